@@ -42,8 +42,7 @@ from llm_fp8.models.build import decoder_layers, decoder_size
 from llm_fp8.models.source import load_config, load_tokenizer, resolve_source
 from llm_fp8.observability.metrics import GIB, step_flops
 from llm_fp8.optim.optimizers import adamw_arguments
-from llm_fp8.precision.convert import convert_with_torchao
-from llm_fp8.precision.torchao import build_config, compile_layers
+from llm_fp8.precision.torchao import TorchaoBackend, build_config
 from llm_fp8.tools.bench import BASELINES
 from llm_fp8.train.stepper import StepClock
 from llm_fp8.utils.console import quiet_libraries
@@ -83,7 +82,7 @@ def build_model(name: str, config: Config, hf_config: Any, device: torch.device)
         model = AutoModelForCausalLM.from_config(hf_config, dtype=weights, attn_implementation="sdpa")
     if name.startswith("torchao"):
         recipe = name.removeprefix("torchao_")
-        convert_with_torchao(model, build_config(recipe, emulate=not torch.cuda.is_available()))
+        TorchaoBackend(build_config(recipe, emulate=not torch.cuda.is_available())).convert(model)
     return model.train()
 
 
@@ -117,7 +116,8 @@ def train(name: str, config: Config) -> None:
     )
     model, optimizer = accelerator.prepare(model, optimizer)
     if name.endswith("compiled") or name.startswith("torchao"):
-        compile_layers(decoder_layers(accelerator.unwrap_model(model)))
+        for layer in decoder_layers(accelerator.unwrap_model(model)):
+            layer.compile()
     clock = StepClock(device)
     losses = []
     stamps = [clock.stamp()]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch.utils.checkpoint
 from torch import nn
@@ -22,28 +22,25 @@ from torch import nn
 from llm_fp8.models.layer_forward import wrap_forward
 from llm_fp8.utils.te_internals import require_te
 
+Amount: TypeAlias = float | Literal["auto"]  # a value of --gradient_checkpointing
 
-def recomputed_layers(asked: float | Literal["auto"], num_layers: int) -> range:
-    """The numbers of the decoder layers that a value of --gradient_checkpointing recomputes; of auto, until memory has
-    settled it, the most that it may. Of a share they are the first: they are recomputed after the others are freed.
+
+def recomputed_layers(amount: Amount, num_layers: int) -> range:
+    """The numbers of the decoder layers that are recomputed; of auto, until memory has settled it, the most that may
+    be. Of a share they are the first: they are recomputed after the others are freed.
     """
-    if asked == "auto":
+    if amount == "auto":
         return range(num_layers)
-    if asked > 1:
-        return range(0, num_layers, int(asked))
-    return range(max(round(asked * num_layers), 1 if asked else 0))
+    if amount > 1:
+        return range(0, num_layers, int(amount))
+    return range(max(round(amount * num_layers), 1 if amount else 0))
 
 
 def enable_gradient_checkpointing(
-    layers: nn.ModuleList,
-    asked: float | Literal["auto"],
-    uses_te: bool,
-    reentrant: bool = False,
-    in_graphs: bool = False,
+    layers: nn.ModuleList, amount: Amount, uses_te: bool, reentrant: bool = False, in_graphs: bool = False
 ) -> list[nn.Module]:
-    """Recompute the decoder's `layers` that are `asked` for in the backward pass, of its own where `reentrant`.
-
-    `in_graphs`: whether a CUDA graph may hold the passes, which reads no random state on the host.
+    """Recompute this `amount` of the decoder's `layers` in the backward pass; returns them. `reentrant`: each has a
+    backward pass of its own. `in_graphs`: a CUDA graph may hold the passes, which reads no random state on the host.
     """
     checkpoint: Callable[..., Any] = torch.utils.checkpoint.checkpoint
     options: dict[str, Any] = {"use_reentrant": reentrant}
@@ -62,7 +59,7 @@ def enable_gradient_checkpointing(
             return checkpoint(forward, *args, **options, **kwargs)
         return forward(*args, **kwargs)
 
-    recomputed = [layers[number] for number in recomputed_layers(asked, len(layers))]
+    recomputed = [layers[number] for number in recomputed_layers(amount, len(layers))]
     for layer in recomputed:
         wrap_forward(layer, functools.partial(recompute, layer))
     return recomputed

@@ -1,4 +1,4 @@
-"""The accelerator of a run and the strategy of its sharding mode."""
+"""The accelerator of a run and the strategy of its sharding mode, whose module is imported by the runs that need it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
 from llm_fp8.config.options import Config
-from llm_fp8.distributed.deepspeed import (
-    DeepSpeedStrategy,
-    accelerator_arguments,
-    deepspeed_settings,
-    load_deepspeed,
-)
-from llm_fp8.distributed.fsdp import FsdpStrategy
 from llm_fp8.distributed.strategy import DistributedStrategy, PlainCopiesStrategy
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.utils.ranks import LaunchRanks
@@ -27,8 +20,11 @@ def build_accelerator(config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -
     # Without cpu=True Accelerate misreads processes that have no GPU.
     arguments = {"cpu": not torch.cuda.is_available(), "kwargs_handlers": [ddp]}
     if mode.startswith("deepspeed"):
-        load_deepspeed(f"--sharding_mode {mode}")
-        arguments = accelerator_arguments(deepspeed_settings(config, mode, plan.compute_name, ranks.world_size))
+        from llm_fp8.distributed import deepspeed
+
+        deepspeed.load_deepspeed(f"--sharding_mode {mode}")
+        settings = deepspeed.deepspeed_settings(config, mode, plan.compute_name, ranks.world_size)
+        arguments = deepspeed.accelerator_arguments(settings)
     return Accelerator(
         mixed_precision="fp16" if config.precision.mixed_precision == "fp16" and torch.cuda.is_available() else "no",
         # Otherwise it would divide by a number of steps that it finds in the environment.
@@ -40,10 +36,17 @@ def build_accelerator(config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -
 def build_strategy(
     mode: str, config: Config, accelerator: Accelerator, ranks: LaunchRanks, compute_dtype: torch.dtype
 ) -> DistributedStrategy:
-    if mode.startswith("fsdp"):
-        return FsdpStrategy(mode, accelerator, config.parallel, compute_dtype, ranks.local_world_size)
+    run = mode, accelerator, config.parallel
     if mode.startswith("deepspeed"):
-        return DeepSpeedStrategy(mode, accelerator, config.parallel)
-    if config.model.cuda_graphs:
-        return PlainCopiesStrategy(mode, accelerator, config.parallel)
-    return DistributedStrategy(mode, accelerator, config.parallel)
+        from llm_fp8.distributed.deepspeed import DeepSpeedStrategy
+
+        return DeepSpeedStrategy(*run)
+    if not mode.startswith("fsdp"):
+        return PlainCopiesStrategy(*run) if config.model.cuda_graphs else DistributedStrategy(*run)
+    if not config.parallel.fp8_params:
+        from llm_fp8.distributed.fsdp import FsdpStrategy
+
+        return FsdpStrategy(*run, compute_dtype, ranks.local_world_size)
+    from llm_fp8.distributed.fp8_params import Fp8ParamsStrategy
+
+    return Fp8ParamsStrategy(*run, compute_dtype, ranks.local_world_size)

@@ -78,7 +78,7 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
     path = file_of(config.parallel.deepspeed_config, mode)
     stage = int(mode[-1])
     rows, steps = config.data.batch_size, config.optim.gradient_accumulation_steps
-    own = {
+    of_run = {
         "train_micro_batch_size_per_gpu": rows,
         "gradient_accumulation_steps": steps,
         "train_batch_size": rows * steps * num_processes,
@@ -99,7 +99,7 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
         settings = _completed(defaults, read_json(path, "--deepspeed_config"))
         for key in settings.keys() & _SET_ELSEWHERE:
             raise UserError(f'--deepspeed_config {path}, "{key}": use {_SET_ELSEWHERE[key]}; remove the entry.')
-        return _completed(settings, own, f"--deepspeed_config {path}")
+        return _completed(settings, of_run, f"--deepspeed_config {path}")
 
 
 def _completed(settings: dict[str, Any], others: dict[str, Any], origin: str = "") -> dict[str, Any]:
@@ -111,8 +111,8 @@ def _completed(settings: dict[str, Any], others: dict[str, Any], origin: str = "
         if isinstance(value, dict):
             merged[key] = _completed(settings.get(key, {}), value, origin and f'{origin}, "{key}"')
         elif origin and settings.get(key, value) != value:
-            found, wanted = json.dumps(settings[key]), json.dumps(value)
-            raise UserError(f'{origin}, "{key}": {found}: this run has {wanted}; remove the entry or make it "auto".')
+            entry, needed = json.dumps(settings[key]), json.dumps(value)
+            raise UserError(f'{origin}, "{key}": {entry}: this run has {needed}; remove the entry or make it "auto".')
         elif value != "auto":
             merged[key] = value
     return merged
@@ -134,8 +134,11 @@ _MASTER_WEIGHTS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_f
 class DeepSpeedStrategy(DistributedStrategy):
     """The strategy of the deepspeed modes. Each rank loads unsharded weights before `prepare`."""
 
+    saves_itself = True
+
     def __init__(self, mode: str, accelerator: Accelerator, options: ParallelConfig) -> None:
         super().__init__(mode, accelerator, options)
+        self.saved_by = f"--sharding_mode {mode} on {accelerator.num_processes} processes"
         self.stage = int(mode[-1])
         self.caches_weight_casts = self.stage < 3  # stage 3 frees a gathered weight after use, and its cast with it
         # In stage 3 hooks gather weights before a module's backward pass. Transformer Engine saves the weights
@@ -144,7 +147,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.settings: dict[str, Any] = accelerator.state.deepspeed_plugin.deepspeed_config
         self._zero: Any  # DeepSpeed's engine, which `prepare` sets
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
+    def prepare(self, model: nn.Module, optimizer: Optimizer, precision: Any = None) -> tuple[nn.Module, Any]:
         """Return DeepSpeed's engine, which is called as the model, and its AdamW, which now holds master weights."""
         assert isinstance(model, TrainingModel)
         self.accelerator.gradient_accumulation_steps = self.settings["gradient_accumulation_steps"]  # or it warns
@@ -184,13 +187,17 @@ class DeepSpeedStrategy(DistributedStrategy):
         with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             return parameter.detach().clone()
 
+    def state(self, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+        return {}
+
+    def after_load(self, model: nn.Module, optimizer: Any, step: int) -> None:
+        """Nothing is left to do: `load_state` has read all."""
+
     def state_bytes(self) -> int:
-        """Bytes that `save_state` writes on all ranks together."""
         weights = list(self._zero.module.parameters())
         return sum(getattr(weight, "ds_numel", weight.numel()) * (12 + weight.element_size()) for weight in weights)
 
     def save_state(self, folder: Path) -> None:
-        """Write weights, master weights and optimizer state, synced to disk; collective."""
         self._zero.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
         self.accelerator.wait_for_everyone()
         for path in folder.glob("*_states.pt"):
@@ -198,11 +205,10 @@ class DeepSpeedStrategy(DistributedStrategy):
                 os.fsync(file.fileno())
         self.accelerator.wait_for_everyone()
 
-    def load_state(self, folder: Path) -> None:
+    def load_state(self, folder: Path, optimizer: Any) -> None:
         """Restore what `save_state` wrote, bit for bit. Collective. Learning rate, weight decay and clipping stay those
         of this run, which has as many ranks.
         """
-        optimizer = self._zero.basic_optimizer
         options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         how = {"tag": _TAG, "load_lr_scheduler_states": False, "custom_load_fn": _load_module_state}
         assert self._zero.load_checkpoint(str(folder), **how)[0] is not None, f"DeepSpeed found nothing in {folder}"
@@ -213,6 +219,6 @@ class DeepSpeedStrategy(DistributedStrategy):
 
 def _load_module_state(src: dict[str, Tensor], dst: nn.Module) -> None:
     """Load weights and buffers by name. TE's extra state is left out, since it is restored elsewhere."""
-    kept = {name: value for name, value in src.items() if not name.endswith("_extra_state")}
-    loaded = dst.load_state_dict(kept, strict=False)
+    weights = {name: value for name, value in src.items() if not name.endswith("_extra_state")}
+    loaded = dst.load_state_dict(weights, strict=False)
     assert all(name.endswith("_extra_state") for name in [*loaded.missing_keys, *loaded.unexpected_keys]), loaded

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,25 +26,11 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from llm_fp8.distributed.fsdp import FsdpStrategy
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.frozen import prepare_module
+from llm_fp8.precision.te import TEBackend
 from llm_fp8.utils.torch_internals import free_memory_, local_of, sharded_like
-
-AnyTensor = TypeVar("AnyTensor", bound=Tensor)
-
-_MASTER = "_fp8_master"  # attribute of an fp8 parameter: its master weight
-_GROUP = "_fp8_group"  # attribute of an fp8 parameter: its `Fp8Weights`
-
-
-def master_of(parameter: AnyTensor) -> AnyTensor:
-    """The master weight of an fp8 parameter; another parameter is its own master weight."""
-    return getattr(parameter, _MASTER, parameter)
-
-
-def requantise_(model: nn.Module) -> None:
-    """Compute the fp8 weights of `model`, if it has any, from their master weights. Collective."""
-    for group in {getattr(p, _GROUP) for p in model.parameters() if hasattr(p, _GROUP)}:
-        group.quantise_()
 
 
 class Fp8Weight(NamedTuple):
@@ -91,27 +77,56 @@ class Fp8Weights:
         self.scales.copy_(scales.clamp(max=torch.finfo(torch.float32).max))
 
 
-def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optimizer | None) -> None:
-    """Give the fp8 modules in `model` fp8 parameters, and make their fp32 shards in `optimizer` master weights.
+class Fp8ParamsStrategy(FsdpStrategy):
+    """FSDP whose weights are gathered in fp8: Transformer Engine's as fp8 parameters, others as their back end does."""
 
-    LoRA's frozen weights, for which there is no `optimizer`, are cast once and freed. Collective. Call it before the
-    first forward pass, in which FSDP2 reads its parameters.
+    _backend: Any = TEBackend()  # the run's, from `prepare` on
+    _weights: Fp8Weights | None = None
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer, precision: Any = None) -> tuple[nn.Module, Any]:
+        self._backend, self._weights = precision.backend, keep_weights_in_fp8(model, precision)
+        if (weights := self._weights) is not None:
+            optimizer.register_step_pre_hook(lambda *_: weights.hand_over_gradients())
+        optimizer.register_step_post_hook(lambda *_: self._cast_(model))
+        return super().prepare(model, optimizer)
+
+    def _cast_(self, model: nn.Module) -> None:
+        if self._weights is not None:
+            self._weights.quantise_()
+        self._backend.refresh_scales_(model)
+
+    def master_of(self, parameter: Any) -> tuple[Any, Tensor]:
+        weights = [] if self._weights is None else self._weights.weights
+        master = next((weight.master for weight in weights if weight.parameter is parameter), parameter)
+        return master, self._backend.unwrapped_shard(master).detach()
+
+    def after_load(self, model: nn.Module, optimizer: Any, step: int) -> None:
+        super().after_load(model, optimizer, step)
+        self._cast_(model)
+
+
+def keep_weights_in_fp8(model: nn.Module, precision: Precision) -> Fp8Weights | None:
+    """Give TE's fp8 modules in `model` fp8 parameters, whose masters are the fp32 ones until now; None without any.
+
+    LoRA's frozen weights are cast once and freed. Collective. Call it before the first forward pass, in which FSDP2
+    reads its parameters.
     """
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
-
     recipe: Any = precision.plan.recipe
-    target = recipe.fp8_format.value.max_fwd
     # The order of the modules is the same on every rank; a set has no order.
     modules: list[Any] = [module for module in model.modules() if module in precision.fp8_modules]
+    # Not those that are in fp8 already, as LoRA's frozen ones.
+    modules = [module for module in modules if not getattr(module, "primary_weights_in_fp8", True)]
     places = [(module, name) for module in modules for name in prepare_module(module, recipe)]
     if not places:
-        return
+        return None
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
     first: Any = getattr(*places[0])
     split_dim = next(dim for dim, placement in enumerate(first.placements) if placement.is_shard())
     scales = torch.ones(len(places), dtype=torch.float32, device=first.device)
     unused = torch.zeros(1, dtype=torch.float32, device=first.device)
     masters: list[Parameter] = [getattr(module, name) for module, name in places]
-    group = Fp8Weights([], scales, target, first.device_mesh.get_group(split_dim))
+    group = Fp8Weights([], scales, recipe.fp8_format.value.max_fwd, first.device_mesh.get_group(split_dim))
     group.find_scales_(masters)
     for number, ((module, name), master) in enumerate(zip(places, masters, strict=True)):
         own_quantizer: Any = module.quantizers["scaling_fwd"][module.param_init_meta[name].fp8_meta_index]
@@ -125,14 +140,9 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision, optimizer: Optim
         weight.cast_()
         if master.requires_grad:
             group.weights.append(weight)
-            setattr(parameter, _MASTER, master)
-            setattr(parameter, _GROUP, group)
         else:  # FSDP2 refers to it until the first forward pass
             free_memory_(master)
-    if optimizer is None:
-        return
-    optimizer.register_step_pre_hook(lambda *_: group.hand_over_gradients())
-    optimizer.register_step_post_hook(lambda *_: group.quantise_())
+    return group
 
 
 @torch.no_grad()

@@ -26,13 +26,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim import Optimizer
 
 from llm_fp8.config.options import ParallelConfig
-from llm_fp8.distributed.fp8_params import keep_weights_in_fp8, master_of
 from llm_fp8.distributed.fsdp_internals import MemorySavingReduceScatter, UnshardedGradients, units_of
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
 from llm_fp8.optim.adamw_master import join_master, remainder_of
-from llm_fp8.precision.context import Precision
-from llm_fp8.precision.torchao import refresh_scales_, unwrapped_shard
 from llm_fp8.utils.te_internals import keep_weight_casts
 from llm_fp8.utils.torch_internals import local_of, materialize_, sharded_like
 
@@ -51,8 +48,6 @@ class FsdpStrategy(DistributedStrategy):
         self.caches_weight_casts = mode == "fsdp_grad" and not options.fp8_params
         self._stream: torch.cuda.Stream | None = None
         """The backward pass's, in whose memory gradients are reduced; None where they cannot be."""
-        self.kept_in_fp8: Precision | None = None
-        """Set before `shard`, it lets `prepare` turn the weights of its fp8 modules into fp8 parameters."""
         num_ranks = accelerator.num_processes
         shape = (num_ranks // ranks_per_host, ranks_per_host) if mode == "fsdp_hybrid" else (num_ranks,)
         names = ("replicate", "shard")[-len(shape) :]
@@ -80,11 +75,7 @@ class FsdpStrategy(DistributedStrategy):
         device = self.accelerator.device
         materialize_(model, torch.device("cpu") if offloads else device, device, later)
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
-        if self.kept_in_fp8 is not None:
-            keep_weights_in_fp8(model, self.kept_in_fp8, optimizer)
-        elif self.options.fp8_params:  # torchao's weights, which it casts before they are gathered
-            optimizer.register_step_post_hook(lambda *_: refresh_scales_(model))
+    def prepare(self, model: nn.Module, optimizer: Optimizer, precision: Any = None) -> tuple[nn.Module, Any]:
         self.wgrad_accumulation = FusedWgradAccumulation(model, UnshardedGradients(model).find)
         return model, optimizer
 
@@ -101,7 +92,7 @@ class FsdpStrategy(DistributedStrategy):
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
         """On the accelerator's device, which the collective needs."""
-        sharded: Any = unwrapped_shard(master_of(parameter)).detach()
+        sharded: Any = self.master_of(parameter)[1]
         if (remainder := remainder_of(parameter)) is not None:
             sharded = sharded_like(join_master(local_of(sharded), local_of(remainder)), sharded)
         return sharded.to(self.accelerator.device).full_tensor()

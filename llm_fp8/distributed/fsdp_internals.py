@@ -1,4 +1,4 @@
-"""What this project reads of FSDP2 beyond its public interface; other private names of torch: `utils/torch_internals`.
+"""FSDP2's private names that this project reads; other private names of torch: `utils/torch_internals`.
 
     name (read in torch 2.11 and 2.13)         what for
     FSDPModule._get_fsdp_state and its         the parameters of a unit
@@ -39,7 +39,7 @@ def _entries_of(unit: FSDPModule) -> Iterator[tuple[Tensor, Any]]:
 
 
 class UnshardedGradients:
-    """Where FSDP2 keeps the gradient of a sharded weight between micro-batches: unsharded, fp32, on every rank."""
+    """FSDP2's gradients of sharded weights between micro-batches: unsharded, fp32, on every rank."""
 
     def __init__(self, model: nn.Module) -> None:
         self._entries = {id(weight): entry for unit in units_of(model) for weight, entry in _entries_of(unit)}
@@ -83,10 +83,10 @@ class MemorySavingReduceScatter:
         if is_output:
             dtype = next(entry.orig_dtype for entry in self._entries if entry.sharded_param.requires_grad)
         with torch.cuda.stream(stream):
-            found = torch.empty(*size, dtype=dtype, device=device)
+            buffer = torch.empty(*size, dtype=dtype, device=device)
         if is_output:
-            found.record_stream(current)  # shards may be freed while that stream still uses them
-        return found
+            buffer.record_stream(current)  # shards may be freed while that stream still uses them
+        return buffer
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False

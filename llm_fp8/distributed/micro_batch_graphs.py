@@ -128,8 +128,8 @@ class MicroBatchGraphs:
     def _take(self, batch: Batch, first: bool, last: bool) -> None:
         bucket = bucket_of(batch)
         if self._collective:
-            found = largest(BUCKETS[-1] + 1 if bucket is None else bucket)
-            bucket = found if found in BUCKETS else None
+            of_all = largest(BUCKETS[-1] + 1 if bucket is None else bucket)
+            bucket = of_all if of_all in BUCKETS else None
         if bucket is None:
             self.make_room()
             return self._eager(batch, first, last)
@@ -193,17 +193,13 @@ class MicroBatchGraphs:
 
 
 class ShardedMicroBatchGraphs(MicroBatchGraphs):
-    """The same under fsdp_grad and fsdp_full, for steps of one micro-batch; FSDP2's collectives are in the graphs.
+    """Graphs under fsdp_grad and fsdp_full, for steps of one micro-batch; FSDP2's collectives are in the graphs.
 
     FSDP2 makes a step's gradients anew: those of the first graph are kept, and the other graphs copy theirs to them.
     """
 
     def __init__(
-        self,
-        run: RunMicroBatch,
-        parameters: Sequence[Parameter],
-        capture: Capture,
-        after_each: Callable[[], None],
+        self, run: RunMicroBatch, parameters: Sequence[Parameter], capture: Capture, after_each: Callable[[], None]
     ) -> None:
         super().__init__(run, parameters, (), capture, after_each, collective=True)
 
@@ -244,7 +240,7 @@ def memory_beside_graphs(more: int = 0) -> tuple[float, bool]:
     """GiB that graphs lack on the fullest GPU, where they need `more` bytes than the steps so far, and whether eager
     passes lack memory beside graphs, which keep as much as one for activations. Collective.
     """
-    taken, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated() + more + RESERVE_GIB * GIB
+    in_use, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated() + more + RESERVE_GIB * GIB
     total = torch.cuda.get_device_properties().total_memory
-    found = gathered((max(0.0, peak - total) / GIB, 2 * peak - taken > total))
-    return max(lacking for lacking, _ in found), any(lacks for _, lacks in found)
+    by_rank = gathered((max(0.0, peak - total) / GIB, 2 * peak - in_use > total))
+    return max(lacking for lacking, _ in by_rank), any(lacks for _, lacks in by_rank)

@@ -15,6 +15,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from torch.optim import Optimizer
 from llm_fp8.config.options import ParallelConfig
 from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
 from llm_fp8.optim.adamw_master import join_master, remainder_of
-from llm_fp8.optim.optimizers import clip_and_step
+from llm_fp8.optim.optimizers import clip_and_step, initialize_state, optimizer_tensors, set_completed_steps
 from llm_fp8.utils.torch_internals import materialize_
 
 
@@ -37,6 +38,8 @@ class DistributedStrategy:
     shards_parameters = False  # parameters are DTensors, and weights are loaded shard by shard
     caches_weight_casts = True  # fp8 casts of weights may serve several micro-batches
     reentrant_te_checkpoints = False  # recomputed TE layers need a backward pass of their own
+    saves_itself = False  # weights and optimizer state, by `save_state`, and not by name
+    saved_by = "any mode but DeepSpeed's"  # can resume from a checkpoint, with any number of processes
 
     def __init__(self, mode: str, accelerator: Accelerator, options: ParallelConfig) -> None:
         self.mode = mode
@@ -44,6 +47,11 @@ class DistributedStrategy:
         self.options = options
         self.wgrad_accumulation: FusedWgradAccumulation | None = None  # set by `prepare`, where a mode has it
         self.layers: nn.ModuleList | None = None  # set by `shard`
+        self.context_group: Any = None  # the ranks that share sequences
+        if (size := options.context_parallel_size) > 1:
+            from llm_fp8.distributed.context_parallel import ContextGroup
+
+            self.context_group = ContextGroup(size, accelerator.process_index % size)
 
     def shard(self, model: nn.Module, layers: nn.ModuleList, later: Collection[nn.Module] = ()) -> None:
         """Shard the parameters of `model`; `layers` are the decoder's. With `later`, and under FSDP, those on the meta
@@ -53,8 +61,8 @@ class DistributedStrategy:
         if later:
             materialize_(model, self.accelerator.device, self.accelerator.device, later)
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
-        """The model to call and the optimizer to step."""
+    def prepare(self, model: nn.Module, optimizer: Optimizer, precision: Any = None) -> tuple[nn.Module, Any]:
+        """The model to call and the optimizer to step. --fp8_params needs the `Precision` of `model`."""
         model, optimizer = self.accelerator.prepare(model, optimizer, device_placement=[True, False])
         self.wgrad_accumulation = FusedWgradAccumulation(model)
         return model, optimizer
@@ -89,6 +97,32 @@ class DistributedStrategy:
         remainder = remainder_of(parameter)
         return parameter.detach() if remainder is None else join_master(parameter.detach(), remainder)
 
+    def master_of(self, parameter: Any) -> tuple[Any, Tensor]:
+        """The parameter that the optimizer holds for `parameter`, and its values, which a checkpoint holds."""
+        return parameter, parameter.detach()
+
+    def state(self, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+        """Name -> live tensor of trained weights and optimizer; none in a mode that saves itself."""
+        masters = {name: self.master_of(p) for name, p in model.named_parameters() if p.requires_grad}
+        tensors = {f"model.{name}": values for name, (_, values) in masters.items()}
+        state = optimizer_tensors(optimizer, [(name, master) for name, (master, _) in masters.items()])
+        return tensors | {f"optimizer.{name}": tensor for name, tensor in state.items()}
+
+    def state_bytes(self) -> int:
+        """Bytes that `save_state` writes on all ranks together."""
+        return 0
+
+    def save_state(self, folder: Path) -> None:
+        """Write weights and optimizer state in a mode that saves itself, synced to disk. Collective."""
+
+    def load_state(self, folder: Path, optimizer: Any) -> None:
+        """Restore what `save_state` wrote, or prepare the tensors of `state` to be read. Collective."""
+        initialize_state(optimizer)
+
+    def after_load(self, model: nn.Module, optimizer: Any, step: int) -> None:
+        """Compute anew what is derived from weights and `step`, once the tensors of `state` were read. Collective."""
+        set_completed_steps(optimizer, step)
+
 
 class PlainCopiesStrategy(DistributedStrategy):
     """The strategy of --cuda_graphs: a copy of the model on each GPU without DDP, whose hooks would run only while a
@@ -104,7 +138,7 @@ class PlainCopiesStrategy(DistributedStrategy):
         plain.wgrad_accumulation, plain.layers = strategy.wgrad_accumulation, strategy.layers
         return plain, model.module  # DDP's hooks go with it, when the first graph is captured at the latest
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
+    def prepare(self, model: nn.Module, optimizer: Optimizer, precision: Any = None) -> tuple[nn.Module, Any]:
         self.wgrad_accumulation = FusedWgradAccumulation(model)
         return model, self.accelerator.prepare(optimizer, device_placement=[False])
 

@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from llm_fp8.precision.modules import linear_weights
+from llm_fp8.precision.coverage import linear_weights
 from llm_fp8.utils.te_internals import would_lose_main_grad
 
 FindMainGrad: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor | None]]
@@ -69,13 +69,13 @@ class FusedWgradAccumulation:
         """
         if would_lose_main_grad(module):
             return
-        found = [self._find_main_grad(weight) for weight in weights]
+        pairs = [self._find_main_grad(weight) for weight in weights]
         # A GEMM needs a contiguous gradient, and a transposed weight has a transposed one.
-        if not all(main_grad is not None and main_grad.is_contiguous() for _, main_grad in found):
+        if not all(main_grad is not None and main_grad.is_contiguous() for _, main_grad in pairs):
             return
-        fused.append((module, [weight for weight, _ in found]))
+        fused.append((module, [weight for weight, _ in pairs]))
         module.fuse_wgrad_accumulation = True
-        for weight, main_grad in found:
+        for weight, main_grad in pairs:
             weight.main_grad = main_grad  # type: ignore[attr-defined]
 
 

@@ -1,7 +1,7 @@
 """The certificate of a run: the check that the kernels of a recorded step are those that the run was asked for.
 
 Three independent sources are compared: the kernels that must run by options and fp8 coverage (`ExpectedKernels`), those
-that ran (`llm_fp8.observability.kernel_trace`), and the modules' own account (`llm_fp8.precision.modules`).
+that ran (`llm_fp8.observability.kernel_trace`), and the modules' own account (`ModuleState`).
 
 The kernels decide. A GEMM whose name does not tell its types counts for neither side; a kernel that no rule knows may
 be a GEMM too. The verdict is "undetermined" where such kernels could be the missing fp8 ones and no module denies that
@@ -29,9 +29,7 @@ from llm_fp8.observability.kernel_trace import (
     time_by_class,
 )
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.coverage import Fp8Coverage
-from llm_fp8.precision.module_state import ModuleState
-from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, linear_weights
+from llm_fp8.precision.coverage import GEMMS_PER_WEIGHT, Fp8Coverage, ModuleState, linear_weights
 
 Verdict = Literal["certified", "undetermined", "failed"]
 
@@ -43,11 +41,11 @@ _LISTED_LENGTH = 80  # characters of a kernel's name in a reason: template argum
 
 @dataclass(frozen=True)
 class ExpectedKernels:
-    """What each GPU has to compute in one optimizer step; `precision` is its name: 'bf16', 'fp8 delayed'."""
+    """The kernels that each GPU has to run in one optimizer step; `precision` is its name: 'bf16', 'fp8 delayed'."""
 
     precision: str
     compute: str
-    """What linear layers outside fp8 compute in: fp32, bf16 or fp16."""
+    """The dtype of linear layers outside fp8: fp32, bf16 or fp16."""
     scenario: str | None = None
     """The fp8 scenario in effect; None outside fp8."""
     num_fp8_gemms: int = 0
@@ -62,11 +60,11 @@ class ExpectedKernels:
         recomputed: Sequence[nn.Module] = (),
         gemms: Mapping[nn.Module, int] = MappingProxyType({}),
     ) -> ExpectedKernels:
-        """What a model to which `precision` is attached needs; `gemms`: `llm_fp8.models.lora.gemms_per_weight`. The
+        """The kernels of a model to which `precision` is attached; `gemms`: `llm_fp8.models.lora.gemms_per_weight`. The
         modules in `recomputed` compute fprop once more, unless torch.compile decides about that.
         """
         plan, scenario = precision.plan, precision.plan.effective_scenario
-        parts = () if plan.backend == "torchao" else recomputed
+        parts = recomputed if precision.backend.recomputes_fprop else ()
         twice = {module for part in parts for module in part.modules()}
         num_gemms = {
             module: min(gemms.get(module, GEMMS_PER_WEIGHT), gemms_in_fp8(scenario)) + (module in twice)
@@ -82,7 +80,7 @@ class ExpectedKernels:
 
     @property
     def without_fp8(self) -> ExpectedKernels:
-        """What the same model needs after the steps in fp8 (--fp8_until)."""
+        """The kernels of the same model after the steps in fp8 (--fp8_until)."""
         return ExpectedKernels(self.compute, self.compute)
 
 
@@ -133,8 +131,8 @@ class Certificate:
 
     def failure(self, path: Path, otherwise: str = "--no_certify trains all the same") -> str:
         """The error message of a failed certificate, which is kept at `path`; `otherwise`: how to train without it."""
-        asked = f"the GPU does not run what was asked for ({self.precision}): {'; '.join(self.reasons)}"
-        return f"{asked} (on rank {self.rank}). See {path}; {otherwise}."
+        reasons = f"the GPU does not run what was asked for ({self.precision}): {'; '.join(self.reasons)}"
+        return f"{reasons} (on rank {self.rank}). See {path}; {otherwise}."
 
 
 def certify(
@@ -148,8 +146,8 @@ def certify(
 ) -> Certificate:
     """Compare what should have run on one GPU in a recorded step of `num_micro_batches` with the kernels that ran.
 
-    `state` is of the modules expected in fp8; in a run without fp8 of all linear modules of Transformer Engine or
-    torchao. `attention`: the implementation that attention has.
+    `state` is of the modules expected in fp8; in a run without fp8 of all linear modules that might be.
+    `attention`: the implementation that attention has.
     """
     seen = _Evidence(expected, kernels, state, num_micro_batches)
     (seen.judge_fp8 if expected.scenario else seen.judge_without_fp8)()
@@ -194,7 +192,7 @@ def attention_library(kernels: KernelTimes) -> str:
 
 
 class _Evidence:
-    """What kernels and modules show, counted, and what follows from it: failures, doubts and remarks."""
+    """The counts of kernels and modules, and the failures, doubts and remarks that follow from them."""
 
     def __init__(
         self, expected: ExpectedKernels, kernels: KernelTimes, state: ModuleState, num_micro_batches: int

@@ -1,36 +1,60 @@
-"""Fp8 coverage: which linear layers run in fp8, which do not and why, and their shares of the linear FLOPs."""
+"""Fp8 coverage: the linear layers in fp8, the others with the reason, and their shares of the linear FLOPs.
+
+Never in fp8 are embedding and lm_head, whose rounding would go straight into the loss, adapters, routers and the
+experts that they choose, and layers whose sizes the recipe's fp8 GEMMs cannot take.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from llm_fp8.config.options import PrecisionConfig, names_in
+from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE
+from llm_fp8.models.build import read_by_kernels
 from llm_fp8.models.experts import Routed, expert_weights, routed_modules
-from llm_fp8.precision.modules import GEMMS_PER_WEIGHT, linear_weights, never_in_fp8
+from llm_fp8.models.weight_shards import is_adapter
+from llm_fp8.utils.errors import UserError
+
+GEMMS_PER_WEIGHT = 3  # of a trained weight in a micro-batch: fprop, dgrad, wgrad
+_HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "score", "classifier")  # the ends of names
+
+
+@dataclass(frozen=True)
+class ModuleState:
+    """Linear modules of one library, counted."""
+
+    num_modules: int = 0
+    num_in_fp8: int = 0  # their last forward pass ran in fp8
+    num_recipe_unreadable: int = 0  # in fp8, by no recipe that is known
+    recipes: dict[str, int] = field(default_factory=dict)
+    num_without_amax: int = 0
+    library: str = "Transformer Engine"
+
+    @property
+    def num_outside_fp8(self) -> int:
+        """They say that they did not compute in fp8."""
+        return self.num_modules - self.num_in_fp8
 
 
 @dataclass(frozen=True)
 class Fp8Coverage:
-    """Which linear weights compute in fp8. A GEMM takes 2 FLOPs per token and weight element; of a mixture of experts
-    the elements that compute a token count.
+    """The linear weights in fp8 and the others. A GEMM takes 2 FLOPs per token and weight element. Of a mixture of
+    experts the elements that compute a token count.
     """
 
-    num_fp8_weights: int
-    """Elements of the weights of modules in fp8; lm_head never counts."""
-    num_linear_weights: int
-    """Elements of all linear weights, lm_head (also where it is the tied embedding) and every expert included."""
-    converted: dict[str, int]
-    """Name pattern (layer numbers as *) -> number of modules in fp8."""
-    skipped: dict[str, str]
-    """Name pattern -> number of modules, what they compute in, and why."""
-    fp8_flops_per_token: float
-    """FLOPs of the GEMMs in fp8 (3 per trained weight, fewer per frozen one)."""
+    num_fp8_weights: int  # elements of the weights of modules in fp8; lm_head never counts
+    num_linear_weights: int  # of all linear weights, lm_head (tied or not) and every expert included
+    converted: dict[str, int]  # name pattern (layer numbers as *) -> number of modules in fp8
+    skipped: dict[str, str]  # name pattern -> number of modules, what they compute in, and why
+    fp8_flops_per_token: float  # of the GEMMs in fp8 (3 per trained weight, fewer per frozen one)
     linear_flops_per_token: float
 
     @property
@@ -96,3 +120,82 @@ def measure_coverage(
         converted=dict(converted),
         skipped={pattern: f"{count} {reason}" for (pattern, reason), count in skipped.items()},
     )
+
+
+def linear_weights(module: nn.Module) -> list[Tensor]:
+    """The GEMM weights [out, in] that this module itself holds: torch's and TE's linear modules, and adapters."""
+    if hasattr(module, "base_layer"):
+        return []  # PEFT's: what it shows as its own is the layer's inside
+    if isinstance(getattr(module, "lora_A", None), nn.ParameterDict):
+        return [*module.lora_A.values(), *module.lora_B.values()]  # type: ignore[operator]
+    if hasattr(module, "fc1_weight"):
+        return [module.fc1_weight, module.fc2_weight]  # type: ignore[list-item]
+    return [module.weight] if hasattr(module, "in_features") else []  # type: ignore[list-item]
+
+
+def never_in_fp8(model: nn.Module) -> dict[str, str]:
+    """Name of each adapter and lm_head in `model` -> which of both it is."""
+    outputs = getattr(model, "get_output_embeddings", lambda: None)()
+    kinds = dict[str, str]()
+    for name, module in model.named_modules():
+        if is_adapter(name):
+            kinds[name] = "adapter"
+        elif module is outputs or name.rpartition(".")[2] in _HEAD_NAMES:
+            kinds[name] = "lm_head"
+    return kinds
+
+
+def size_misfit(module: nn.Module, multiple: int) -> str | None:
+    """Why fp8 GEMMs cannot take a weight of this linear module; None where all sizes are multiples of `multiple`."""
+    for out_features, in_features in (weight.shape for weight in linear_weights(module)):
+        if in_features % multiple or out_features % multiple:
+            return f"size {in_features} x {out_features} is not a multiple of {multiple}"
+    return None
+
+
+def plain_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """Name -> `nn.Linear`; a subclass returns something else, as a router does."""
+    return {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+
+
+def linears_left(model: nn.Module, size_multiple: int = FP8_SIZE_MULTIPLE) -> dict[str, str]:
+    """Name of each `nn.Linear` that an fp8 run leaves as it is -> why."""
+    by_kind = {module: routed.reason for module, routed in routed_modules(model).items()}
+    by_kind |= dict.fromkeys(read_by_kernels(model).values(), "weight is read by Mamba's kernel")
+    by_name, left = never_in_fp8(model), dict[str, str]()
+    for name, linear in plain_linears(model).items():
+        if reason := by_kind.get(linear) or by_name.get(name) or size_misfit(linear, size_multiple):
+            left[name] = reason
+    return left
+
+
+def bf16_modules(options: PrecisionConfig, model: nn.Module, decoder_layers: nn.ModuleList) -> list[nn.Module]:
+    """The modules that --fp8_bf16_modules keeps in bf16 with all that is inside them.
+
+    A pattern is a decoder layer or a slice of them (`layers.0`, `layers.-4:`), or the end of the name of a module in
+    one, in which `*` and `?` stand for any characters. Raises `UserError` for a pattern that names none.
+    """
+    modules: list[nn.Module] = []
+    inside = {module for layer in decoder_layers for module in layer.modules()}
+    inside = {module for module in inside if any(map(linear_weights, module.modules()))}
+    names = {name: module for name, module in model.named_modules() if module in inside}
+    for pattern in names_in(options.fp8_bf16_modules):
+        matches = _slice_of(pattern, decoder_layers)
+        if matches is None:
+            matches = [module for name, module in names.items() if fnmatchcase(f".{name}", f"*.{pattern}")]
+        if not matches:
+            first_layer = [name for name in names if re.search(r"\.0\.", name)]
+            raise UserError(f"--fp8_bf16_modules {pattern}: no such module; layer 0 has {', '.join(first_layer)}.")
+        modules += matches
+    return modules
+
+
+def _slice_of(pattern: str, decoder_layers: nn.ModuleList) -> list[nn.Module] | None:
+    """The decoder layers that `layers.2`, `layers.-1` or `layers.2:5` means; None for another pattern."""
+    match = re.fullmatch(r"layers\.(?:(-?\d+)|(-?\d+)?:(-?\d+)?)", pattern)
+    if match is None:
+        return None
+    single, first, last = (None if number is None else int(number) for number in match.groups())
+    if single is not None:
+        first, last = single, single + 1 or None
+    return list(decoder_layers[first:last])

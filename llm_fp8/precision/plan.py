@@ -12,7 +12,6 @@ import torch
 
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.recipes import RECIPES, Recipe, precision_name
-from llm_fp8.precision import torchao as torchao_fp8
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import TORCHAO
 
@@ -85,7 +84,9 @@ def with_recipe(plan: PrecisionPlan, options: PrecisionConfig, device: torch.dev
     TORCHAO.require(why)
     if on_gpu and not any(map(shutil.which, (os.environ.get("CC") or "gcc", "clang", "cc"))):
         raise UserError(f"{why}: Triton needs a C compiler, and none is found; install gcc, or name one in CC.")
-    return dataclasses.replace(plan, recipe=torchao_fp8.build_config(scenario, emulate=not on_gpu))
+    from llm_fp8.precision.torchao import build_config
+
+    return dataclasses.replace(plan, recipe=build_config(scenario, emulate=not on_gpu))
 
 
 def recipe_available(te: Any, recipe: Recipe) -> tuple[bool, str]:

@@ -12,16 +12,19 @@ fp8; rowwise has one per row, powers of two, all in e4m3; rowwise_with_gw_hp the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llm_fp8.config.recipes import recipe_names
-from llm_fp8.precision.module_state import ModuleState
+from llm_fp8.precision.coverage import ModuleState, linears_left, plain_linears
 from llm_fp8.utils.torch_internals import compile_without_ddp_cuts, local_of, sharded_like
 
 
@@ -32,50 +35,86 @@ def build_config(scenario: str, emulate: bool) -> Any:
     return dataclasses.replace(Float8LinearConfig.from_recipe_name(scenario), emulate=emulate)
 
 
-def converted_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Name -> torchao's linear modules of `model`, by the class's name, so that nothing is imported."""
-    return {name: module for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
+class TorchaoBackend:
+    """torchao, with the methods of `te.TEBackend`. Its modules compute in fp8 by themselves and keep no scale."""
 
+    recomputes_fprop = False  # torch.compile decides
 
-def compile_layers(layers: Iterable[nn.Module], recomputed: bool = False) -> None:
-    """Compile each decoder layer in place, when it first runs; `recomputed`: under activation checkpointing."""
-    if recomputed:
-        compile_without_ddp_cuts()
-    for layer in layers:
-        layer.compile()
+    def __init__(self, recipe: Any = None) -> None:
+        self.recipe = recipe
 
+    def linears_of(self, model: nn.Module) -> dict[str, nn.Module]:
+        return {name: module for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
 
-def read_state(modules: Iterable[nn.Module]) -> ModuleState:
-    """The state of torchao's linear modules: in fp8 are those set up for it, not emulated, with an own `forward`."""
-    known = {build_config(name, emulate=False): name for name in recipe_names("torchao")}
-    # What others than this package set changes no scale: Accelerate pads, and both may all-gather in fp8.
-    plain = dict(enable_fsdp_float8_all_gather=False, force_recompute_fp8_weight_in_bwd=False, pad_inner_dim=False)
-    asked: list[Any] = list(modules)
-    in_fp8 = [module.config for module in asked if not module.config.emulate and "forward" not in vars(module)]
-    recipes: Counter[Any] = Counter(known.get(dataclasses.replace(config, **plain)) for config in in_fp8)
-    return ModuleState(
-        num_modules=len(asked),
-        num_in_fp8=len(in_fp8),
-        num_recipe_unreadable=recipes.pop(None, 0),
-        recipes=dict(recipes),
-        library="torchao",
-    )
+    def convert(self, model: nn.Module, in_bf16: Iterable[nn.Module] = (), fp8_params: bool = False) -> dict[str, str]:
+        from torchao.float8 import convert_to_float8_training
 
+        config = dataclasses.replace(self.recipe, enable_fsdp_float8_all_gather=fp8_params)
+        inside = {inner for module in in_bf16 for inner in module.modules()}
+        linears = plain_linears(model)
+        left = {name: "kept in bf16" for name, linear in linears.items() if linear in inside} | linears_left(model)
+        chosen = linears.keys() - left.keys()
+        convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in chosen)
+        if config.emulate:
+            for module in self.linears_of(model).values():
+                module.register_forward_pre_hook(_cast_input)
+        return left
 
-def unwrapped_shard(parameter: Tensor) -> Tensor:
-    """A sharded parameter that torchao wraps for --fp8_params as a DTensor of its fp32 shard; any other as it is."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    local: Any = local_of(parameter)
-    if type(local).__name__ != "WeightWithDynamicFloat8CastTensor":
-        return parameter
-    shard: Tensor = local._tensor
-    return sharded_like(shard.detach(), parameter)
+    def choose(self, linears: dict[str, nn.Module], *_: Any) -> tuple[dict[str, nn.Module], dict[str, str]]:
+        return linears, {}
 
+    def state(self, modules: Iterable[nn.Module]) -> ModuleState:
+        """In fp8 are the modules that are set up for it, not emulated, and have no other `forward`."""
+        known = {build_config(name, emulate=False): name for name in recipe_names("torchao")}
+        # What others than this package set changes no scale: Accelerate pads, and both may all-gather in fp8.
+        plain = dict(enable_fsdp_float8_all_gather=False, force_recompute_fp8_weight_in_bwd=False, pad_inner_dim=False)
+        linears: list[Any] = list(modules)
+        in_fp8 = [module.config for module in linears if not module.config.emulate and "forward" not in vars(module)]
+        recipes: Counter[Any] = Counter(known.get(dataclasses.replace(config, **plain)) for config in in_fp8)
+        return ModuleState(
+            num_modules=len(linears),
+            num_in_fp8=len(in_fp8),
+            num_recipe_unreadable=recipes.pop(None, 0),
+            recipes=dict(recipes),
+            library="torchao",
+        )
 
-def refresh_scales_(model: nn.Module) -> None:
-    """Compute the scales of weights that are all-gathered in fp8 (if any), with one collective, after each update."""
-    if any(unwrapped_shard(module.weight) is not module.weight for module in converted_modules(model).values()):  # type: ignore[arg-type]
+    def end_fp8(self, modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            module.forward = functools.partial(nn.Linear.forward, module)  # type: ignore[arg-type]
+        torch.compiler.reset()  # compiled layers have fp8 in them
+
+    def autocast(self, enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def state_tensors(self, *_: Any) -> dict[str, Tensor]:
+        return {}
+
+    def compile_layers(self, layers: Iterable[nn.Module], recomputed: bool) -> None:
+        """Compile each layer in place, when it first runs."""
+        if self.recipe.emulate:
+            return
+        if recomputed:
+            compile_without_ddp_cuts()
+        for layer in layers:
+            layer.compile()
+
+    def unwrapped_shard(self, parameter: Tensor) -> Tensor:
+        """A parameter that torchao wraps for --fp8_params as a DTensor of its fp32 shard; any other as it is."""
+        local: Any = local_of(parameter)
+        if not isinstance(parameter, DTensor) or type(local).__name__ != "WeightWithDynamicFloat8CastTensor":
+            return parameter
+        return sharded_like(local._tensor.detach(), parameter)
+
+    def refresh_scales_(self, model: nn.Module) -> None:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def _cast_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Cast the input to the CPU autocast's dtype; torchao itself looks at the GPU's autocast only."""
+    device_type = inputs[0].device.type
+    if device_type == "cuda" or not torch.is_autocast_enabled(device_type):
+        return None
+    return (inputs[0].to(torch.get_autocast_dtype(device_type)), *inputs[1:])

@@ -35,11 +35,8 @@ from llm_fp8.observability.kernel_trace import kernel_times, record_kernels
 from llm_fp8.observability.nvml import energy_j
 from llm_fp8.optim.optimizers import not_optimised
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify, worst
-from llm_fp8.precision.convert import linears_left, plain_linears
-from llm_fp8.precision.coverage import measure_coverage
-from llm_fp8.precision.module_state import ModuleState, read_te_state
-from llm_fp8.precision.modules import linear_weights, te_linears
-from llm_fp8.precision.torchao import converted_modules, read_state
+from llm_fp8.precision.context import backend_in
+from llm_fp8.precision.coverage import ModuleState, linear_weights, linears_left, measure_coverage, plain_linears
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, UserError
 from llm_fp8.utils.hf_internals import chosen_attention
 from llm_fp8.utils.json_files import write_json_atomic
@@ -150,16 +147,16 @@ class CertificateCallback(TrainerCallback):
         can take. A value of fp8_config that differs from the recipe in force is a failure too.
         """
         kernels = kernel_times(self._profile)
-        te_layers = list(te_linears(model).values())
-        torchao_layers = list(converted_modules(model).values())
-        state = read_te_state(te_layers) if te_layers or not torchao_layers else read_state(torchao_layers)
+        backend = backend_in(model)
+        layers = list(backend.linears_of(model).values())
+        state = backend.state(layers)
         config = getattr(extract_model_from_parallel(model), "config", None)
         failures = list[str]()
         remarks = list[str]()
         if requested == "fp8":
-            expected = _expected_in_fp8(model, te_layers or torchao_layers, self._launch, state, recipe)
-            failures, remarks = _compare_recipe(te_layers, self._launch)
-            left = _convertible(model) if te_layers or torchao_layers else []
+            expected = _expected_in_fp8(model, layers, self._launch, state, recipe)
+            failures, remarks = _compare_recipe(layers, self._launch)
+            left = _convertible(model) if layers else []
             if left:
                 remarks.append(
                     f"{len(left)} linear layers that fp8 could compute were not converted, such as {left[0]}"

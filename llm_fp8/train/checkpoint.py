@@ -41,8 +41,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from llm_fp8.distributed.deepspeed import DeepSpeedStrategy
 from llm_fp8.distributed.process_group import decided_by_main
+from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.utils.errors import UserError, existing_part, listed, reading, reason_not_written
 from llm_fp8.utils.json_files import read_json, write_json_atomic
 from llm_fp8.utils.torch_internals import local_of, sharded_like
@@ -50,7 +50,7 @@ from llm_fp8.utils.torch_internals import local_of, sharded_like
 logger = logging.getLogger(__name__)
 
 LATEST = "latest"  # value of --resume_from for the checkpoint that was saved last
-STRATEGY_STATE = "engine"  # folder in a checkpoint for what DeepSpeed's engine saves itself
+STRATEGY_STATE = "engine"  # folder in a checkpoint for what a strategy saves itself
 FORMAT = 2
 """Raised whenever what a checkpoint holds changes, so that it is not read as something else."""
 _META, _MANIFEST = "meta.json", "manifest.json"
@@ -135,7 +135,7 @@ class CheckpointManager:
         step: int,
         tensors: Mapping[str, Tensor],
         meta: Mapping[str, Any],
-        strategy: DeepSpeedStrategy | None = None,
+        strategy: DistributedStrategy | None = None,
         best_step: int | None = None,
         in_background: bool = False,
     ) -> Path:
@@ -178,7 +178,7 @@ class CheckpointManager:
         step: int,
         tensors: Mapping[str, Tensor],
         meta: Mapping[str, Any],
-        strategy: DeepSpeedStrategy | None,
+        strategy: DistributedStrategy | None,
         best_step: int | None,
     ) -> None:
         final, own_bytes = self.of_step(step), 0 if strategy is None else strategy.state_bytes()

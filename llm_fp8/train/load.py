@@ -12,14 +12,12 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from llm_fp8.data.collate import Batch
-from llm_fp8.distributed.fp8_params import keep_weights_in_fp8
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.parity import check_parity
 from llm_fp8.models.weights import fill_weights, filled_layers
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.frozen import hold_in_fp8
 from llm_fp8.train.plan import RunPlan
 from llm_fp8.utils.torch_internals import free_memory_
 
@@ -44,12 +42,12 @@ def load_weights(
         fill_weights(model, *where, plan.keeps_lower_bits)
     if first_batch is not None:
         assert plan.stored is not None
-        context = plan.context_group
+        context = plan.strategy.context_group
         found = check_parity(
             model,
             full_layers,
             (first_batch if context is None else context.on_its_own(first_batch)).to(plan.device),
-            plan.config.data.max_seq_length // plan.config.parallel.context_parallel_size,
+            plan.config.data.max_seq_length // (1 if context is None else context.size),
             dtype=plan.precision.compute_dtype if shards_parameters else plan.weight_dtype,
             full_tensor=plan.strategy.full_tensor,
             stored=plan.stored,
@@ -60,8 +58,12 @@ def load_weights(
     dropped = 0
     for layer in filled_layers(model, layers, *where):
         if shards_parameters:
-            keep_weights_in_fp8(layer, precision, optimizer=None)
+            from llm_fp8.distributed.fp8_params import keep_weights_in_fp8
+
+            keep_weights_in_fp8(layer, precision)
         else:
+            from llm_fp8.precision.frozen import hold_in_fp8
+
             dropped += hold_in_fp8(layer, precision)
     if shards_parameters:
         plan.say("frozen weights are sharded and gathered in fp8 only")

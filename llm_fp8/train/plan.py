@@ -15,7 +15,6 @@ from accelerate import Accelerator
 from llm_fp8.config.options import Config
 from llm_fp8.config.recipes import precision_name
 from llm_fp8.distributed.build import build_accelerator, build_strategy
-from llm_fp8.distributed.context_parallel import ContextGroup
 from llm_fp8.distributed.process_group import own_device
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.fp8_checkpoint import Fp8Format
@@ -53,12 +52,6 @@ class RunPlan(Settled):
     @property
     def folder(self) -> Path:
         return Path(self.config.run.output_dir or "runs")  # it is named when the precision is known
-
-    @property
-    def context_group(self) -> ContextGroup | None:
-        """The ranks that share this one's sequences (--context_parallel_size), if there are any."""
-        size = self.config.parallel.context_parallel_size
-        return None if size == 1 else ContextGroup(size, self.accelerator.process_index % size)
 
     @property
     def stored_fp8(self) -> Fp8Format | None:

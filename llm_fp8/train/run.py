@@ -143,7 +143,7 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
 
 def load_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
     """The run's data; ranks that share sequences have the same ones."""
-    context = plan.context_group
+    context = plan.strategy.context_group
     data = prepare_data(
         plan.config,
         tokenizer,

@@ -55,7 +55,7 @@ def warm_up_delayed_scales(model: TrainingModel, precision: Precision, batch: Ba
     """Run `batch` forward and backward `PASSES` times where scales lag; weights and random state stay as they were,
     gradients None. Collective where scales or parameters are shared by ranks.
 
-    `model` is not yet wrapped by DDP or DeepSpeed, or is sharded by FSDP; `num_supervised`, the mean over processes of
+    `model` is sharded by FSDP, or not yet prepared by the strategy; `num_supervised`, the mean over processes of
     the step's supervised tokens, sets the gradients' size.
     """
     device = batch.input_ids.device
@@ -79,14 +79,14 @@ def warm_up_delayed_scales(model: TrainingModel, precision: Precision, batch: Ba
 def prepare_with_scales(
     setup: TrainingSetup, optimizer: Optimizer, loader: TrainLoader | None
 ) -> tuple[nn.Module, Any]:
-    """`strategy.prepare`, with the first scales before it, since DDP and DeepSpeed take every backward pass for
-    training's; or after it, since FSDP's sharded parameters have their final form only then. Without a `loader` they
+    """`strategy.prepare`, with the first scales before it, since it may take every backward pass for training's;
+    or after it, since FSDP's sharded parameters have their final form only then. Without a `loader` they
     are in the checkpoint.
     """
     strategy = setup.plan.strategy
     if loader is not None and not strategy.shards_parameters:
         warm_up_scales(setup, loader)
-    prepared = strategy.prepare(setup.training_model, optimizer)
+    prepared = strategy.prepare(setup.training_model, optimizer, setup.precision)
     if loader is not None and strategy.shards_parameters:
         warm_up_scales(setup, loader)
     return prepared

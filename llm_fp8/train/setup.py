@@ -5,7 +5,6 @@ What a run finds out later is in `llm_fp8.train.loop.RunResults`.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from llm_fp8.config.recipes import gemms_in_fp8, size_multiple
+from llm_fp8.config.recipes import gemms_in_fp8
 from llm_fp8.data.collate import Batch
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.models.build import build_model, build_structure, decoder_layers
@@ -24,9 +23,7 @@ from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.weight_shards import is_adapter, left_out_of
 from llm_fp8.precision.certificate import ExpectedKernels
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.convert import bf16_modules, convert_with_torchao, swap_linears
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
-from llm_fp8.precision.torchao import compile_layers
 from llm_fp8.train.load import load_weights
 from llm_fp8.train.plan import RunPlan
 from llm_fp8.utils.hf_internals import chosen_attention
@@ -62,14 +59,12 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
     holds = plan.holds_frozen_in_fp8 and not in_bf16
     model = _decoder_with_adapters(plan, on_meta=strategy.shards_parameters or holds)
     layers = decoder_layers(model)
-    reasons = _convert_linears(plan, model, layers)
     attention: str = "te" if config.model.use_te else chosen_attention(model.config)
     if attention == "eager" and config.model.attn_implementation == "auto":
         plan.say("attention: eager, which is slow: transformers has no sdpa for this model")
-    use_grouped_experts(model)  # inside what casts experts' weights
-    precision = _attach_precision(plan, model, layers)
+    precision, reasons = _attach_precision(plan, model, layers)
     gemms = gemms_per_weight(model)
-    reasons, num_gemms = reasons | precision.misfits, gemms_in_fp8(plan.precision.effective_scenario)
+    num_gemms = gemms_in_fp8(plan.precision.effective_scenario)
     coverage = measure_coverage(model, precision.fp8_modules, plan.precision.compute_name, reasons, gemms, num_gemms)
     plan.say(coverage.describe())
     recomputed = _recompute_layers(plan, layers)
@@ -77,19 +72,16 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
     training_model = TrainingModel(model, config.data.max_seq_length, dtype, plan.packed_form)
     if training_model.router_note:
         plan.say(training_model.router_note)
-    if config.parallel.fp8_params and plan.precision.backend == "te" and not config.lora.lora_rank:
-        strategy.kept_in_fp8 = precision  # type: ignore[attr-defined]  # check_options asked for an fsdp mode
     strategy.shard(training_model, layers, precision.fp8_modules if holds else ())
     load_weights(plan, training_model, precision, first_batch, holds)
     initialize_adapters_(model, config.optim.seed)
-    if plan.context_group is not None:
-        plan.context_group.attach(layers)
+    if strategy.context_group is not None:
+        strategy.context_group.attach(layers)
     if left_out_of(model):
         plan.say(describe_left_out(model))
     if plan.stored is not None and (plan.rounds_weights or plan.stored_fp8 is not None):
         plan.say(_describe_rounding(plan))
-    if plan.precision.backend == "torchao" and not plan.precision.emulated:
-        compile_layers(layers, recomputed=bool(recomputed))
+    precision.backend.compile_layers(layers, recomputed=bool(recomputed))
     return TrainingSetup(
         plan=plan,
         model=model,
@@ -132,25 +124,17 @@ def _describe_rounding(plan: RunPlan) -> str:
     return f"WARNING: stored weights are {stored} and are rounded to bfloat16"
 
 
-def _convert_linears(plan: RunPlan, model: PreTrainedModel, layers: nn.ModuleList) -> dict[str, str]:
-    """Put the backend's linear layers into a Hugging Face decoder, for fp8; name -> reason for each one left alone."""
-    config, precision = plan.config, plan.precision
-    if precision.recipe is None or config.model.use_te:
-        return {}
-    if precision.backend == "te":
-        return swap_linears(model, size_multiple(precision.effective_scenario))
-    recipe = dataclasses.replace(precision.recipe, enable_fsdp_float8_all_gather=config.parallel.fp8_params)
-    return convert_with_torchao(model, recipe, bf16_modules(config.precision, model, layers))
-
-
-def _attach_precision(plan: RunPlan, model: PreTrainedModel, layers: nn.ModuleList) -> Precision:
+def _attach_precision(plan: RunPlan, model: PreTrainedModel, layers: nn.ModuleList) -> tuple[Precision, dict[str, str]]:
+    """Convert a Hugging Face decoder for fp8; the precision, and name -> reason for each linear layer left alone."""
     # FSDP hands modules their parameters in the compute dtype.
     module_dtype = plan.precision.compute_dtype if plan.strategy.shards_parameters else plan.parameter_dtype
     precision = Precision(plan.precision, plan.config.precision, plan.device, module_dtype)
+    left = {} if plan.config.model.use_te else precision.convert(model, layers, plan.config.parallel.fp8_params)
+    use_grouped_experts(model)  # inside what casts experts' weights
     precision.attach(model, layers)
     if plan.config.lora.lora_rank and plan.strategy.caches_weight_casts:
         precision.keep_casts_of_frozen_weights()
-    return precision
+    return precision, left | precision.misfits
 
 
 def _recompute_layers(plan: RunPlan, layers: nn.ModuleList) -> Sequence[nn.Module]:

@@ -17,14 +17,10 @@ from torch import Tensor
 
 from llm_fp8.config.options import DECIDES, EVALUATION_OPTIONS, SCALE_OPTIONS, TRAINING_OPTIONS, Config, names_in
 from llm_fp8.data.prepare import PreparedData
-from llm_fp8.distributed.deepspeed import DeepSpeedStrategy
-from llm_fp8.distributed.fp8_params import master_of, requantise_
 from llm_fp8.distributed.process_group import largest
 from llm_fp8.models.lora import scaling_of
 from llm_fp8.models.source import text_config
 from llm_fp8.models.weights import weights_digest
-from llm_fp8.optim.optimizers import initialize_state, optimizer_tensors, set_completed_steps
-from llm_fp8.precision.torchao import refresh_scales_, unwrapped_shard
 from llm_fp8.train.checkpoint import LATEST, STRATEGY_STATE, Checkpoint, CheckpointManager
 from llm_fp8.train.evaluation import EvalHistory
 from llm_fp8.train.plan import RunPlan
@@ -42,24 +38,16 @@ ARCHITECTURE_KEYS = (
 SCALES = "fp8."  # begins the names of delayed scaling's tensors
 
 
-def deepspeed_of(plan: RunPlan) -> DeepSpeedStrategy | None:
-    """DeepSpeed's strategy, which saves weights and optimizer state itself and not by name; None in other modes."""
-    return plan.strategy if isinstance(plan.strategy, DeepSpeedStrategy) else None
-
-
 def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
     """What a checkpoint must share with the run that continues it."""
     config, lora, precision, stored = plan.config, plan.config.lora, plan.precision, plan.stored
     decoder = text_config(plan.hf_config)
     entries = decoder.to_dict()  # an attribute that differs between layers cannot be read
-    saved_by = "any mode but DeepSpeed's"  # by the tensors' names, for any number of processes
-    if deepspeed_of(plan) is not None:
-        saved_by = f"--sharding_mode {plan.strategy.mode} on {plan.accelerator.num_processes} processes"
     shared = {
         **{key: entries.get(decoder.attribute_map.get(key, key)) for key in ARCHITECTURE_KEYS},
         "layout": "te" if config.model.use_te else "hf",
         "optimizer": plan.optimizer_kind,
-        "saved by": saved_by,
+        "saved by": plan.strategy.saved_by,
         "precision": precision.name if precision.effective == "fp8" else precision.effective,
         "max_seq_length": config.data.max_seq_length,
         "packing": config.packing,
@@ -150,13 +138,8 @@ class RunState:
 
     def tensors(self, optimizer: Any) -> dict[str, Tensor]:
         """Name -> live tensor, without the random states."""
-        setup, tensors = self.setup, dict[str, Tensor]()
-        if deepspeed_of(setup.plan) is None:
-            trained = [(name, master_of(p)) for name, p in setup.model.named_parameters() if p.requires_grad]
-            tensors |= {f"model.{name}": unwrapped_shard(parameter).detach() for name, parameter in trained}
-            tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(optimizer, trained).items()}
-        tensors |= {f"{SCALES}{name}": tensor for name, tensor in setup.precision.state_tensors().items()}
-        return tensors
+        scales = {f"{SCALES}{name}": tensor for name, tensor in self.setup.precision.state_tensors().items()}
+        return self.setup.plan.strategy.state(self.setup.model, optimizer) | scales
 
     def has_the_scales(self, checkpoint: Checkpoint) -> bool:
         """Whether the checkpoint's scales and amax histories are those that a run with these options keeps."""
@@ -166,7 +149,7 @@ class RunState:
     def save(self, step: int, optimizer: Any, history: EvalHistory, tokens_seen: int) -> Path:
         """Write a checkpoint after `step`, with --async_save while training goes on; returns its folder."""
         plan = self.setup.plan
-        scaler, deepspeed = plan.accelerator.scaler, deepspeed_of(plan)
+        scaler = plan.accelerator.scaler
         meta = {
             "tokens_seen": tokens_seen,
             "evaluations": history.state_dict(),
@@ -179,30 +162,23 @@ class RunState:
             step,
             self.tensors(optimizer) | rng_state(plan.accelerator.process_index),
             meta,
-            deepspeed,
+            plan.strategy if plan.strategy.saves_itself else None,
             history.kept_step,
             in_background=plan.config.parallel.async_save,
         )
 
     def restore(self, checkpoint: Checkpoint, optimizer: Any) -> None:
         """Restore everything in place that is not the loop's own. Collective."""
-        plan, meta, deepspeed = self.setup.plan, checkpoint.meta, deepspeed_of(self.setup.plan)
+        plan, meta = self.setup.plan, checkpoint.meta
         # Ranks that the checkpoint doesn't know keep their initial seeds.
         own_rng = rng_state(plan.accelerator.process_index)
         rng = {name: tensor for name, tensor in own_rng.items() if name in checkpoint.kinds}
-        if deepspeed is not None:
-            deepspeed.load_state(checkpoint.folder / STRATEGY_STATE)
-        else:
-            initialize_state(optimizer)
+        plan.strategy.load_state(checkpoint.folder / STRATEGY_STATE, optimizer)
         tensors = self.tensors(optimizer) | rng
         if not self.has_the_scales(checkpoint):
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(SCALES)}
         checkpoint.load(tensors)
-        if deepspeed is None:
-            set_completed_steps(optimizer, checkpoint.step)
-            # What is derived from the weights is cast anew.
-            requantise_(self.setup.model)
-            refresh_scales_(self.setup.model)
+        plan.strategy.after_load(self.setup.model, optimizer, checkpoint.step)
         self.data.train.load_state_dict(meta["loader"])
         if plan.accelerator.scaler is not None and meta["fp16_scaler"]:
             plan.accelerator.scaler.load_state_dict(meta["fp16_scaler"])

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from llm_fp8.config.options import OptimConfig, ParallelConfig
-from llm_fp8.distributed.fp8_params import keep_weights_in_fp8, master_of, requantise_
+from llm_fp8.distributed.fp8_params import Fp8ParamsStrategy, keep_weights_in_fp8
 from llm_fp8.distributed.fsdp import FsdpStrategy
 from llm_fp8.models.weight_shards import local_shard
-from llm_fp8.optim.optimizers import build_optimizer, optimizer_tensors
+from llm_fp8.optim.optimizers import build_optimizer
+from llm_fp8.precision.te import TEBackend
 from tests.support.ranks import CountedAllGather, on_ranks
 
 LARGEST = 448.0
@@ -151,9 +152,8 @@ class SmallModel(nn.Module):
 
 def precision_of(modules: Any, scenario: str = "current") -> Any:
     recipe = SimpleNamespace(fp8_format=SimpleNamespace(value=SimpleNamespace(max_fwd=LARGEST)))
-    return SimpleNamespace(
-        plan=SimpleNamespace(effective_scenario=scenario, recipe=recipe), fp8_modules=frozenset(modules)
-    )
+    plan = SimpleNamespace(effective_scenario=scenario, recipe=recipe)
+    return SimpleNamespace(plan=plan, fp8_modules=frozenset(modules), backend=TEBackend())
 
 
 def initial(name: str, shape: torch.Size) -> Tensor:
@@ -179,9 +179,9 @@ def cast(master: Tensor) -> Tensor:
 # --- On two processes -------------------------------------------------------------------------------------------------
 
 
-def prepared(strategy: FsdpStrategy, model: SmallModel) -> tuple[nn.Module, Any]:
+def prepared(strategy: FsdpStrategy, model: SmallModel, precision: Any) -> tuple[nn.Module, Any]:
     """`model`, sharded, and its optimizer."""
-    return strategy.prepare(model, build_optimizer(OPTIM, "adamw_fp32", model.named_parameters()))
+    return strategy.prepare(model, build_optimizer(OPTIM, "adamw_fp32", model.named_parameters()), precision)
 
 
 def shard(strategy: FsdpStrategy, model: SmallModel) -> None:
@@ -198,11 +198,11 @@ def train_in_fp8(
     """Two pairs of four ranks have the same rows, so that the mean over four ranks equals the mean over two."""
     install_stand_in()
     options = ParallelConfig(fp8_params=True, sync_every_micro_batch=sync_every_micro_batch)
-    strategy = FsdpStrategy(mode, Accelerator(cpu=True), options, compute_dtype, 2)
+    strategy = Fp8ParamsStrategy(mode, Accelerator(cpu=True), options, compute_dtype, 2)
     model = SmallModel()
-    strategy.kept_in_fp8 = precision_of(list(model.layers)[:-1])
+    precision = precision_of(list(model.layers)[:-1])
     shard(strategy, model)
-    model, optimizer = prepared(strategy, model)
+    model, optimizer = prepared(strategy, model, precision)
     parameters = list(model.parameters())
     gathers = CountedAllGather(model)
     norms = []
@@ -223,17 +223,17 @@ def train_in_fp8(
         "master_weights": {name: strategy.full_tensor(parameter).clone() for name, parameter in named.items()},
         "rows": {name: (local_shard(p).start, p._local_tensor.dequantize().clone()) for name, p in fp8.items()},
         "scale_inv": {name: float(parameter._local_tensor.scale_inv) for name, parameter in fp8.items()},
-        "state": sorted(optimizer_tensors(optimizer, [(name, master_of(p)) for name, p in named.items()])),
-        "left_gradients": sum(p.grad is not None or master_of(p).grad is not None for p in parameters),
+        "state": [name for name in strategy.state(model, optimizer) if name.startswith("optimizer.")],
+        "left_gradients": sum(p.grad is not None or strategy.master_of(p)[0].grad is not None for p in parameters),
         "is_optimized": all(
-            any(master_of(p) is q for g in optimizer.param_groups for q in g["params"]) for p in parameters
+            any(strategy.master_of(p)[0] is q for g in optimizer.param_groups for q in g["params"]) for p in parameters
         ),
     }
     # A checkpoint is read into the master weights.
     with torch.no_grad():
         for parameter in fp8.values():
-            master_of(parameter)._local_tensor.mul_(2)
-    requantise_(model)
+            strategy.master_of(parameter)[0]._local_tensor.mul_(2)
+    strategy.after_load(model, optimizer, STEPS)
     result["scale_inv_of_doubled"] = {name: float(parameter._local_tensor.scale_inv) for name, parameter in fp8.items()}
     return result
 
@@ -299,15 +299,15 @@ def test_master_weights_follow_one_process(
 def train_beside_frozen_weights(rank: int) -> dict[str, Any]:
     """As LoRA does: the matrices are frozen, biases and norm are trained."""
     install_stand_in()
-    strategy = FsdpStrategy("fsdp_full", Accelerator(cpu=True), ParallelConfig(fp8_params=True), torch.float32, 2)
+    strategy = Fp8ParamsStrategy("fsdp_full", Accelerator(cpu=True), ParallelConfig(fp8_params=True), torch.float32, 2)
     model = SmallModel()
     for layer in model.layers:
         layer.weight = nn.Parameter(layer.weight.to(torch.bfloat16), requires_grad=False)
     shard(strategy, model)
     precision, loaded = precision_of(model.layers), [layer.weight for layer in model.layers]
     for layer in model.layers:
-        keep_weights_in_fp8(layer, precision, optimizer=None)
-    model, optimizer = prepared(strategy, model)
+        keep_weights_in_fp8(layer, precision)
+    model, optimizer = prepared(strategy, model, precision)
     num_loaded_bytes = [parameter._local_tensor.untyped_storage().nbytes() for parameter in loaded]
     losses, gathers = [], CountedAllGather(model)
     for _ in range(STEPS):
@@ -319,7 +319,7 @@ def train_beside_frozen_weights(rank: int) -> dict[str, Any]:
     return {
         "losses": [float(loss) for loss in losses],
         "rows": {name: (local_shard(p).start, p._local_tensor.dequantize().clone()) for name, p in frozen.items()},
-        "keeps_masters": any(master_of(p) is not p for p in frozen.values()),
+        "keeps_masters": any(strategy.master_of(p)[0] is not p for p in frozen.values()),
         "num_loaded_bytes": num_loaded_bytes,
         "gathered": list(gathers.sent_bytes),
     }

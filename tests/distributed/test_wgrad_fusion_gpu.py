@@ -18,7 +18,7 @@ from llm_fp8.models.parity import relative_difference
 from llm_fp8.observability.kernel_trace import gemm_kernels, kernel_times, record_kernels
 from llm_fp8.optim.optimizers import build_optimizer
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.modules import linear_weights
+from llm_fp8.precision.coverage import linear_weights
 from tests.support.batches import packed_batch
 from tests.support.gpu_steps import BF16, SCENARIOS, build, fp8
 from tests.support.small import forget_accelerator

@@ -31,9 +31,9 @@ from llm_fp8.models.lora import (
 )
 from llm_fp8.models.weights import StoredCheckpoint, fill_weights
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.coverage import measure_coverage
-from llm_fp8.precision.modules import linear_weights
+from llm_fp8.precision.coverage import linear_weights, measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan
+from llm_fp8.precision.te import TEBackend
 from llm_fp8.train.checkpoint import Checkpoint
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import exit_code, start_ranks
@@ -299,7 +299,7 @@ def test_checkpoints_hold_adapters_alone_and_belong_to_their_options(tmp_path, t
 
 def test_frozen_weights_are_cast_once(monkeypatch):
     """Delayed scaling has their scale after one pass, so there it is twice; evaluations do not count."""
-    monkeypatch.setattr(Precision, "_te_autocast", lambda self, enabled: contextlib.nullcontext())
+    monkeypatch.setattr(TEBackend, "autocast", lambda *_, **__: contextlib.nullcontext())
     for scenario, expected in (("current", [True, None, False, False]), ("delayed", [True, None, True, False])):
         plan = PrecisionPlan("fp8", "fp8", scenario, scenario, recipe=object())
         precision = Precision(plan, PrecisionConfig(), torch.device("cpu"), torch.bfloat16)

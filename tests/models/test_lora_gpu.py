@@ -23,10 +23,8 @@ from llm_fp8.models.weights import StoredCheckpoint, fill_weights
 from llm_fp8.optim.optimizers import build_optimizer
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.convert import swap_linears
-from llm_fp8.precision.coverage import measure_coverage
+from llm_fp8.precision.coverage import linear_weights, measure_coverage
 from llm_fp8.precision.frozen import hold_in_fp8
-from llm_fp8.precision.modules import linear_weights
 from tests.support.batches import S, packed_batch
 from tests.support.families import family_config
 from tests.support.gpu_steps import BF16, MICRO_BATCHES, fp8, recorded_step, step
@@ -54,9 +52,9 @@ def build(options, device, use_te: bool, targets: str, keep_casts: bool = True):
     add_adapters(model, lora, torch.bfloat16)
     initialize_adapters_(model, 0)
     draw_b_(model)
-    if not use_te and plan.recipe is not None:
-        reasons = swap_linears(model)
     precision = Precision(plan, options, device, torch.bfloat16)
+    if not use_te:
+        reasons = precision.convert(model, decoder_layers(model))
     precision.attach(model, decoder_layers(model))
     if keep_casts:
         precision.keep_casts_of_frozen_weights()

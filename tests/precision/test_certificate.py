@@ -16,8 +16,9 @@ from llm_fp8.config.parser import parse_config
 from llm_fp8.observability.step_profile import StepProfile
 from llm_fp8.precision.certificate import ExpectedKernels, certify, worst
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.module_state import ModuleState, read_te_state
+from llm_fp8.precision.coverage import ModuleState
 from llm_fp8.precision.plan import PrecisionPlan
+from llm_fp8.precision.te import TEBackend
 from llm_fp8.train.plan import RunPlan
 from llm_fp8.train.run import run_training
 from llm_fp8.utils.script import run_script
@@ -197,7 +198,7 @@ def te_linear(in_fp8: bool, largest: float = 2.0) -> nn.Linear:
 
 
 def test_reading_the_modules():
-    state = read_te_state([te_linear(True), te_linear(True, largest=0.0), te_linear(False)])
+    state = TEBackend().state([te_linear(True), te_linear(True, largest=0.0), te_linear(False)])
     assert state == ModuleState(3, 2, 0, {"DelayedScaling": 2}, num_without_amax=1)
 
 

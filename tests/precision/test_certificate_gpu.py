@@ -13,7 +13,7 @@ from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpoint
 from llm_fp8.models.build import decoder_layers
 from llm_fp8.observability.kernel_trace import gemm_kernels
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify
-from llm_fp8.precision.module_state import ModuleState
+from llm_fp8.precision.coverage import ModuleState
 from llm_fp8.utils.te_internals import attention_backend
 from tests.support.gpu_steps import BF16, MICRO_BATCHES, SCENARIOS, build, fp8, recorded_step
 from tests.support.gpu_training import ROOT, certificate_of, common, train
@@ -87,6 +87,7 @@ def train_broken(patch: str, *options: str) -> subprocess.CompletedProcess:
     program = f"""
 import contextlib, sys
 from llm_fp8.precision.context import Precision as P
+from llm_fp8.precision.te import TEBackend
 from llm_fp8.utils.te_internals import require_te
 {patch}
 from llm_fp8.config.parser import parse_config
@@ -98,7 +99,7 @@ run_script(lambda: run_training(parse_config(sys.argv[1:])))
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
-LOST_AUTOCAST = "P._te_autocast = lambda self, enabled: contextlib.nullcontext()"
+LOST_AUTOCAST = "TEBackend.autocast = lambda *_, **__: contextlib.nullcontext()"
 ONE_LAYER_LOST = """
 original = P.attach
 def attach(self, model, layers):

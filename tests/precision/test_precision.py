@@ -13,10 +13,9 @@ import torch
 
 import te_llama
 from llm_fp8.config.options import PrecisionConfig
-from llm_fp8.config.recipes import RECIPES
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.convert import swap_linears
 from llm_fp8.precision.plan import PrecisionPlan
+from llm_fp8.precision.te import TEBackend
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.te_internals import prefer_torchs_cudnn
 from tests.support import stand_in_te
@@ -63,9 +62,7 @@ def test_te_modules_of_sizes_that_the_recipe_cannot_take_stay_in_bf16(scenario, 
     """Transformer Engine would raise in the first step."""
     install_te(monkeypatch)
     entered = []
-    monkeypatch.setattr(
-        Precision, "_te_autocast", lambda _, enabled: entered.append(enabled) or contextlib.nullcontext()
-    )
+    monkeypatch.setattr(TEBackend, "autocast", lambda _, enabled: entered.append(enabled) or contextlib.nullcontext())
     model = te_llama.build_te_model(tiny_config(hidden_size=64, intermediate_size=inner), torch.bfloat16, CPU)
     plan = PrecisionPlan("fp8", "fp8", effective_scenario=scenario, recipe=object(), backend="te")
     precision = Precision(plan, PrecisionConfig(mixed_precision="fp8"), CPU, torch.bfloat16)
@@ -91,7 +88,7 @@ def test_linears_of_sizes_that_the_recipe_cannot_take_are_not_swapped(monkeypatc
     install_te(monkeypatch)
     reason = "size 48 x 64 is not a multiple of 32"
     model = torch.nn.ModuleDict({"fits": torch.nn.Linear(64, 32), "other": torch.nn.Linear(48, 64)})
-    assert swap_linears(model, RECIPES["mxfp8"].size_multiple) == {"other": reason}
+    assert TEBackend(scenario="mxfp8").convert(model) == {"other": reason}
     assert type(model["other"]) is torch.nn.Linear and type(model["fits"]) is not torch.nn.Linear
 
 
@@ -101,7 +98,7 @@ def test_no_cast_is_kept_with_fp8_recast_weights(recast, monkeypatch):
     backward pass.
     """
     install_te(monkeypatch)
-    monkeypatch.setattr(Precision, "_te_autocast", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(TEBackend, "autocast", lambda *_, **__: contextlib.nullcontext())
     model = te_llama.build_te_model(tiny_config(hidden_size=64, intermediate_size=96), torch.bfloat16, CPU)
     linears = [module for module in model.modules() if isinstance(module, stand_in_te._LinearModule)]
     for linear in linears:

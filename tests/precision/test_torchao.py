@@ -18,12 +18,11 @@ from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.recipes import gemms_in_fp8
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.models.build import decoder_layers
-from llm_fp8.precision import torchao as torchao_fp8
 from llm_fp8.precision.certificate import ExpectedKernels, certify
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.convert import bf16_modules, convert_with_torchao
-from llm_fp8.precision.coverage import measure_coverage
+from llm_fp8.precision.coverage import bf16_modules, measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan
+from llm_fp8.precision.torchao import TorchaoBackend, build_config
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import run_ranks
 from tests.support.small import final_weights, precision_on, records, run_json, steps, tiny_config, train
@@ -48,8 +47,8 @@ def converted(scenario: str, **changes: object) -> tuple[nn.Module, Precision, P
     plan = precision_on(options, CPU)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(**changes), dtype=torch.bfloat16)
-    convert_with_torchao(model, plan.recipe)
     precision = Precision(plan, options, CPU, torch.bfloat16)
+    precision.convert(model, decoder_layers(model))
     precision.attach(model, decoder_layers(model))
     return model, precision, plan
 
@@ -183,10 +182,10 @@ class Odd(nn.Module):
 
 
 def test_the_filter_and_the_coverage():
-    model = Odd()
-    left = convert_with_torchao(model, torchao_fp8.build_config("rowwise", emulate=True))
+    model, backend = Odd(), TorchaoBackend(build_config("rowwise", emulate=True))
+    left = backend.convert(model)
     assert left == {"odd": "size 24 x 32 is not a multiple of 16", "lm_head": "lm_head", "score": "lm_head"}
-    coverage = measure_coverage(model, torchao_fp8.converted_modules(model).values(), "bf16", left)
+    coverage = measure_coverage(model, backend.linears_of(model).values(), "bf16", left)
     assert coverage.converted == {"q_proj": 1} and len(coverage.skipped) == 3
     assert coverage.skipped["odd"] == "1 bf16 (size 24 x 32 is not a multiple of 16)"
 
@@ -239,7 +238,7 @@ def test_layers_share_their_compiled_code(monkeypatch):
     counters.clear()
     # Not monkeypatch, which would delete the entry afterwards, for every later test of this process.
     with torch._dynamo.config.patch(optimize_ddp=True):
-        torchao_fp8.compile_layers(layers, recomputed=True)
+        TorchaoBackend(build_config("rowwise", emulate=False)).compile_layers(layers, recomputed=True)
         found = loss_and_gradient()
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert found[0] == pytest.approx(expected[0], rel=1e-3)
@@ -256,8 +255,8 @@ BF16_KERNEL = "nvjet_sm90_ttt_128x256_64x4_2x1_v_bz_coopA_TNT"
 
 def on_hardware(model: nn.Module, scenario: str) -> None:
     """Let the modules be set up as on a GPU."""
-    for module in torchao_fp8.converted_modules(model).values():
-        module.config = torchao_fp8.build_config(scenario, emulate=False)
+    for module in TorchaoBackend().linears_of(model).values():
+        module.config = build_config(scenario, emulate=False)
 
 
 @pytest.mark.parametrize(("scenario", "num_gemms"), [("tensorwise", 3), ("rowwise", 3), ("rowwise_with_gw_hp", 2)])

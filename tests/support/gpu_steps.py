@@ -12,7 +12,6 @@ from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.weight_shards import initialize_shards_
 from llm_fp8.observability.kernel_trace import kernel_times, record_kernels
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.convert import swap_linears
 from llm_fp8.precision.coverage import measure_coverage
 from tests.support.batches import S, packed_batch
 from tests.support.families import family_config
@@ -30,6 +29,7 @@ def fp8(**options) -> PrecisionConfig:
 def build(options: PrecisionConfig, device, use_te: bool = True, family: str = "llama3_rope_gqa"):
     """Training model, precision and coverage of a small random model."""
     plan = precision_on(options, device)
+    precision = Precision(plan, options, device, torch.bfloat16)
     config = family_config(family)
     reasons: dict[str, str] = {}
     if use_te:
@@ -39,9 +39,7 @@ def build(options: PrecisionConfig, device, use_te: bool = True, family: str = "
         torch.manual_seed(0)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-        if plan.recipe is not None:
-            reasons = swap_linears(model)
-    precision = Precision(plan, options, device, torch.bfloat16)
+        reasons = precision.convert(model, decoder_layers(model))
     precision.attach(model, decoder_layers(model))
     coverage = measure_coverage(model, precision.fp8_modules, plan.compute_name, reasons)
     return TrainingModel(model, S, torch.bfloat16), precision, coverage

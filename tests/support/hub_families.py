@@ -31,7 +31,7 @@ from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.probe import probe
 from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
 from llm_fp8.models.weight_shards import stored_parts
-from llm_fp8.precision.convert import linears_left
+from llm_fp8.precision.coverage import linears_left
 from llm_fp8.utils.errors import UserError
 from tests.support.reference import mean_loss
 from tests.support.small import CARD, built_model, stored_weights

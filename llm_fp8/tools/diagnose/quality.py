@@ -22,7 +22,7 @@ from llm_fp8.data.collate import Batch
 from llm_fp8.kernels.softmax import IGNORE_INDEX
 from llm_fp8.models.layer_forward import wrap_forward
 from llm_fp8.models.source import load_tokenizer
-from llm_fp8.precision.modules import linear_weights
+from llm_fp8.precision.coverage import linear_weights
 from llm_fp8.tools.diagnose.step import plan_without_output
 from llm_fp8.train.run import load_data
 from llm_fp8.train.scale_warmup import warm_up_scales

@@ -1,0 +1,113 @@
+"""Transformer Engine's fp8 (--fp8_backend te): its linear modules, its autocast and what it keeps between passes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llm_fp8.config.recipes import size_multiple
+from llm_fp8.models.layer_forward import wrap_forward
+from llm_fp8.precision.coverage import ModuleState, linear_weights, linears_left, plain_linears, size_misfit
+from llm_fp8.utils.te_internals import forget_weight_casts, require_te
+
+
+class TEBackend:
+    """Transformer Engine. A run without fp8 has it too, without a recipe: its decoder may be Transformer Engine's."""
+
+    recomputes_fprop = True  # a recomputed layer runs its fprop GEMMs again
+
+    def __init__(self, recipe: Any = None, scenario: str | None = None) -> None:
+        self.recipe, self.scenario = recipe, scenario
+
+    def linears_of(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Name -> linear module of this library in `model`, fused ones among them."""
+        return {name: m for name, m in model.named_modules() if hasattr(m, "fp8_meta") and linear_weights(m)}
+
+    def convert(self, model: nn.Module, in_bf16: Iterable[nn.Module] = (), fp8_params: bool = False) -> dict[str, str]:
+        """Replace the `nn.Linear` modules of `model` in place; returns name -> reason for each one left alone."""
+        te = require_te("--mixed_precision fp8")
+
+        class SwappedLinear(te.Linear):  # type: ignore[name-defined]
+            """te.Linear, called like nn.Linear; `is_first_microbatch` is an attribute, as in TEDecoderLayer."""
+
+            is_first_microbatch: bool | None = None
+
+            def forward(self, inputs: Any) -> Any:
+                return super().forward(inputs, is_first_microbatch=self.is_first_microbatch)
+
+        left = linears_left(model, size_multiple(self.scenario))
+        for name, linear in plain_linears(model).items():
+            if name in left:
+                continue
+            sizes, bias, dtype = (linear.in_features, linear.out_features), linear.bias, linear.weight.dtype
+            swapped = SwappedLinear(*sizes, bias=bias is not None, params_dtype=dtype, device="meta")
+            swapped.weight = linear.weight
+            if bias is not None:
+                swapped.bias = bias
+            model.set_submodule(name, swapped)
+        return left
+
+    def choose(
+        self, linears: dict[str, nn.Module], in_bf16: Sequence[nn.Module], without_fp8: Callable[..., Any]
+    ) -> tuple[dict[str, nn.Module], dict[str, str]]:
+        """Select those of `linears` that compute in fp8, and name -> why the recipe cannot compute it. `without_fp8`
+        calls the others' forward functions.
+        """
+        inside, multiple = {inner for module in in_bf16 for inner in module.modules()}, size_multiple(self.scenario)
+        others = {name: module for name, module in linears.items() if module not in inside}
+        misfits = {name: misfit for name, module in others.items() if (misfit := size_misfit(module, multiple))}
+        for module in (*in_bf16, *(others[name] for name in misfits)):
+            wrap_forward(module, without_fp8)
+        return {name: module for name, module in others.items() if name not in misfits}, misfits
+
+    def state(self, modules: Iterable[nn.Module]) -> ModuleState:
+        """The modules' account of their last step. One host synchronisation where there are amax histories."""
+        linears = list(modules)
+        metas: list[Any] = [module.fp8_meta for module in linears if getattr(module, "fp8", False)]
+        forward = [meta["scaling_fwd"] for meta in metas if hasattr(meta.get("scaling_fwd"), "amax_history")]
+        histories = [scaling.amax_history.amax() for scaling in forward]
+        largest = torch.stack(histories).tolist() if histories else []
+        return ModuleState(
+            num_modules=len(linears),
+            num_in_fp8=len(metas),
+            recipes=dict(Counter(type(meta["recipe"]).__name__ for meta in metas)),
+            num_without_amax=sum(not value > 0 for value in largest),
+        )
+
+    def end_fp8(self, modules: Iterable[nn.Module]) -> None:
+        """Let `modules` compute in bf16 from now on, outside of the autocast."""
+        forget_weight_casts(modules)
+
+    def autocast(self, enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
+        """Enclose passes in fp8, or not `enabled` outside fp8."""
+        import transformer_engine.pytorch as te
+
+        return te.autocast(enabled=enabled, recipe=self.recipe)
+
+    def state_tensors(self, modules: Mapping[str, Any], in_fp8: bool) -> dict[str, Tensor]:
+        """Delayed scaling's fp32 tensors: scales [num_tensors], amax histories [history, num_tensors]."""
+        state: dict[str, Tensor] = {}
+        # Without no_grad, leaving the autocast would count as a forward pass and shift the histories.
+        with torch.no_grad(), self.autocast():
+            for name, module in modules.items():
+                if in_fp8:  # else it would say that the module computes in fp8
+                    module.init_fp8_metadata(num_gemms=len(linear_weights(module)))
+                for direction in ("scaling_fwd", "scaling_bwd"):
+                    meta, prefix = module.fp8_meta[direction], f"{name}.{direction}"
+                    state |= {f"{prefix}.scale": meta.scale, f"{prefix}.amax_history": meta.amax_history}
+        return state
+
+    def compile_layers(self, layers: Iterable[nn.Module], recomputed: bool) -> None:
+        """Compile decoder layers whose casts would be slow otherwise."""
+
+    def unwrapped_shard(self, parameter: Tensor) -> Tensor:
+        """A sharded parameter without the subclass that casts it before it is gathered."""
+        return parameter
+
+    def refresh_scales_(self, model: nn.Module) -> None:
+        """Compute anew the scales of weights that are cast before they are gathered. Collective."""
