@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 from llm_fp8.data.collate import Batch
 from llm_fp8.kernels.cross_entropy import linear_cross_entropy_sum
 from llm_fp8.kernels.softmax import cap_
-from llm_fp8.models.build import decoder_layers, text_decoder
 from llm_fp8.models.experts import router_loss
 from llm_fp8.models.layer_forward import wrap_forward
+from llm_fp8.models.layout import is_te_model
+from llm_fp8.models.model import decoder_layers, text_decoder
 from llm_fp8.models.source import text_config
-from llm_fp8.models.weight_shards import is_te_model
 from llm_fp8.utils.errors import UserError
 
 ROUTER_LOSS = "router_aux_loss"

@@ -1,31 +1,27 @@
-"""Stored weights into a model: the files of a checkpoint, copied tensor by tensor into (sharded) parameters."""
+"""The safetensors files of a model: found, read, and copied tensor by tensor into (sharded) parameters."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
-from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from llm_fp8.models.fp8_checkpoint import DequantisedRows, fp8_format
+from llm_fp8.models.layout import local_shard
 from llm_fp8.models.source import ModelSource, reading_model, text_config
-from llm_fp8.models.weight_shards import initialize_shards_, local_shard, saved_tensors, targets_of
-from llm_fp8.optim.adamw_master import give_remainder_
 from llm_fp8.utils.errors import UserError, reading
-from llm_fp8.utils.torch_internals import give_memory_
 from te_llama import Part
 
-_FETCH = "Fetch or export the model again."
+RELOAD = "Fetch or export the model again."
 _TIED = ("lm_head.weight", "embed_tokens.weight")
 
 
@@ -73,58 +69,6 @@ def weights_digest(files: Sequence[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def fill_weights(
-    model: PreTrainedModel,
-    stored: StoredCheckpoint | None,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
-    keep_lower_bits: bool = False,
-) -> None:
-    """Give a model whose parameters have memory its weights, of sharded parameters this rank's shards. Random ones, if
-    `stored` is None, are drawn on `device` from `seed`, the same for every world size. `keep_lower_bits`: see
-    `build_model`. Raises `UserError` naming file and tensor that do not fit.
-    """
-    if keep_lower_bits and stored is not None:
-        for parameter in model.parameters():
-            if parameter.dtype == torch.bfloat16:
-                give_remainder_(parameter)
-    for _ in filled_layers(model, (), stored, device, seed):
-        pass
-
-
-def filled_layers(
-    model: PreTrainedModel,
-    layers: Iterable[nn.Module],
-    stored: StoredCheckpoint | None,
-    device: torch.device | str,
-    seed: int,
-) -> Iterator[nn.Module]:
-    """As `fill_weights`, but the parameters of a decoder layer that have no memory get it just before their weights;
-    yields each of `layers` then, so that they may be freed or cast before the next one's take memory.
-    """
-    model.stored = stored  # type: ignore[assignment]
-    tensors = saved_tensors(model)
-    owners = {id(parameter): layer for layer in layers for parameter in layer.parameters()}
-    targets: dict[str, tuple[str, Part]] = {}
-    if stored is None:
-        model.left_out = ()  # type: ignore[assignment]  # nothing stored belongs to random weights
-        generator = torch.Generator(device=device).manual_seed(seed)
-    else:
-        with reading("--model_name", model.config.name_or_path, "the weights", _FETCH):
-            targets = targets_of(model, {name: entry.shape for name, entry in stored.stored.items()})
-        model.source_names = {part.hf_name: name for name, (_, part) in targets.items()}  # type: ignore[assignment]
-    for layer, names in itertools.groupby(tensors, lambda name: owners.get(id(tensors[name]))):
-        own = {name: tensors[name] for name in names}
-        for tensor in own.values() if layer is not None else ():
-            give_memory_(tensor)
-        if stored is None:
-            initialize_shards_(model, generator, own)
-        else:
-            stored.copy_into(own, targets)
-        if layer is not None:
-            yield layer
-
-
 def finite(tensors: Iterable[tuple[str, torch.Tensor]], where: str) -> Iterator[tuple[str, torch.Tensor]]:
     """`tensors` by name; `UserError`, which begins with `where`, at one that holds NaN or infinity."""
     for name, tensor in tensors:
@@ -165,7 +109,7 @@ class StoredCheckpoint:
             return rows[:] if self.stored[name].shape else rows[...]  # a scalar has no rows
 
     def copy_into(self, tensors: Mapping[str, torch.Tensor], targets: Mapping[str, tuple[str, Part]]) -> None:
-        """Copy what belongs to `tensors` (this rank's shards, by name) into place; `targets`: see `targets_of`."""
+        """Copy what belongs to `tensors` (this rank's shards, by name) into place; for `targets` see `Model`."""
         wanted = {name for name, (owner, _) in targets.items() if owner in tensors}
         place = next(iter(tensors.values())).device
         for path in dict.fromkeys(self.stored[name].path for name in targets if name in wanted):
@@ -193,5 +137,5 @@ class StoredCheckpoint:
 @contextlib.contextmanager
 def open_weights(path: Path, device: torch.device) -> Iterator[Any]:
     """A safetensors file whose tensors are read to `device`; what fails in the block becomes a `UserError`."""
-    with reading("--model_name", path, "the weights", _FETCH), safe_open(path, "pt", device=str(device)) as tensors:
+    with reading("--model_name", path, "the weights", RELOAD), safe_open(path, "pt", device=str(device)) as tensors:
         yield tensors

@@ -152,7 +152,7 @@ class RunState:
         """Name -> live tensor, without the random states."""
         setup, tensors = self.setup, dict[str, Tensor]()
         if deepspeed_of(setup.plan) is None:
-            trained = [(name, master_of(p)) for name, p in setup.model.named_parameters() if p.requires_grad]
+            trained = [(name, master_of(p)) for name, p in setup.model.module.named_parameters() if p.requires_grad]
             tensors |= {f"model.{name}": unwrapped_shard(parameter).detach() for name, parameter in trained}
             tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(optimizer, trained).items()}
         tensors |= {f"{SCALES}{name}": tensor for name, tensor in setup.precision.state_tensors().items()}
@@ -201,8 +201,8 @@ class RunState:
         if deepspeed is None:
             set_completed_steps(optimizer, checkpoint.step)
             # What is derived from the weights is cast anew.
-            requantise_(self.setup.model)
-            refresh_scales_(self.setup.model)
+            requantise_(self.setup.model.module)
+            refresh_scales_(self.setup.model.module)
         self.data.train.load_state_dict(meta["loader"])
         if plan.accelerator.scaler is not None and meta["fp16_scaler"]:
             plan.accelerator.scaler.load_state_dict(meta["fp16_scaler"])

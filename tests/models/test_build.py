@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -24,17 +25,19 @@ from llm_fp8.data.collate import Batch
 from llm_fp8.models import build, bundled_architectures
 from llm_fp8.models.build import (
     choose_attention,
-    decoder_layers,
     decoder_size,
     model_from_config,
 )
 from llm_fp8.models.export import export_hf
+from llm_fp8.models.fill import build_model
 from llm_fp8.models.loss_model import TrainingModel
+from llm_fp8.models.model import decoder_layers
 from llm_fp8.models.probe import probe
 from llm_fp8.models.source import load_config, load_tokenizer, require_positions, resolve_source, stored_dtype
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import chosen_attention
-from tests.support.small import CARD, assert_same_bits, built_model, stored_weights, write_model
+from tests.support.families import EXPERTS
+from tests.support.small import CARD, assert_same_bits, built_model, stored_weights, tiny_config, write_model
 
 CPU = torch.device("cpu")
 
@@ -65,7 +68,7 @@ def test_model_safetensors_is_taken_before_an_index_as_in_transformers(tmp_path)
     other = {name: tensor + 1 for name, tensor in stored_weights(folder).items()}
     save_file(other, tmp_path / "model.safetensors", metadata={"format": "pt"})
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert_same_bits(built_model(folder).state_dict(), theirs.state_dict())
+    assert_same_bits(built_model(folder).module.state_dict(), theirs.state_dict())
     assert_same_bits(theirs.state_dict(), other)
 
 
@@ -85,12 +88,32 @@ def test_the_exported_folder_is_complete(tmp_path, tiny_model):
 
 def test_random_init_depends_on_the_seed_alone(tiny_model):
     def weights(seed: int) -> dict[str, torch.Tensor]:
-        return built_model(tiny_model, seed=seed, random_init=True).state_dict()
+        return built_model(tiny_model, seed=seed, random_init=True).module.state_dict()
 
     first = weights(5)
     assert_same_bits(first, weights(5))
     assert not torch.equal(first["lm_head.weight"], weights(6)["lm_head.weight"])
     assert not torch.equal(first["lm_head.weight"], stored_weights(tiny_model)["lm_head.weight"])
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "qwen3_5_moe_text", "nemotron_h"])
+def test_random_weights_are_distributed_as_transformers_draws_them(kind):
+    config = tiny_config(**EXPERTS.get(kind, {"model_type": kind}))
+    torch.manual_seed(0)
+    theirs = dict(AutoModelForCausalLM.from_config(copy.deepcopy(config)).named_parameters())
+    dtypes = dict.fromkeys(("parameter_dtype", "compute_dtype"), torch.float32)
+    model, generator = build_model(ModelConfig(), config, None, **dtypes, device=CPU), torch.Generator().manual_seed(0)
+    for name, ours in model.module.named_parameters():
+        statistics = torch.stack(torch.std_mean(theirs[name], correction=0))
+        if statistics[0] == 0:
+            assert torch.equal(ours, theirs[name]), name
+        elif ours.numel() > 200:
+            own = torch.stack(torch.std_mean(ours, correction=0))
+            torch.testing.assert_close(own, statistics, rtol=0.1, atol=0.2 * float(statistics[0]))
+        else:
+            assert len(ours.unique()) > 1, name
+        if kind == "llama" and ours.ndim > 1:
+            assert torch.equal(ours, torch.empty(ours.shape).normal_(0.0, 0.02, generator=generator)), name
 
 
 @pytest.mark.parametrize("name", bundled_architectures())
@@ -106,10 +129,10 @@ def test_a_bundled_architecture_needs_no_hub(name):
 
 
 def test_the_attention_implementation_is_the_one_asked_for(tiny_model, monkeypatch):
-    assert built_model(tiny_model, attn_implementation="eager").config._attn_implementation == "eager"
-    assert built_model(tiny_model).config._attn_implementation == "sdpa"
+    assert built_model(tiny_model, attn_implementation="eager").module.config._attn_implementation == "eager"
+    assert built_model(tiny_model).module.config._attn_implementation == "sdpa"
     bloom, gpu = another_family("bloom"), torch.device("cuda")
-    assert chosen_attention(model_from_config(bloom).config) == "eager", "it has no other"
+    assert chosen_attention(model_from_config(bloom).module.config) == "eager", "it has no other"
     monkeypatch.setattr(build, "package_version", lambda name: "2.8.3")
     assert choose_attention("auto", bloom, gpu, torch.bfloat16) is None
     assert choose_attention("auto", another_family("llama"), gpu, torch.bfloat16) == "flash_attention_2"

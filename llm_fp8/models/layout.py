@@ -1,15 +1,16 @@
-"""Which shard of a model's parameters this rank holds, and which Hugging Face tensors it belongs to.
+"""How the tensors of a checkpoint's files lie in a model's parameters, and which rows of them this rank holds.
 
-FSDP shards every parameter along dim 0: of R rows over n ranks each rank holds ceil(R / n), the last ranks fewer or
-none. Every parameter is one or more Hugging Face tensors stacked along dim 0 (`te_llama.Part`), so a rank's shard of a
-checkpoint is a range of rows of some tensors, and loading and export (llm_fp8/models/export.py) are slicing.
+Every parameter is one or more Hugging Face tensors stacked along dim 0 (`te_llama.Part`). FSDP shards it along dim 0:
+of R rows over n ranks each rank holds ceil(R / n), the last ranks fewer or none. So a rank's shard of a checkpoint is a
+range of rows of some tensors, and loading (fill.py) and export (export.py) are slicing.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 import te_llama
-from llm_fp8.models.source import text_config
 from llm_fp8.optim.adamw_master import remainder_of, split_master
 from llm_fp8.utils.errors import listed, reading
 from llm_fp8.utils.hf_internals import ignored_on_load, renaming_on_load
@@ -63,24 +62,23 @@ def is_te_model(model: nn.Module) -> bool:
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters (without adapters) and persistent buffers by name; a tied parameter once, under its first name."""
+    """Parameters (without adapters) and persistent buffers, by their names in the model without adapters; a tied
+    parameter once, under its first name.
+    """
     tensors: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if not is_adapter(name)}
     for prefix, module in model.named_modules():
         for name, buffer in persistent_buffers(module):
             tensors[f"{prefix}.{name}".lstrip(".")] = buffer
-    return tensors
+    return {name_without_adapter(name): tensor for name, tensor in tensors.items()}
 
 
 def parts_of(model: PreTrainedModel) -> dict[str, tuple[Part, ...]]:
-    """Name in `saved_tensors` -> the Hugging Face tensors it is made of."""
+    """Name in `saved_tensors` -> the tensors of transformers' model that it is made of."""
     if is_te_model(model):
         return te_llama.parameter_map(te_llama.spec_of(model))
-    parts: dict[str, tuple[Part, ...]] = {}
-    for name, tensor in saved_tensors(model).items():
-        # A parameter that DeepSpeed has sharded is empty and keeps its shape in `ds_shape`.
-        shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
-        parts[name] = (Part(name_without_adapter(name), 0, shape[0] if shape else 1, shape),)
-    return parts
+    # A parameter that DeepSpeed has sharded is empty and keeps its shape in `ds_shape`.
+    shapes = {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in saved_tensors(model).items()}
+    return {name: (Part(name, 0, shape[0] if shape else 1, shape),) for name, shape in shapes.items()}
 
 
 class _CopiesAreViews(TorchFunctionMode):
@@ -90,28 +88,36 @@ class _CopiesAreViews(TorchFunctionMode):
         return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
-def stored_parts(model: PreTrainedModel) -> dict[str, tuple[Part, ...]]:
-    """Name in `saved_tensors` -> the tensors of the model's files that it is made of: of the experts of a layer, which
-    transformers 5 keeps as one tensor, each expert's. `UserError` where they are more than views of it.
+def stored_parts(model: PreTrainedModel, stored: Collection[str] = ()) -> dict[str, tuple[Part, ...]]:
+    """Name in `saved_tensors` -> the tensors of the model's files that it is made of. transformers 5 keeps the experts
+    of a layer in one tensor, files one for each expert, unless the names `stored` in them say otherwise. Raises
+    `UserError` where a file's tensor is more than a view of the model's.
 
-    transformers' own conversion is asked, with tensors without memory, which tell where in it each result begins.
+    transformers' conversion for saving runs on tensors without memory, which tell where in them each result begins.
     """
-    own = parts_of(model)
+    whole = parts_of(model)
     if is_te_model(model):
-        return own
-    tensors = {name: torch.empty(part.shape, device="meta") for name, (part,) in own.items()}
+        return whole
+    from transformers.core_model_loading import revert_weight_conversion
+
+    tensors = {name: torch.empty(part.shape, device="meta") for name, (part,) in whole.items()}
     owners = {StorageWeakRef(tensor.untyped_storage()): name for name, tensor in tensors.items()}
-    named = {own[name][0].hf_name: tensor for name, tensor in tensors.items()}
-    found: dict[str, list[Part]] = {name: [] for name in own}
+    in_files = {spelling for name in stored for spelling in _spellings(model, name)}
+    layout: dict[str, list[Part]] = {name: [] for name in whole}
     name, advice = model.config.name_or_path, "Take another model, whose files hold its weights as they are."
     with reading("--model_name", name, "the layout of its files", advice), _CopiesAreViews():
-        for stored_name, view in revert_weight_conversion(model, named).items():
+        for stored_name, view in revert_weight_conversion(model, dict(tensors)).items():
             owner = owners.get(StorageWeakRef(view.untyped_storage()), "")
-            if not owner or (part := _part_of(stored_name, view, own[owner][0].shape)) is None:
+            if not owner or (part := _part_of(stored_name, view, whole[owner][0].shape)) is None:
                 raise ValueError(f"'{stored_name}' is computed from tensors of the model")
-            found[owner].append(part)
-    kept: Any = getattr(model, "stored_as_they_are", frozenset())
-    return {name: own[name] if own[name][0].hf_name in kept else tuple(parts) for name, parts in found.items()}
+            layout[owner].append(part)
+    return {name: whole[name] if name in in_files else tuple(parts) for name, parts in layout.items()}
+
+
+def _spellings(model: PreTrainedModel, name: str) -> tuple[str, str, str]:
+    """The names under which `from_pretrained` looks for a stored tensor: as it is, with the base's prefix, without."""
+    prefix = f"{model.base_model_prefix}."
+    return name, f"{prefix}{name}", name.removeprefix(prefix)
 
 
 def _part_of(name: str, view: Tensor, shape: tuple[int, ...]) -> Part | None:
@@ -124,28 +130,6 @@ def _part_of(name: str, view: Tensor, shape: tuple[int, ...]) -> Part | None:
     if stop - start > 1 and (view.shape[0], view.stride(0)) != (stop - start, row):
         return None
     return Part(name, start, stop, tuple(view.shape), view.stride(), offset - start * row)
-
-
-def initialize_shards_(
-    model: PreTrainedModel, generator: torch.Generator, names: Collection[str] | None = None
-) -> None:
-    """Random weights for every architecture, as Hugging Face draws them for the Llama family: normal, norms one, biases
-    zero; with `names` for these parameters. Each is drawn whole on the generator's device, and this rank takes its
-    shard, so they do not depend on the number of ranks.
-    """
-    std = getattr(text_config(model.config), "initializer_range", 0.02)
-    for name, parameter in model.named_parameters():
-        if is_adapter(name) or (names is not None and name not in names):
-            continue
-        full = torch.empty(parameter.shape or 1, dtype=parameter.dtype, device=generator.device)
-        if name.endswith("bias"):
-            full.zero_()
-        elif full.ndim == 1:
-            full.fill_(1.0)
-        else:
-            full.normal_(0.0, std, generator=generator)
-        shard = local_shard(parameter)
-        shard.data.copy_(full[shard.start : shard.start + len(shard.data)])
 
 
 @dataclass(frozen=True)
@@ -176,63 +160,55 @@ class LocalShard:
         part.view(self.data[own]).copy_(values)
 
 
-def left_out_of(model: PreTrainedModel) -> tuple[str, ...]:
-    """The modules that were taken out of `model`; empty for a language model, and where its weights were drawn."""
-    return getattr(model, "left_out", ())
+def left_out_names(model: PreTrainedModel, left_out: Collection[str], names: Collection[str]) -> set[str]:
+    """Those `names` of stored tensors that belong to the modules `left_out` of `model`."""
+    if not left_out:
+        return set()
+    pattern, renamed = re.compile(rf"({'|'.join(map(re.escape, left_out))})(\.|$)"), renaming_on_load(model)
+    return {name for name in names if any(pattern.match(one) for one in (name, renamed(name)))}
 
 
-def is_left_out(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Whether a stored tensor of this name belongs to a module that was taken out of `model`."""
-    modules = "|".join(map(re.escape, left_out_of(model)))
-    pattern, renamed = re.compile(rf"({modules})(\.|$)" if modules else r"(?!)"), renaming_on_load(model)
-    return lambda name: any(pattern.match(one) for one in (name, renamed(name)))
-
-
-def targets_of(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, Part]]:
+def targets_of(
+    model: PreTrainedModel,
+    layout: Mapping[str, tuple[Part, ...]],
+    stored: Mapping[str, tuple[int, ...]],
+    left_out: Collection[str],
+) -> dict[str, tuple[str, Part]]:
     """Name of a stored tensor -> the name in `saved_tensors` that it belongs to, and as which part; `stored` gives all
-    names and shapes. Raises `UnsupportedArchitecture` naming tensors that do not fit.
+    names and shapes, `layout` is that of `stored_parts`. Raises `UnsupportedArchitecture` naming tensors that do not
+    fit and are not `left_out`.
 
-    Like `from_pretrained` it takes names with or without the base model's prefix, a tied matrix from whichever of its
-    names is stored, and experts in one tensor too, as which an export then stores them.
+    Like `from_pretrained` it takes names with or without the base model's prefix, and a tied matrix from whichever of
+    its names is stored.
     """
-    own, prefix = parts_of(model), f"{model.base_model_prefix}."
     passed_over = re.compile("|".join((*_PASSED_OVER, *ignored_on_load(model))))
-    renamed, left_out = renaming_on_load(model), is_left_out(model)
-
-    def spellings(name: str) -> tuple[str, ...]:
-        return name, f"{prefix}{name}", name.removeprefix(prefix)
-
-    held = {spelling for name in stored for spelling in spellings(name)}
-    kept = frozenset(parts[0].hf_name for parts in own.values() if parts[0].hf_name in held)
-    model.stored_as_they_are = kept  # type: ignore[assignment]
-    entries = stored_parts(model)
-    owners = {part.hf_name: (name, part) for name, parts in entries.items() for part in parts}
+    owners = {part.hf_name: (name, part) for name, parts in layout.items() for part in parts}
     accepted = {name: name for name in owners}
-    for name, parts in own.items():
-        if len(entries[name]) == 1:
-            accepted.setdefault(parts[0].hf_name, entries[name][0].hf_name)
+    for name, parts in layout.items():
+        if len(parts) == 1:
+            accepted.setdefault(name, parts[0].hf_name)
     tied: Mapping[str, str] = model.all_tied_weights_keys
     accepted |= {name: accepted[first] for name, first in tied.items() if first in accepted}
+    rename = functools.cache(lambda: renaming_on_load(model))  # which a model without unknown names does not need
 
-    def known(name: str) -> str:
-        return next((one for one in (name, *spellings(renamed(name))) if one in accepted), name)
+    def candidates(name: str) -> Iterator[str]:
+        yield name
+        yield from _spellings(model, rename()(name))
 
-    names = {name: known(name) for name in stored}
+    names = {name: next((one for one in candidates(name) if one in accepted), name) for name in stored}
+    unknown = {name for name, one in names.items() if one not in accepted and not passed_over.search(name)}
+    if surplus := sorted(unknown - left_out_names(model, left_out, unknown)):
+        raise UnsupportedArchitecture(f"the checkpoint holds '{surplus[0]}', which this architecture does not have")
     present = set(names.values())
-    found: dict[str, tuple[str, Part]] = {}
+    targets: dict[str, tuple[str, Part]] = {}
     for stored_name, name in names.items():
-        if (target := accepted.get(name)) is None:
-            if not (passed_over.search(stored_name) or left_out(stored_name)):
-                what = f"the checkpoint holds '{stored_name}', which this architecture does not have"
-                raise UnsupportedArchitecture(what)
-            continue
-        if name != target and target in present:  # a tied matrix that is stored twice
-            continue
+        if (target := accepted.get(name)) is None or (name != target and target in present):
+            continue  # no tensor of the model, or a tied matrix that is stored twice
         owner, part = owners[target]
         if stored[stored_name] != part.shape:
             shapes = f"shape {list(stored[stored_name])}, in the config {list(part.shape)}"
             raise UnsupportedArchitecture(f"'{stored_name}' has {shapes}")
-        found[stored_name] = owner, part
-    if missing := owners.keys() - {part.hf_name for _, part in found.values()}:
+        targets[stored_name] = owner, part
+    if missing := owners.keys() - {part.hf_name for _, part in targets.values()}:
         raise UnsupportedArchitecture(f"the checkpoint lacks {listed(sorted(missing))}")
-    return found
+    return targets
