@@ -44,7 +44,6 @@ def main() -> int:
     # After the parser: --help and mistakes answer without loading these.
     from llm_fp8.models.build import model_on_meta, without_towers
     from llm_fp8.models.export import export_hf
-    from llm_fp8.models.layout import left_out_names
     from llm_fp8.models.lora import merged_by_peft
     from llm_fp8.models.model import Model
     from llm_fp8.models.side_files import Origin
@@ -72,7 +71,7 @@ def main() -> int:
         if (options.adapter / GENERATION_CONFIG_NAME).is_file():  # else the adapter does not tell what was trained
             trained_ends = GenerationConfig.from_pretrained(options.adapter).eos_token_id
     model, plain = Model(module), model_on_meta(module.config)
-    if plain.left_out and not left_out_names(plain.module, plain.left_out, adapted):  # towers are exported as they are
+    if plain.left_out and not plain.left_out_of(adapted):  # towers are exported as they are
         stored = StoredCheckpoint(weight_files(ModelSource(base, base, is_random=False)), module.config)
         model = replace(without_towers(module), stored=stored)
     module = merged_by_peft(module, options.adapter, "--adapter")

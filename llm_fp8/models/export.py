@@ -31,9 +31,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from llm_fp8.config.options import EMBEDDED, LoraConfig
 from llm_fp8.models.build import auto_class
-from llm_fp8.models.layout import is_adapter, saved_tensors
 from llm_fp8.models.lora import adapter_tensors, adapters_of, config_for_loading, with_adapter
-from llm_fp8.models.model import Model
+from llm_fp8.models.model import Model, is_adapter, saved_tensors
 from llm_fp8.models.side_files import Origin, save_side_files
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import ignored_on_save
@@ -66,7 +65,8 @@ def export_hf(
     try:
         with replaced_folder(folder, advice=advice) as temporary:
             trained = ((model.file_name(name), tensor) for name, tensor in gathered)
-            write_weights(planned_tensors(model, dtype), itertools.chain(trained, model.read_left_out()), temporary)
+            copied = ((name, model.stored.read(name)) for name in model.left_out_tensors if model.stored)
+            write_weights(planned_tensors(model, dtype), itertools.chain(trained, copied), temporary)
             save_side_files(model.module, tokenizer, temporary, dtype, origin)
             (temporary / "README.md").write_text(model_card(card, auto_class(model.module.config).__name__))
     finally:
@@ -160,7 +160,7 @@ def planned_tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
         for part in parts
         if part.hf_name not in ignored
     }
-    return trained | model.left_out_tensors()
+    return trained | model.left_out_tensors
 
 
 def write_weights(planned: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:

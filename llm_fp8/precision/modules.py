@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from llm_fp8.models.layout import is_adapter
+from llm_fp8.models.model import is_adapter
 
 GEMMS_PER_WEIGHT = 3
 """GEMMs of a trained weight in a micro-batch: fprop, dgrad, wgrad."""

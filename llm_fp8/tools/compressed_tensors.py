@@ -88,7 +88,7 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
         raise UserError(f"{folder}: its files lack {listed(sorted(missing))}; export it again.")
     planned = dict(_in_fp8(((name, checkpoint.on_meta(name)) for name in checkpoint.stored), weights))
     with replaced_folder(output, f"{folder} in fp8", "Make room, or give another --output.") as temporary:
-        tensors = ((name, checkpoint.read(name, torch.device("cpu"))) for name in checkpoint.stored)
+        tensors = ((name, checkpoint.read(name)) for name in checkpoint.stored)
         write_weights(planned, _in_fp8(finite(tensors, str(folder)), weights), temporary)
         written = temporary.glob("*.safetensors")
         before, after = (sum(path.stat().st_size for path in paths) for paths in (checkpoint.files, written))

@@ -47,17 +47,16 @@ def load_weights(
         fill_weights(model, *where, plan.keeps_lower_bits)
     if first_batch is not None:
         context = plan.context_group
-        plan.say(
-            check_parity(
-                model.module,
-                full_layers,
-                (first_batch if context is None else context.on_its_own(first_batch)).to(plan.device),
-                plan.config.data.max_seq_length // plan.config.parallel.context_parallel_size,
-                dtype=plan.precision.compute_dtype if shards_parameters else plan.weight_dtype,
-                full_tensor=plan.strategy.full_tensor,
-                stored=model,
-            )
+        comparison = check_parity(
+            model.module,
+            full_layers,
+            (first_batch if context is None else context.on_its_own(first_batch)).to(plan.device),
+            plan.config.data.max_seq_length // plan.config.parallel.context_parallel_size,
+            dtype=plan.precision.compute_dtype if shards_parameters else plan.weight_dtype,
+            full_tensor=plan.strategy.full_tensor,
+            stored=model,
         )
+        plan.say(comparison)
     if not holds_in_fp8:
         return
     dropped = 0

@@ -19,10 +19,9 @@ from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpoint
 from llm_fp8.models.build import build_structure
 from llm_fp8.models.fill import build_model
 from llm_fp8.models.grouped_experts import use_grouped_experts
-from llm_fp8.models.layout import is_adapter
 from llm_fp8.models.lora import add_adapters, gemms_per_weight, initialize_adapters_, needs_unfused_mlp, without_adapter
 from llm_fp8.models.loss_model import TrainingModel
-from llm_fp8.models.model import Model
+from llm_fp8.models.model import Model, is_adapter
 from llm_fp8.precision.certificate import ExpectedKernels
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.convert import bf16_modules, convert_with_torchao, swap_linears

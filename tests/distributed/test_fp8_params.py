@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from llm_fp8.config.options import OptimConfig, ParallelConfig
 from llm_fp8.distributed.fp8_params import keep_weights_in_fp8, master_of, requantise_
 from llm_fp8.distributed.fsdp import FsdpStrategy
-from llm_fp8.models.layout import local_shard
+from llm_fp8.models.weights import local_shard
 from llm_fp8.optim.optimizers import build_optimizer, optimizer_tensors
 from tests.support.ranks import CountedAllGather, on_ranks
 

@@ -23,11 +23,10 @@ from llm_fp8.distributed.fsdp import FsdpStrategy
 from llm_fp8.models.build import build_structure
 from llm_fp8.models.export import export_hf
 from llm_fp8.models.fill import fill_weights, filled_layers
-from llm_fp8.models.layout import local_shard
 from llm_fp8.models.model import Model
 from llm_fp8.models.parity import check_weights
 from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
-from llm_fp8.models.weights import StoredCheckpoint, checkpoint_of
+from llm_fp8.models.weights import StoredCheckpoint, checkpoint_of, local_shard
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.torch_internals import free_memory_, materialize_
 from tests.support.families import EXPERTS, FAMILIES, family_config
