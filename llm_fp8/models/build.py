@@ -87,7 +87,7 @@ def model_from_config(hf_config: PretrainedConfig, **options: Any) -> Model:
 
 
 def is_multimodal(hf_config: PretrainedConfig) -> bool:
-    """Whether the checkpoint holds more than a language model: a tower for images or sound, and what joins them."""
+    """True where the checkpoint holds more than a language model: a tower for images or sound, and what joins them."""
     return text_config(hf_config) is not hf_config
 
 

@@ -85,7 +85,7 @@ def export_adapter(
     is_main: bool = True,
     origin: Origin | None = None,
 ) -> None:
-    """As `export_hf`, but the adapters alone, in PEFT's format; `base_model` is where PEFT finds the frozen model."""
+    """Write the adapters alone, in PEFT's format, else as `export_hf`; PEFT finds the frozen model at `base_model`."""
     matrices = adapter_tensors(model.module).items()
     tensors = {name: full_tensor(matrix).to("cpu", copy=True).contiguous() for name, matrix in matrices}
     if not is_main:
@@ -151,7 +151,7 @@ def hf_tensors(
 
 
 def planned_tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What an export of the model as `dtype` holds, by name and without memory, in the order of `hf_tensors`."""
+    """Plan an export of the model as `dtype`: its tensors by name, without memory, in the order of `hf_tensors`."""
     tensors, ignored = saved_tensors(model.module), ignored_on_save(model.module)
     dtypes = {name: dtype if isinstance(one, nn.Parameter) else one.dtype for name, one in tensors.items()}
     trained = {

@@ -57,7 +57,7 @@ def scaling_of(options: LoraConfig) -> float:
 
 
 def needs_unfused_mlp(options: LoraConfig) -> bool:
-    """Whether an adapter needs the TE decoder's MLP unfused."""
+    """True where an adapter needs the TE decoder's MLP unfused."""
     in_mlp = {"gate_proj", "up_proj", "down_proj", ALL_LINEAR}
     return options.lora_rank > 0 and not in_mlp.isdisjoint(options.targets)
 
@@ -176,7 +176,7 @@ def config_for_loading(model: Model, options: LoraConfig, base_model: str) -> An
 
 
 def _is_misread(model: PreTrainedModel, settings: Any) -> bool:
-    """Whether PEFT takes the linear layers of `settings` for others in `model`."""
+    """True where PEFT takes the linear layers of `settings` for others in `model`."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     try:

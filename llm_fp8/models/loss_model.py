@@ -1,4 +1,4 @@
-"""What the loop calls: batch in, summed loss and auxiliary losses out, for both decoders.
+"""The module that the loop calls: batch in, summed loss and auxiliary losses out, for both decoders.
 
 The loss is inside the module, so that wrappers (DDP, FSDP) see one forward call per micro-batch and the logits
 ([tokens, vocabulary], gigabytes) never leave it.
@@ -94,7 +94,7 @@ class TrainingModel(nn.Module):
         return {} if self.router_loss is None else {ROUTER_LOSS: self.router_loss.coefficient}
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What the loss is the cross entropy of."""
+        """Compute the logits whose cross entropy the loss is."""
         return cap_(self._scaled(hidden) @ self.model.get_output_embeddings().weight.t(), self.softcap)
 
     def _scaled(self, hidden: Tensor) -> Tensor:

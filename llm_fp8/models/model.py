@@ -84,18 +84,12 @@ class Model:
         Like `from_pretrained` it takes names with or without the base model's prefix, and a tied matrix from whichever
         of its names is stored.
         """
-        if self.stored is None:
+        if (stored := self.stored) is None:
             return {}
-        with reading("--model_name", self.module.config.name_or_path, "the weights", RELOAD):
-            return self._targets(self.stored)
-
-    def _targets(self, stored: StoredCheckpoint) -> dict[str, tuple[str, Part]]:
         passed_over = re.compile("|".join((*_PASSED_OVER, *ignored_on_load(self.module))))
         owners = {part.hf_name: (name, part) for name, parts in self.layout.items() for part in parts}
-        accepted = {name: name for name in owners}
-        for name, parts in self.layout.items():
-            if len(parts) == 1:
-                accepted.setdefault(name, parts[0].hf_name)
+        accepted = {name: parts[0].hf_name for name, parts in self.layout.items() if len(parts) == 1}
+        accepted |= {name: name for name in owners}
         tied: Mapping[str, str] = self.module.all_tied_weights_keys
         accepted |= {name: accepted[first] for name, first in tied.items() if first in accepted}
 
@@ -103,23 +97,25 @@ class Model:
             yield name
             yield from self._spellings(self._renamed(name))
 
-        names = {name: next((one for one in candidates(name) if one in accepted), name) for name in stored.stored}
-        unknown = [name for name, one in names.items() if one not in accepted and not passed_over.search(name)]
-        if surplus := sorted(set(unknown).difference(self.left_out_of(unknown))):
-            raise UnsupportedArchitecture(f"the checkpoint holds '{surplus[0]}', which this architecture does not have")
-        present = set(names.values())
-        targets: dict[str, tuple[str, Part]] = {}
-        for stored_name, name in names.items():
-            if (target := accepted.get(name)) is None or (name != target and target in present):
-                continue  # no tensor of the model, or a tied matrix that is stored twice
-            owner, part = owners[target]
-            if (shape := stored.stored[stored_name].shape) != part.shape:
-                shapes = f"shape {list(shape)}, in the config {list(part.shape)}"
-                raise UnsupportedArchitecture(f"'{stored_name}' has {shapes}")
-            targets[stored_name] = owner, part
-        if missing := owners.keys() - {part.hf_name for _, part in targets.values()}:
-            raise UnsupportedArchitecture(f"the checkpoint lacks {listed(sorted(missing))}")
-        return targets
+        with reading("--model_name", self.module.config.name_or_path, "the weights", RELOAD):
+            names = {name: next((one for one in candidates(name) if one in accepted), name) for name in stored.stored}
+            unknown = [name for name, one in names.items() if one not in accepted and not passed_over.search(name)]
+            if surplus := sorted(set(unknown).difference(self.left_out_of(unknown))):
+                what = f"the checkpoint holds '{surplus[0]}', which this architecture does not have"
+                raise UnsupportedArchitecture(what)
+            present = set(names.values())
+            targets: dict[str, tuple[str, Part]] = {}
+            for stored_name, name in names.items():
+                if (target := accepted.get(name)) is None or (name != target and target in present):
+                    continue  # no tensor of the model, or a tied matrix that is stored twice
+                owner, part = owners[target]
+                if (shape := stored.stored[stored_name].shape) != part.shape:
+                    shapes = f"shape {list(shape)}, in the config {list(part.shape)}"
+                    raise UnsupportedArchitecture(f"'{stored_name}' has {shapes}")
+                targets[stored_name] = owner, part
+            if missing := owners.keys() - {part.hf_name for _, part in targets.values()}:
+                raise UnsupportedArchitecture(f"the checkpoint lacks {listed(sorted(missing))}")
+            return targets
 
     def _spellings(self, name: str) -> tuple[str, str, str]:
         """A stored tensor's names as `from_pretrained` tries them: as it is, with the base model's prefix, without."""
@@ -182,7 +178,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter or module of this name belongs to an adapter, PEFT's or the TE decoder's."""
+    """True for the name of a parameter or module of an adapter, PEFT's or the TE decoder's."""
     return ".lora_A." in name or ".lora_B." in name or name.endswith(".adapters")
 
 
@@ -192,7 +188,7 @@ def name_without_adapter(name: str) -> str:
 
 
 def is_te_model(model: nn.Module) -> bool:
-    """Whether `model` has decoder layers of te_llama.py."""
+    """True for a model with decoder layers of te_llama.py."""
     return any(isinstance(module, te_llama.TEDecoderLayer) for module in model.modules())
 
 

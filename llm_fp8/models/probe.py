@@ -1,4 +1,4 @@
-"""What a small model of the same architecture shows before anything is loaded.
+"""A small model of the same architecture shows, before anything is loaded, whether the run would be right.
 
 It has the config's own layers, up to the first of each kind, with narrow MLPs, a small vocabulary and random weights:
 
@@ -134,7 +134,7 @@ def _numbers(like: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """What tells layers apart: their modules and these modules' plain attributes, the layer's number left out."""
+    """Tell layers apart by their modules and these modules' plain attributes, the layer's number left out."""
     simple = (bool, int, float, str, type(None))
     return tuple(
         (name, type(module), *((key, value) for key, value in vars(module).items() if isinstance(value, simple)

@@ -51,8 +51,8 @@ def weight_files(source: ModelSource) -> list[Path]:
 
 
 def untie(hf_config: PretrainedConfig, checkpoint: StoredCheckpoint | None) -> list[str]:
-    """Where a config ties the lm_head to the embedding, and both are stored and differ, change it not to, as
-    transformers 5 does; returns the line that says so.
+    """Change a config that ties the lm_head to the embedding, where both are stored and differ, as transformers 5 does.
+    Returns the line that says so.
     """
     ties = [part for part in (hf_config, text_config(hf_config)) if getattr(part, "tie_word_embeddings", False)]
     if not ties or checkpoint is None:
@@ -127,7 +127,7 @@ class StoredCheckpoint:
                     local_shard(tensors[owner]).fill(part, self.rows(name, in_file, place))
 
     def on_meta(self, name: str) -> Tensor:
-        """As `read`, without memory."""
+        """Describe what `read` returns, without memory."""
         _, dtype, shape = self.stored[name]
         read_as = torch.float32 if dtype.startswith("F8") else str_to_torch_dtype[dtype]
         return torch.empty(shape, dtype=read_as, device="meta")

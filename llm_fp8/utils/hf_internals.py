@@ -8,7 +8,7 @@ auto_class._model_mapping                                     tests/models/test_
 get_model_conversion_mapping, WeightRenaming.rename_source_key tests/models/test_families.py
 experts._apply_gate, .has_gate, .is_transposed and the like,  tests/models/test_grouped_experts.py
   config._experts_implementation, integrations.moe._grouped_linear
-model._keys_to_ignore_on_save,                                tests/utils/test_hf_internals.py
+model._keys_to_ignore_on_save,                                tests/models/test_build.py
   ._keys_to_ignore_on_load_unexpected
 """
 
@@ -27,14 +27,14 @@ def chosen_attention(config: PretrainedConfig) -> str:
 
 
 def supports_flash_attention(auto_class: Any, config: PretrainedConfig) -> bool:
-    """Whether the model class of `config` has 'flash_attention_2'."""
+    """True where the model class of `config` has 'flash_attention_2'."""
     model_class = auto_class._model_mapping.get(type(config), None)
     return model_class is not None and bool(model_class._supports_flash_attn)
 
 
 def runs_grouped_gemms(module: Any) -> bool:
-    """Whether `module` is experts [experts, ...] with gate and up in one weight, which transformers computes in grouped
-    GEMMs and without biases or a norm of its own.
+    """True for experts [experts, ...] with gate and up in one weight, which transformers computes in grouped GEMMs and
+    without biases or a norm of its own.
     """
     if getattr(getattr(module, "config", None), "_experts_implementation", None) != "grouped_mm":
         return False
