@@ -117,6 +117,8 @@ class RandomWeights(TorchFunctionMode):
         if isinstance(target, nn.Parameter) and name.endswith("_") and not name.startswith("_"):  # in place
             if name in ("normal_", "uniform_") or "generator" in options:
                 options["generator"] = self._generator
+            if "generator" in options or name in ("zero_", "fill_", "constant_", "copy_"):
+                self._recorded[id(target)] = []  # all before is overwritten, as that of a tied matrix is
             if not any(getattr(value, "is_meta", False) for value in others):
                 self._recorded.setdefault(id(target), []).append((func, tuple(others), options))
         return func(*args, **(kwargs or {}))

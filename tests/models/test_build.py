@@ -83,7 +83,8 @@ def test_the_exported_folder_is_complete(tmp_path, tiny_model):
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "qwen3_5_moe_text", "nemotron_h"])
 def test_random_weights_are_distributed_as_transformers_draws_them(kind):
     torch.manual_seed(0)
-    config, generator = tiny_config(**EXPERTS.get(kind, {"model_type": kind})), torch.Generator().manual_seed(5)
+    entries = EXPERTS.get(kind, {"model_type": kind}) | {"vocab_size": 2**14, "tie_word_embeddings": kind == "llama"}
+    config, generator = tiny_config(**entries), torch.Generator().manual_seed(5)
     theirs = dict(AutoModelForCausalLM.from_config(copy.deepcopy(config)).named_parameters())
     dtypes = dict.fromkeys(("parameter_dtype", "compute_dtype"), torch.float32)
     model = build_model(ModelConfig(), config, None, **dtypes, device=CPU, seed=5)
