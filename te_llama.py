@@ -534,8 +534,8 @@ def build_te_model(
     """A Hugging Face causal LM with TE decoder layers; its parameters of `dtype` on `device` are not yet filled.
 
     On "meta" the parameters have no memory; the rotary table is on `table_device` (default: `device`). For
-    `unfused_mlp` see `DecoderSpec`. Fill the parameters with `llm_fp8.models.weights.fill_weights` or
-    `llm_fp8.models.weight_shards.initialize_shards_`. Raises `UnsupportedArchitecture`.
+    `unfused_mlp` see `DecoderSpec`. Fill the parameters with `llm_fp8.models.fill.fill_weights`. Raises
+    `UnsupportedArchitecture`.
     """
     import transformer_engine.pytorch as te
 

@@ -38,7 +38,8 @@ from llm_fp8.config.options import Config
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.collate import Batch, count_tokens
 from llm_fp8.data.prepare import prepare_data
-from llm_fp8.models.build import decoder_layers, decoder_size
+from llm_fp8.models.build import decoder_size
+from llm_fp8.models.model import decoder_layers
 from llm_fp8.models.source import load_config, load_tokenizer, resolve_source
 from llm_fp8.observability.metrics import GIB, step_flops
 from llm_fp8.optim.optimizers import adamw_arguments

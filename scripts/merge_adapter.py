@@ -15,6 +15,7 @@ import argparse
 import itertools
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -44,10 +45,10 @@ def main() -> int:
     from llm_fp8.models.build import model_on_meta, without_towers
     from llm_fp8.models.export import export_hf
     from llm_fp8.models.lora import merged_by_peft
+    from llm_fp8.models.model import Model
     from llm_fp8.models.side_files import Origin
     from llm_fp8.models.source import ModelSource
-    from llm_fp8.models.weight_shards import is_left_out, left_out_of
-    from llm_fp8.models.weights import StoredCheckpoint, fill_weights, weight_files
+    from llm_fp8.models.weights import StoredCheckpoint, weight_files
     from llm_fp8.tools.evaluate import adapter_base, load_exported, tokenizer_of
     from llm_fp8.utils.console import quiet_libraries
     from llm_fp8.utils.json_files import read_json
@@ -62,24 +63,24 @@ def main() -> int:
         raise UserError(f"--adapter {options.adapter} holds no PEFT adapter (adapter_config.json); give its folder.")
     if options.output.exists():
         raise UserError(f"--output {options.output} exists already; give a new folder.")
-    model, trained_ends = load_exported(base, None, "auto"), None
+    module, trained_ends = load_exported(base, None, "auto"), None
     with reading("--adapter", options.adapter, "the adapter"):
         if read_json(options.adapter / "adapter_config.json").get("layer_replication"):
             raise ValueError("it repeats layers (layer_replication), which the base model's config.json does not")
         adapted = [name.removeprefix("base_model.model.") for name in load_peft_weights(str(options.adapter), "cpu")]
         if (options.adapter / GENERATION_CONFIG_NAME).is_file():  # else the adapter does not tell what was trained
             trained_ends = GenerationConfig.from_pretrained(options.adapter).eos_token_id
-    plain = model_on_meta(model.config)
-    if left_out_of(plain) and not any(map(is_left_out(plain), adapted)):  # towers go into the export as they are
-        model = without_towers(model)
-        fill_weights(model, StoredCheckpoint(weight_files(ModelSource(base, base, is_random=False)), model.config))
-    model = merged_by_peft(model, options.adapter, "--adapter")
+    model, plain = Model(module), model_on_meta(module.config)
+    if plain.left_out and not plain.left_out_of(adapted):  # towers are exported as they are
+        stored = StoredCheckpoint(weight_files(ModelSource(base, base, is_random=False)), module.config)
+        model = replace(without_towers(module), stored=stored)
+    module = merged_by_peft(module, options.adapter, "--adapter")
     card = {"base model": base, "adapter": options.adapter, "merged by": "scripts/merge_adapter.py"}
-    ends, base_ends = map(listed, (trained_ends, model.generation_config.eos_token_id))
+    ends, base_ends = map(listed, (trained_ends, module.generation_config.eos_token_id))
     taught = list(itertools.takewhile(lambda token: token not in base_ends, ends)) or ends[:1]
     origin = Origin(base, tuple(taught))
-    shared = {"dtype": model.dtype, "card": card, "origin": origin, "advice": "Give another --output."}
-    export_hf(model, tokenizer_of(options.adapter, base), options.output, **shared)
+    shared = {"dtype": module.dtype, "card": card, "origin": origin, "advice": "Give another --output."}
+    export_hf(replace(model, module=module), tokenizer_of(options.adapter, base), options.output, **shared)
     print(f"{base} with the adapter of {options.adapter}: {options.output}")
     return 0
 

@@ -1,8 +1,7 @@
-"""Build a model on the device: choose the attention, allocate, initialise or load.
+"""From a config to a `Model` without weights: choose the attention, build the modules, leave out towers; sizes.
 
-There are two decoders: Hugging Face's own, and the same model with TE decoder layers (te_llama.py). Both can be built
-with parameters on "meta" (`build_structure`), sharded or not, given memory, and filled from the safetensors files
-tensor by tensor (weights.py).
+There are two decoders: Hugging Face's own, and the same model with TE decoder layers (te_llama.py). Both are built with
+parameters on "meta", sharded or not, given memory, and filled tensor by tensor (fill.py).
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import MutableMapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,14 +20,13 @@ from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, Pretrai
 import te_llama
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.experts import expert_weights, routed_modules
+from llm_fp8.models.model import Model, text_decoder
 from llm_fp8.models.source import reading_model, text_config
-from llm_fp8.models.weights import StoredCheckpoint, fill_weights
+from llm_fp8.models.weights import StoredCheckpoint
 from llm_fp8.observability.metrics import DecoderSize
-from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import supports_flash_attention
 from llm_fp8.utils.packages import FLASH_ATTENTION_2, package_version
 from llm_fp8.utils.te_internals import require_te
-from llm_fp8.utils.torch_internals import materialize_
 
 TUNED_WIDTHS = (512, 768, 1024, 2048, 4096, 8192)  # hidden sizes for which TE 2.20 has tuned RMSNorm kernels
 HOPPER = 9  # major compute capability on which they were compared with cuDNN's
@@ -50,43 +49,19 @@ def choose_attention(
     return "flash_attention_2" if has_flash else None
 
 
-def build_model(
-    options: ModelConfig,
-    hf_config: PretrainedConfig,
-    stored: StoredCheckpoint | None,
-    *,
-    parameter_dtype: torch.dtype,
-    device: torch.device,
-    seed: int = 0,
-    keep_lower_bits: bool = False,
-    **structure: Any,
-) -> PreTrainedModel:
-    """The model on `device` with parameters of `parameter_dtype` and the weights `stored`, or without them random ones.
-
-    `structure` goes to `build_structure`. `keep_lower_bits`: bf16 parameters keep what stored fp32 or fp16 weights have
-    beyond bf16, in remainders for `llm_fp8.optim.adamw_master`.
-    """
-    structure |= {"parameter_dtype": parameter_dtype, "device": device, "te_on_meta": False}
-    model = build_structure(options, hf_config, **structure)
-    if not options.use_te:
-        materialize_(model, device, device)
-        model.tie_weights()  # undone by moving
-    fill_weights(model, stored, device, seed, keep_lower_bits)
-    return model
-
-
 def build_structure(
     options: ModelConfig,
     hf_config: PretrainedConfig,
+    stored: StoredCheckpoint | None = None,
     *,
     parameter_dtype: torch.dtype,
     compute_dtype: torch.dtype,
     device: torch.device,
     unfused_mlp: bool = False,
     te_on_meta: bool = True,
-) -> PreTrainedModel:
-    """The model with parameters on "meta" and buffers on `device`; fill it with `fill_weights`. For `unfused_mlp` see
-    `te_llama.DecoderSpec`.
+) -> Model:
+    """The model of the weights `stored` with parameters on "meta" and buffers on `device`; `llm_fp8.models.fill` gives
+    it values. For `unfused_mlp` see `te_llama.DecoderSpec`.
     """
     if options.use_te:
         require_te("--use_te")
@@ -95,24 +70,24 @@ def build_structure(
         if device.type == "cuda":
             choose_norm_backend(hf_config.hidden_size, torch.cuda.get_device_capability(device)[0], os.environ)
         place = "meta" if te_on_meta else device
-        model = te_llama.build_te_model(hf_config, parameter_dtype, place, table_device=device, unfused_mlp=unfused_mlp)
-    else:
-        attention = choose_attention(options.attn_implementation, hf_config, device, compute_dtype)
-        with init_empty_weights(include_buffers=False), torch.device(device):
-            model = model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
-        model.tie_weights()  # undone by `init_empty_weights`
-    return model
+        shared: dict[str, Any] = {"table_device": device, "unfused_mlp": unfused_mlp}
+        return Model(te_llama.build_te_model(hf_config, parameter_dtype, place, **shared), stored)
+    attention = choose_attention(options.attn_implementation, hf_config, device, compute_dtype)
+    with init_empty_weights(include_buffers=False), torch.device(device):
+        model = model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
+    model.module.tie_weights()  # undone by `init_empty_weights`
+    return replace(model, stored=stored)
 
 
-def model_from_config(hf_config: PretrainedConfig, **options: Any) -> PreTrainedModel:
-    """The Hugging Face model of `hf_config`, of a multimodal one what text passes through."""
+def model_from_config(hf_config: PretrainedConfig, **options: Any) -> Model:
+    """The Hugging Face model of `hf_config`, or the part of a multimodal one that text passes through."""
     with reading_model(f"causal language model of type '{hf_config.model_type}'", hf_config.name_or_path or ""):
-        model = auto_class(hf_config).from_config(hf_config, trust_remote_code=False, **options)
-        return without_towers(model) if is_multimodal(hf_config) else model
+        module = auto_class(hf_config).from_config(hf_config, trust_remote_code=False, **options)
+        return without_towers(module) if is_multimodal(hf_config) else Model(module)
 
 
 def is_multimodal(hf_config: PretrainedConfig) -> bool:
-    """Whether the checkpoint holds more than a language model: a tower for images or sound, and what joins them."""
+    """True where the checkpoint holds more than a language model: a tower for images or sound, and what joins them."""
     return text_config(hf_config) is not hf_config
 
 
@@ -121,9 +96,9 @@ def auto_class(hf_config: PretrainedConfig) -> Any:
     return AutoModelForMultimodalLM if is_multimodal(hf_config) else AutoModelForCausalLM
 
 
-def without_towers(model: PreTrainedModel) -> PreTrainedModel:
-    """`model` with only the parts that text passes through, decoder and lm_head, whose tensors keep their names; the
-    names of those taken out are in its attribute `left_out`.
+def without_towers(model: PreTrainedModel) -> Model:
+    """Take out of `model` all but the parts that text passes through, decoder and lm_head, whose tensors keep their
+    names.
     """
     decoder, head = text_decoder(model), model.get_output_embeddings()
     kept = {module for part in (decoder, head) if part is not None for module in part.modules()}
@@ -136,36 +111,18 @@ def without_towers(model: PreTrainedModel) -> PreTrainedModel:
         for name in [*towers, *(name for name, _ in module.named_parameters(recurse=False))]:
             setattr(module, name, None)
             left_out.append(f"{prefix}.{name}".lstrip("."))
-    model.left_out = tuple(left_out)  # type: ignore[assignment]
-    return model
+    return Model(model, left_out=tuple(left_out))
 
 
 def count_parameters(hf_config: PretrainedConfig) -> int:
     """The number of parameters of the model of `hf_config`, tied ones once."""
-    return sum(parameter.numel() for parameter in model_on_meta(hf_config).parameters())
+    return sum(parameter.numel() for parameter in model_on_meta(hf_config).module.parameters())
 
 
-def model_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
+def model_on_meta(hf_config: PretrainedConfig) -> Model:
     """The Hugging Face model of `hf_config` without memory."""
     with torch.device("meta"):
         return model_from_config(copy.deepcopy(hf_config))  # which building would change
-
-
-def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """The model inside of `model`, the innermost with the embedding: from input ids to the last hidden states."""
-    embedding = model.get_input_embeddings()
-    models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    return [one for one in models if any(module is embedding for module in one.modules())][-1]
-
-
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers in order; raises `UserError` for an architecture without a single list of them."""
-    decoder = text_decoder(model)
-    layers = getattr(decoder, "layers", getattr(decoder, "h", None))
-    if not isinstance(layers, nn.ModuleList):
-        what = f"{type(model).__name__} has no list of decoder layers"
-        raise UserError(f"--model_name {model.config.name_or_path}: {what}; give a Llama, Qwen or Mistral.")
-    return layers
 
 
 def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -> DecoderSize:
@@ -173,13 +130,13 @@ def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -
     hybrid the layers with attention.
     """
     model, decoder = model_on_meta(hf_config), text_config(hf_config)
-    routed, num_linear = routed_modules(model), 0.0
-    for module in model.modules():
+    routed, num_linear = routed_modules(model.module), 0.0
+    for module in model.module.modules():
         weight = None if isinstance(module, nn.Embedding) else getattr(module, "weight", None)
         matrices = [weight] if isinstance(weight, nn.Parameter) and weight.dim() == 2 else expert_weights(module)
         share = routed[module].share if module in routed else 1.0
         num_linear += share * sum(matrix.numel() for matrix in matrices)
-    num_layers = len(decoder_layers(model))
+    num_layers = len(model.layers)
     kinds = getattr(decoder, "layer_types", None) or getattr(decoder, "layers_block_type", None)
     has_attention = [True] * num_layers
     if kinds is not None:

@@ -63,7 +63,7 @@ def routed_modules(model: nn.Module) -> dict[nn.Module, Routed]:
 
 
 def experts_per_token(hf_config: PretrainedConfig) -> int | None:
-    """What the config says; None where it names no experts."""
+    """Read it from the config; None where that names no experts."""
     decoder = text_config(hf_config)
     named = (getattr(decoder, entry, None) for entry in CONFIG_ENTRIES)
     return next((value for value in named if isinstance(value, int)), None)

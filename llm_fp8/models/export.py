@@ -26,21 +26,14 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from llm_fp8.config.options import EMBEDDED, LoraConfig
 from llm_fp8.models.build import auto_class
 from llm_fp8.models.lora import adapter_tensors, adapters_of, config_for_loading, with_adapter
+from llm_fp8.models.model import Model, is_adapter, saved_tensors
 from llm_fp8.models.side_files import Origin, save_side_files
-from llm_fp8.models.weight_shards import (
-    is_adapter,
-    is_left_out,
-    left_out_of,
-    name_without_adapter,
-    saved_tensors,
-    stored_parts,
-)
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import ignored_on_save
 
@@ -49,7 +42,7 @@ _ADVICE = "Make room; where a checkpoint was saved, --resume_from latest then wr
 
 
 def export_hf(
-    model: PreTrainedModel,
+    model: Model,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     *,
@@ -71,19 +64,17 @@ def export_hf(
         return
     try:
         with replaced_folder(folder, advice=advice) as temporary:
-            names = source_names(model)
-            stored: Any = getattr(model, "stored", None)
-            trained = ((names.get(name, name), tensor) for name, tensor in gathered)
-            taken_over = ((name, stored.read(name, torch.device("cpu"))) for name in left_out_tensors(model))
-            write_weights(planned_tensors(model, dtype), itertools.chain(trained, taken_over), temporary)
-            save_side_files(model, tokenizer, temporary, dtype, origin)
-            (temporary / "README.md").write_text(model_card(card, auto_class(model.config).__name__))
+            trained = ((model.file_name(name), tensor) for name, tensor in gathered)
+            copied = ((name, model.stored.read(name)) for name in model.left_out_tensors if model.stored)
+            write_weights(planned_tensors(model, dtype), itertools.chain(trained, copied), temporary)
+            save_side_files(model.module, tokenizer, temporary, dtype, origin)
+            (temporary / "README.md").write_text(model_card(card, auto_class(model.module.config).__name__))
     finally:
         deque(gathered, maxlen=0)  # the other ranks wait in the remaining collectives
 
 
 def export_adapter(
-    model: PreTrainedModel,
+    model: Model,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     *,
@@ -94,8 +85,8 @@ def export_adapter(
     is_main: bool = True,
     origin: Origin | None = None,
 ) -> None:
-    """As `export_hf`, but the adapters alone, in PEFT's format; `base_model` is where PEFT finds the frozen model."""
-    matrices = adapter_tensors(model).items()
+    """Write the adapters alone, in PEFT's format, else as `export_hf`; PEFT finds the frozen model at `base_model`."""
+    matrices = adapter_tensors(model.module).items()
     tensors = {name: full_tensor(matrix).to("cpu", copy=True).contiguous() for name, matrix in matrices}
     if not is_main:
         return
@@ -103,15 +94,15 @@ def export_adapter(
     with replaced_folder(folder) as temporary:
         save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         described.save_pretrained(temporary)
-        save_side_files(model, tokenizer, temporary, None, origin)
-        reader = f"peft.PeftModel.from_pretrained({auto_class(model.config).__name__} of the base model, folder)"
+        save_side_files(model.module, tokenizer, temporary, None, origin)
+        reader = f"peft.PeftModel.from_pretrained({auto_class(model.module.config).__name__} of the base model, folder)"
         (temporary / "README.md").write_text(model_card(card, reader, "peft"))
 
 
-def export_size_bytes(model: PreTrainedModel, dtype: torch.dtype, *, adapters_only: bool) -> int:
+def export_size_bytes(model: Model, dtype: torch.dtype, *, adapters_only: bool) -> int:
     """Size of an export: the model's tensors as `dtype`, or the adapters in their own dtype."""
     if adapters_only:
-        return sum(parameter.nbytes for name, parameter in model.named_parameters() if is_adapter(name))
+        return sum(parameter.nbytes for name, parameter in model.module.named_parameters() if is_adapter(name))
     return sum(tensor.nbytes for tensor in planned_tensors(model, dtype).values())
 
 
@@ -135,18 +126,18 @@ def replaced_folder(folder: Path, what: str = "The trained model", advice: str =
 
 
 def hf_tensors(
-    model: PreTrainedModel, full_tensor: Callable[[Tensor], Tensor], dtype: torch.dtype | None
+    model: Model, full_tensor: Callable[[Tensor], Tensor], dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Name and CPU copy of each unsharded Hugging Face tensor, one parameter at a time: parameters in `dtype`, with
     adapters merged in fp32; buffers, such as a router's correction bias, in their own. With `dtype` None it only takes
     part in the collectives.
     """
-    tensors = saved_tensors(model)
-    adapters = {adapter.weight: adapter for adapter in adapters_of(model).values()}
-    for name, parts in stored_parts(model).items():
+    tensors = saved_tensors(model.module)
+    adapters = {adapter.weight: adapter for adapter in adapters_of(model.module).values()}
+    for name, parts in model.layout.items():
         is_parameter = isinstance(tensors[name], nn.Parameter)
         full = (full_tensor(tensors[name]) if is_parameter else tensors[name]).detach()
-        if adapter := adapters.pop(name_without_adapter(name), None):
+        if adapter := adapters.pop(name, None):
             full = with_adapter(full, adapter, full_tensor)
         for part in parts:
             tensor = part.view(full if part.shape == full.shape else full[part.start : part.stop])
@@ -159,43 +150,17 @@ def hf_tensors(
         del full
 
 
-def planned_tensors(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What an export of the model as `dtype` holds, by name and without memory, in the order of `hf_tensors`."""
-    tensors, ignored, names = saved_tensors(model), ignored_on_save(model), source_names(model)
+def planned_tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Plan an export of the model as `dtype`: its tensors by name, without memory, in the order of `hf_tensors`."""
+    tensors, ignored = saved_tensors(model.module), ignored_on_save(model.module)
     dtypes = {name: dtype if isinstance(one, nn.Parameter) else one.dtype for name, one in tensors.items()}
     trained = {
-        names.get(part.hf_name, part.hf_name): torch.empty(part.shape, dtype=dtypes[name], device="meta")
-        for name, parts in stored_parts(model).items()
+        model.file_name(part.hf_name): torch.empty(part.shape, dtype=dtypes[name], device="meta")
+        for name, parts in model.layout.items()
         for part in parts
         if part.hf_name not in ignored
     }
-    return trained | left_out_tensors(model)
-
-
-def left_out_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The tensors of a multimodal checkpoint that text does not pass through, which an export takes over: without
-    memory, by the names that they have in the files of the source.
-    """
-    if not left_out_of(model):
-        return {}
-    stored: Any = model.stored
-    belongs = is_left_out(model)
-    return {name: stored.on_meta(name) for name in stored.stored if belongs(name)}
-
-
-def describe_left_out(model: PreTrainedModel) -> str:
-    """The line for the start of a run."""
-    tensors = left_out_tensors(model).values()
-    what = f"{len(tensors)} tensors, {sum(tensor.nbytes for tensor in tensors) / 1e6:,.1f} MB"
-    return f"text alone is trained: {', '.join(left_out_of(model))} ({what}) go into the export as they are"
-
-
-def source_names(model: PreTrainedModel) -> dict[str, str]:
-    """What transformers stores a tensor as -> what a source with left out modules calls it: families have an older and
-    a newer layout.
-    """
-    names: Any = model.source_names if left_out_of(model) else {}
-    return names
+    return trained | model.left_out_tensors
 
 
 def write_weights(planned: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:

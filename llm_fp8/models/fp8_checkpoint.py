@@ -37,7 +37,7 @@ class Fp8Format:
         return f"fp8 (e4m3) with a scale for each {'weight matrix' if self.block[0] is None else 'row'}"
 
     def is_surplus(self, name: str) -> bool:
-        """Whether a stored tensor is a scale, and so none of the model's."""
+        """True for a stored tensor that is a scale, and so none of the model's."""
         return name.endswith((f".weight{self.suffix}", ".input_scale"))
 
 

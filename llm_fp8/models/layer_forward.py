@@ -1,9 +1,8 @@
-"""The one place that replaces a module's `forward`.
+"""How a module's `forward` is wrapped: as an attribute of the instance, since hooks cannot enclose a forward pass and a
+module around it would change parameters' names.
 
-Hooks cannot enclose a forward pass, and a wrapping module would change parameters' names. So `forward` becomes an
-attribute of the instance. Wrappers nest, the last one outermost: first autocast off for modules kept in bf16
-(`Precision.attach`), then recomputation (`enable_gradient_checkpointing`), which so runs in the precision of the first
-pass. FSDP2 and torch.compile act on the module around both.
+Wrappers nest, the last one outermost: first autocast off for modules kept in bf16 (`Precision.attach`), then
+recomputation, which so runs in the precision of the first pass. FSDP2 and torch.compile act on the module around both.
 """
 
 from __future__ import annotations

@@ -31,10 +31,10 @@ from transformers import PreTrainedModel
 
 import te_llama
 from llm_fp8.config.options import ALL_LINEAR, DECODER_LINEARS, EXPERTS, LoraConfig
-from llm_fp8.models.build import auto_class, decoder_layers, read_by_kernels
+from llm_fp8.models.build import auto_class, read_by_kernels
 from llm_fp8.models.experts import expert_weights, routed_modules
-from llm_fp8.models.weight_shards import is_adapter, is_te_model, left_out_of, local_shard, name_without_adapter
-from llm_fp8.models.weights import finite
+from llm_fp8.models.model import Model, is_adapter, name_without_adapter
+from llm_fp8.models.weights import finite, local_shard
 from llm_fp8.utils.errors import UserError, listed, reading
 from llm_fp8.utils.packages import BASE_REQUIREMENTS
 from llm_fp8.utils.te_internals import prefer_torchs_cudnn
@@ -57,12 +57,12 @@ def scaling_of(options: LoraConfig) -> float:
 
 
 def needs_unfused_mlp(options: LoraConfig) -> bool:
-    """Whether an adapter needs the TE decoder's MLP unfused."""
+    """True where an adapter needs the TE decoder's MLP unfused."""
     in_mlp = {"gate_proj", "up_proj", "down_proj", ALL_LINEAR}
     return options.lora_rank > 0 and not in_mlp.isdisjoint(options.targets)
 
 
-def add_adapters(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype) -> None:
+def add_adapters(model: Model, options: LoraConfig, dtype: torch.dtype) -> None:
     """Freeze `model` and add adapters of `dtype`, uninitialised, on the device of its weights ("meta" included).
 
     Raises `UserError` where a name in --lora_targets is no linear layer of the model.
@@ -70,23 +70,24 @@ def add_adapters(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype
     prefer_torchs_cudnn()  # PEFT imports Transformer Engine where that is installed
     import peft  # noqa: F401  # which an export needs too: where it is missing, the run ends here
 
-    if is_te_model(model):
-        _add_to_te_decoder(model, options, dtype)
+    if model.uses_te:
+        _add_to_te_decoder(model.module, options, dtype)
     else:
-        _add_by_peft(model, options, dtype)
+        _add_by_peft(model.module, options, dtype)
         _check_names(model, options)
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.module.named_parameters():
         parameter.requires_grad_(is_adapter(name))
 
 
-def _check_names(model: PreTrainedModel, options: LoraConfig) -> None:
+def _check_names(model: Model, options: LoraConfig) -> None:
     """Raise `UserError` where PEFT, which converts names as transformers does, would not read the adapters back."""
     from peft import PeftModel, set_peft_model_state_dict
 
-    tensors = {name: tensor.to("meta") for name, tensor in adapter_tensors(model).items()}
+    tensors = {name: tensor.to("meta") for name, tensor in adapter_tensors(model.module).items()}
     advice = "Give other --lora_targets, or train without --lora_rank."
     with reading("--lora_targets", options.lora_targets, "the adapter back", advice), torch.device("meta"):
-        whole = auto_class(model.config).from_config(copy.deepcopy(model.config))
+        hf_config = copy.deepcopy(model.module.config)
+        whole = auto_class(hf_config).from_config(hf_config)
         reader = PeftModel(whole, config_for_loading(model, options, ""), low_cpu_mem_usage=True)
         result: Any = set_peft_model_state_dict(reader, tensors, low_cpu_mem_usage=True)
         if misfits := [*result.unexpected_keys, *filter(is_adapter, result.missing_keys)]:
@@ -154,28 +155,28 @@ def peft_config(options: LoraConfig, modules: Iterable[str], parameters: Iterabl
     )
 
 
-def config_for_loading(model: PreTrainedModel, options: LoraConfig, base_model: str) -> Any:
+def config_for_loading(model: Model, options: LoraConfig, base_model: str) -> Any:
     """`peft_config` of the adapters that `model` has, as PEFT reads it on the plain model.
 
     In a mixture of experts PEFT takes gate_proj, up_proj and down_proj for experts, as transformers 4 called them,
     whatever layers of these names there are. Named as parameters, the weights of these layers are taken as they are.
     """
-    adapters = adapters_of(model)
+    module, adapters = model.module, adapters_of(model.module)
     parameters = {".".join(adapter.weight.split(".")[-2:]) for adapter in adapters.values() if adapter.delta}
-    modules = set(_ends(model, {name: adapter for name, adapter in adapters.items() if not adapter.delta}))
-    misread = {name for name in modules if _is_misread(model, peft_config(options, [name]))}
+    modules = set(_ends(module, {name: adapter for name, adapter in adapters.items() if not adapter.delta}))
+    misread = {name for name in modules if _is_misread(module, peft_config(options, [name]))}
     parameters |= {f"{name}.weight" for name in misread}
     found = peft_config(options, modules - misread, parameters)
     found.base_model_name_or_path, found.inference_mode = base_model, True
-    if left_out := left_out_of(model):  # whose layers may have the same names
-        found.exclude_modules = rf".*({'|'.join(map(re.escape, left_out))})\..*"
+    if model.left_out:  # whose layers may have the same names
+        found.exclude_modules = rf".*({'|'.join(map(re.escape, model.left_out))})\..*"
     if found.target_parameters:
         found.lora_dropout = 0.0  # PEFT has none beside parameters
     return found
 
 
 def _is_misread(model: PreTrainedModel, settings: Any) -> bool:
-    """Whether PEFT takes the linear layers of `settings` for others in `model`."""
+    """True where PEFT takes the linear layers of `settings` for others in `model`."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     try:
@@ -350,13 +351,13 @@ def merged_by_peft(model: PreTrainedModel, folder: str | Path, flag: str) -> Pre
     return merged
 
 
-def gemms_per_weight(model: PreTrainedModel) -> Mapping[nn.Module, int]:
+def gemms_per_weight(model: Model) -> Mapping[nn.Module, int]:
     """The least number of GEMMs of each frozen linear module in a micro-batch, without recomputation: fprop and dgrad;
     fprop alone where nothing trained may lie below. Empty without adapters.
     """
-    layers = list(decoder_layers(model))
+    module, layers = model.module, list(model.layers)
     first = next((number for number, layer in enumerate(layers) if adapters_of(layer)), None)
     if first is None:
         return {}
-    above = {module for layer in layers[first + 1 :] for module in layer.modules()} | {model.get_output_embeddings()}
-    return {module: 1 + (module in above) for name, module in model.named_modules() if not is_adapter(name)}
+    above = {part for layer in layers[first + 1 :] for part in layer.modules()} | {module.get_output_embeddings()}
+    return {part: 1 + (part in above) for name, part in module.named_modules() if not is_adapter(name)}

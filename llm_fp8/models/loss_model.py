@@ -1,4 +1,4 @@
-"""What the loop calls: batch in, summed loss and auxiliary losses out, for both decoders.
+"""The module that the loop calls: batch in, summed loss and auxiliary losses out, for both decoders.
 
 The loss is inside the module, so that wrappers (DDP, FSDP) see one forward call per micro-batch and the logits
 ([tokens, vocabulary], gigabytes) never leave it.
@@ -18,11 +18,10 @@ from transformers import PreTrainedModel
 from llm_fp8.data.collate import Batch
 from llm_fp8.kernels.cross_entropy import linear_cross_entropy_sum
 from llm_fp8.kernels.softmax import cap_
-from llm_fp8.models.build import decoder_layers, text_decoder
 from llm_fp8.models.experts import router_loss
 from llm_fp8.models.layer_forward import wrap_forward
+from llm_fp8.models.model import decoder_layers, is_te_model, text_decoder
 from llm_fp8.models.source import text_config
-from llm_fp8.models.weight_shards import is_te_model
 from llm_fp8.utils.errors import UserError
 
 ROUTER_LOSS = "router_aux_loss"
@@ -95,7 +94,7 @@ class TrainingModel(nn.Module):
         return {} if self.router_loss is None else {ROUTER_LOSS: self.router_loss.coefficient}
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What the loss is the cross entropy of."""
+        """Compute the logits whose cross entropy the loss is."""
         return cap_(self._scaled(hidden) @ self.model.get_output_embeddings().weight.t(), self.softcap)
 
     def _scaled(self, hidden: Tensor) -> Tensor:

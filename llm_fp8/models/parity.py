@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 import te_llama
 from llm_fp8.data.collate import Batch
-from llm_fp8.models.weights import StoredCheckpoint
+from llm_fp8.models.model import Model
 from llm_fp8.optim.adamw_master import split_master
 from llm_fp8.utils.errors import UserError
 from te_llama import Part
@@ -110,7 +110,7 @@ def check_parity(
     batch: Batch,
     max_seq_length: int,
     dtype: torch.dtype,
-    stored: StoredCheckpoint,
+    stored: Model,
     full_tensor: FullTensor = Tensor.detach,
 ) -> str:
     """What the three tests found on a TE decoder that computes in `dtype` and has the weights `stored`; raises
@@ -134,20 +134,19 @@ def check_parity(
 
 def check_weights(
     model: PreTrainedModel,
-    stored: StoredCheckpoint,
+    stored: Model,
     full_tensor: FullTensor,
     entries: Mapping[str, tuple[Part, ...]],
 ) -> None:
     """Test 1 of these `entries` of the model's parameter map. Raises `UserError` naming the first that differs."""
-    source_names: Any = model.source_names
     for te_name, parts in entries.items():
         full = full_tensor(model.get_parameter(te_name))
         for part in parts:
-            weight = stored.read(source_names[part.hf_name], full.device)
+            weight = stored.read(part.hf_name, full.device)
             if weight.dtype != full.dtype == torch.bfloat16:
                 weight = split_master(weight.float())[0]  # as it was loaded
             if not torch.equal(full[part.start : part.stop], weight.to(full)):
-                raise UserError(f"--use_te: {part.hf_name} is not the tensor in {stored.files[0].parent}. {_ADVICE}")
+                raise UserError(f"--use_te: {part.hf_name} is not the tensor in {model.config.name_or_path}. {_ADVICE}")
 
 
 def compare_layers(

@@ -1,4 +1,4 @@
-"""What a small model of the same architecture shows before anything is loaded.
+"""A small model of the same architecture shows, before anything is loaded, whether the run would be right.
 
 It has the config's own layers, up to the first of each kind, with narrow MLPs, a small vocabulary and random weights:
 
@@ -26,8 +26,9 @@ import te_llama
 from llm_fp8.config.options import Config
 from llm_fp8.data.collate import Layout
 from llm_fp8.data.tokenise import Document
-from llm_fp8.models.build import choose_attention, decoder_layers, model_from_config, text_decoder
+from llm_fp8.models.build import choose_attention, model_from_config
 from llm_fp8.models.loss_model import PackedForm, TrainingModel
+from llm_fp8.models.model import decoder_layers, text_decoder
 from llm_fp8.models.source import text_config
 from llm_fp8.utils.errors import UserError, is_out_of_memory, reading
 from llm_fp8.utils.hf_internals import chosen_attention
@@ -101,7 +102,7 @@ def small_model(
             shorter = {key: min(one, WINDOW) for key, one in value.items()} if isinstance(value, dict) else WINDOW
             setattr(narrow, name, shorter)
     with no_init_weights(), init_empty_weights(include_buffers=False), torch.device(device):
-        model = model_from_config(hf_config, dtype=dtype, attn_implementation=attention)
+        model = model_from_config(hf_config, dtype=dtype, attn_implementation=attention).module
     layers = decoder_layers(model)
     kinds = [_kind(layer) for layer in layers]
     depth = max(kinds.index(kind) for kind in kinds) + 1
@@ -133,7 +134,7 @@ def _numbers(like: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """What tells layers apart: their modules and these modules' plain attributes, the layer's number left out."""
+    """Tell layers apart by their modules and these modules' plain attributes, the layer's number left out."""
     simple = (bool, int, float, str, type(None))
     return tuple(
         (name, type(module), *((key, value) for key, value in vars(module).items() if isinstance(value, simple)

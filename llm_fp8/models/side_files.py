@@ -1,4 +1,4 @@
-"""What stands beside the weights of an export: config, generation settings, files of tokenizer and processors.
+"""The files beside the weights of an export: config, generation settings, files of tokenizer and processors.
 
 They are the source's own, changed only where training changed something: dtype, EOS, chat template, whether the lm_head
 is tied. Older keys are written beside those of transformers 5, which transformers 4 and the converters of vLLM and
@@ -33,7 +33,7 @@ _WITH_TWO_ROPES = ("gemma3", "olmo3")  # of transformers 4; later families would
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a model comes from, `location` as of `ModelSource`, and the ids that documents trained on end with."""
+    """A model's source, `location` as of `ModelSource`, and the ids that documents trained on end with."""
 
     location: str
     eos_ids: tuple[int, ...] = ()

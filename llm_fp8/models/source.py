@@ -1,4 +1,4 @@
-"""Where a model comes from (hub id, folder, embedded), its config and tokenizer, and whether it can be trained."""
+"""A model's source (hub id, folder, embedded), its config and tokenizer, and whether it can be trained."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from llm_fp8.utils.errors import UserError, reading
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model's files come from: `location` is a local folder, a hub id, or a bundled config."""
+    """The place of a model's files: `location` is a local folder, a hub id, or a bundled config."""
 
     name: str
     location: str
     is_random: bool
-    """Whether the weights are drawn and not loaded."""
+    """True where the weights are drawn and not loaded."""
 
 
 def is_adapter_folder(folder: str | Path) -> bool:
-    """Whether `folder` holds a PEFT adapter and no model."""
+    """True where `folder` holds a PEFT adapter and no model."""
     return (Path(folder) / "adapter_config.json").is_file() and not (Path(folder) / "config.json").is_file()
 
 

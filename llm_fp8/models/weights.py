@@ -1,31 +1,35 @@
-"""Stored weights into a model: the files of a checkpoint, copied tensor by tensor into (sharded) parameters."""
+"""The safetensors files of a model: found, read, and copied tensor by tensor into (sharded) parameters.
+
+FSDP shards a parameter along dim 0: of R rows over n ranks each holds ceil(R / n), the last ranks fewer or none. A
+rank's shard of a checkpoint is a range of rows of some tensors, and loading is slicing.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
-from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig
 from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from llm_fp8.models.fp8_checkpoint import DequantisedRows, fp8_format
 from llm_fp8.models.source import ModelSource, reading_model, text_config
-from llm_fp8.models.weight_shards import initialize_shards_, local_shard, saved_tensors, targets_of
-from llm_fp8.optim.adamw_master import give_remainder_
+from llm_fp8.optim.adamw_master import remainder_of, split_master
 from llm_fp8.utils.errors import UserError, reading
-from llm_fp8.utils.torch_internals import give_memory_
-from te_llama import Part
+from llm_fp8.utils.torch_internals import local_of
+from te_llama import Part, UnsupportedArchitecture
 
-_FETCH = "Fetch or export the model again."
+RELOAD = "Fetch or export the model again."
 _TIED = ("lm_head.weight", "embed_tokens.weight")
 
 
@@ -47,14 +51,14 @@ def weight_files(source: ModelSource) -> list[Path]:
 
 
 def untie(hf_config: PretrainedConfig, checkpoint: StoredCheckpoint | None) -> list[str]:
-    """Where a config ties the lm_head to the embedding, and both are stored and differ, change it not to, as
-    transformers 5 does; returns the line that says so.
+    """Change a config that ties the lm_head to the embedding, where both are stored and differ, as transformers 5 does.
+    Returns the line that says so.
     """
     ties = [part for part in (hf_config, text_config(hf_config)) if getattr(part, "tie_word_embeddings", False)]
     if not ties or checkpoint is None:
         return []
     found = [next((name for name in checkpoint.stored if name.endswith(end)), "") for end in _TIED]
-    if not all(found) or torch.equal(*(checkpoint.read(name, torch.device("cpu")) for name in found)):
+    if not all(found) or torch.equal(*(checkpoint.read(name) for name in found)):
         return []
     for part in ties:
         part.tie_word_embeddings = False
@@ -73,59 +77,7 @@ def weights_digest(files: Sequence[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def fill_weights(
-    model: PreTrainedModel,
-    stored: StoredCheckpoint | None,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
-    keep_lower_bits: bool = False,
-) -> None:
-    """Give a model whose parameters have memory its weights, of sharded parameters this rank's shards. Random ones, if
-    `stored` is None, are drawn on `device` from `seed`, the same for every world size. `keep_lower_bits`: see
-    `build_model`. Raises `UserError` naming file and tensor that do not fit.
-    """
-    if keep_lower_bits and stored is not None:
-        for parameter in model.parameters():
-            if parameter.dtype == torch.bfloat16:
-                give_remainder_(parameter)
-    for _ in filled_layers(model, (), stored, device, seed):
-        pass
-
-
-def filled_layers(
-    model: PreTrainedModel,
-    layers: Iterable[nn.Module],
-    stored: StoredCheckpoint | None,
-    device: torch.device | str,
-    seed: int,
-) -> Iterator[nn.Module]:
-    """As `fill_weights`, but the parameters of a decoder layer that have no memory get it just before their weights;
-    yields each of `layers` then, so that they may be freed or cast before the next one's take memory.
-    """
-    model.stored = stored  # type: ignore[assignment]
-    tensors = saved_tensors(model)
-    owners = {id(parameter): layer for layer in layers for parameter in layer.parameters()}
-    targets: dict[str, tuple[str, Part]] = {}
-    if stored is None:
-        model.left_out = ()  # type: ignore[assignment]  # nothing stored belongs to random weights
-        generator = torch.Generator(device=device).manual_seed(seed)
-    else:
-        with reading("--model_name", model.config.name_or_path, "the weights", _FETCH):
-            targets = targets_of(model, {name: entry.shape for name, entry in stored.stored.items()})
-        model.source_names = {part.hf_name: name for name, (_, part) in targets.items()}  # type: ignore[assignment]
-    for layer, names in itertools.groupby(tensors, lambda name: owners.get(id(tensors[name]))):
-        own = {name: tensors[name] for name in names}
-        for tensor in own.values() if layer is not None else ():
-            give_memory_(tensor)
-        if stored is None:
-            initialize_shards_(model, generator, own)
-        else:
-            stored.copy_into(own, targets)
-        if layer is not None:
-            yield layer
-
-
-def finite(tensors: Iterable[tuple[str, torch.Tensor]], where: str) -> Iterator[tuple[str, torch.Tensor]]:
+def finite(tensors: Iterable[tuple[str, Tensor]], where: str) -> Iterator[tuple[str, Tensor]]:
     """`tensors` by name; `UserError`, which begins with `where`, at one that holds NaN or infinity."""
     for name, tensor in tensors:
         if not tensor.isfinite().all():
@@ -147,9 +99,9 @@ class StoredCheckpoint:
     def __init__(self, files: list[Path], hf_config: PretrainedConfig) -> None:
         self.files, self.fp8 = files, fp8_format(hf_config)
         self.stored: dict[str, StoredTensor] = {}
-        self._scales: dict[str, torch.Tensor] = {}  # weight -> its scale, which another file may hold
+        self._scales: dict[str, Tensor] = {}  # weight -> its scale, which another file may hold
         for path in files:
-            with open_weights(path, torch.device("cpu")) as tensors:
+            with open_weights(path) as tensors:
                 for name in tensors.keys():
                     if self.fp8 is not None and self.fp8.is_surplus(name):
                         # A copy, which keeps no file mapped.
@@ -158,14 +110,14 @@ class StoredCheckpoint:
                     header = tensors.get_slice(name)
                     self.stored[name] = StoredTensor(path, header.get_dtype(), tuple(header.get_shape()))
 
-    def read(self, name: str, device: torch.device) -> Any:
+    def read(self, name: str, device: torch.device | str = "cpu") -> Any:
         """Tensor `name`, whole."""
         with open_weights(self.stored[name].path, device) as tensors:
             rows = self.rows(name, tensors, device)
             return rows[:] if self.stored[name].shape else rows[...]  # a scalar has no rows
 
-    def copy_into(self, tensors: Mapping[str, torch.Tensor], targets: Mapping[str, tuple[str, Part]]) -> None:
-        """Copy what belongs to `tensors` (this rank's shards, by name) into place; `targets`: see `targets_of`."""
+    def copy_into(self, tensors: Mapping[str, Tensor], targets: Mapping[str, tuple[str, Part]]) -> None:
+        """Copy what belongs to `tensors` (this rank's shards, by name) into place; for `targets` see `Model`."""
         wanted = {name for name, (owner, _) in targets.items() if owner in tensors}
         place = next(iter(tensors.values())).device
         for path in dict.fromkeys(self.stored[name].path for name in targets if name in wanted):
@@ -174,13 +126,13 @@ class StoredCheckpoint:
                     owner, part = targets[name]
                     local_shard(tensors[owner]).fill(part, self.rows(name, in_file, place))
 
-    def on_meta(self, name: str) -> torch.Tensor:
-        """As `read`, without memory."""
+    def on_meta(self, name: str) -> Tensor:
+        """Describe what `read` returns, without memory."""
         _, dtype, shape = self.stored[name]
         read_as = torch.float32 if dtype.startswith("F8") else str_to_torch_dtype[dtype]
         return torch.empty(shape, dtype=read_as, device="meta")
 
-    def rows(self, name: str, tensors: Any, device: torch.device) -> Any:
+    def rows(self, name: str, tensors: Any, device: torch.device | str) -> Any:
         """Tensor `name` of the opened file `tensors`, of which `[a:b]` reads rows a to b of dim 0."""
         rows, (_, dtype, shape) = tensors.get_slice(name), self.stored[name]
         if not dtype.startswith("F8"):
@@ -190,8 +142,50 @@ class StoredCheckpoint:
         return DequantisedRows(rows, self.fp8, self._scales[name].to(device))
 
 
+@dataclass(frozen=True)
+class LocalShard:
+    """A shard along dim 0: `data` [n, ...] holds rows `start` to `start + n` of a parameter; n may be 0."""
+
+    data: Tensor
+    start: int
+    remainder: Tensor | None = None
+    """The lower bits of the fp32 values of bf16 `data`, where these are kept (`llm_fp8.optim.adamw_master`)."""
+
+    def fill(self, part: Part, rows: Any) -> None:
+        """Copy what this rank has of a Hugging Face tensor into place, cast to the parameter's dtype; `rows[a:b]` gives
+        its rows a to b of dim 0.
+        """
+        first, last = max(part.start, self.start), min(part.stop, self.start + len(self.data))
+        if first >= last:
+            return
+        wanted = slice(first - part.start, last - part.start) if part.by_rows else slice(None)
+        values = rows[wanted] if part.shape else torch.atleast_1d(rows[...])
+        if self.data.is_floating_point() and not values.is_floating_point():
+            raise UnsupportedArchitecture(f"'{part.hf_name}' holds {values.dtype} in the checkpoint, not floats")
+        own = slice(first - self.start, last - self.start)
+        if self.data.dtype == torch.bfloat16 and values.dtype in (torch.float32, torch.float16):
+            values, remainder = split_master(values.to(self.data.device, torch.float32))
+            if self.remainder is not None:
+                part.view(self.remainder[own]).copy_(remainder)
+        part.view(self.data[own]).copy_(values)
+
+
+def local_shard(tensor: Tensor) -> LocalShard:
+    """This rank's rows of `tensor` (shared memory): all of a plain tensor, the shard of a DTensor sharded on dim 0. A
+    0-d tensor is one row.
+    """
+    remainder, start = remainder_of(tensor), 0
+    if not isinstance(tensor, DTensor):
+        return LocalShard(torch.atleast_1d(tensor.detach()), start, remainder)
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_shard(0):
+            rows_per_rank = -(-tensor.shape[0] // tensor.device_mesh.size(dim))
+            start = min(tensor.device_mesh.get_local_rank(dim) * rows_per_rank, tensor.shape[0])
+    return LocalShard(local_of(tensor).detach(), start, None if remainder is None else local_of(remainder))
+
+
 @contextlib.contextmanager
-def open_weights(path: Path, device: torch.device) -> Iterator[Any]:
+def open_weights(path: Path, device: torch.device | str = "cpu") -> Iterator[Any]:
     """A safetensors file whose tensors are read to `device`; what fails in the block becomes a `UserError`."""
-    with reading("--model_name", path, "the weights", _FETCH), safe_open(path, "pt", device=str(device)) as tensors:
+    with reading("--model_name", path, "the weights", RELOAD), safe_open(path, "pt", device=str(device)) as tensors:
         yield tensors

@@ -20,7 +20,7 @@ from llm_fp8.config.options import PrecisionConfig, names_in
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE
 from llm_fp8.models.build import read_by_kernels
 from llm_fp8.models.experts import Routed, expert_weights, routed_modules
-from llm_fp8.models.weight_shards import is_adapter
+from llm_fp8.models.model import is_adapter
 from llm_fp8.utils.errors import UserError
 
 GEMMS_PER_WEIGHT = 3  # of a trained weight in a micro-batch: fprop, dgrad, wgrad

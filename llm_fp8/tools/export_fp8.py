@@ -36,9 +36,9 @@ def main() -> int:
     from llm_fp8.config.options import Config, DataConfig, ModelConfig
     from llm_fp8.data.load import find_splits
     from llm_fp8.data.prepare import prepare_data
-    from llm_fp8.models.fp8_export import export_fp8
     from llm_fp8.models.source import load_tokenizer, resolve_source
     from llm_fp8.observability.metrics import GIB
+    from llm_fp8.tools.compressed_tensors import export_fp8
     from llm_fp8.utils.console import quiet_libraries
 
     quiet_libraries()
@@ -68,10 +68,10 @@ def eval_loss(folder: Path, data: PreparedData, round_inputs: bool = False) -> t
 
     from llm_fp8.config.options import ModelConfig
     from llm_fp8.distributed.process_group import own_device
-    from llm_fp8.models.build import build_model
-    from llm_fp8.models.fp8_export import round_inputs_
+    from llm_fp8.models.fill import build_model
     from llm_fp8.models.source import load_config, resolve_source
     from llm_fp8.models.weights import checkpoint_of, untie
+    from llm_fp8.tools.compressed_tensors import round_inputs_
     from llm_fp8.tools.evaluate import eval_loss as mean_loss
 
     options, device = ModelConfig(model_name=str(folder)), own_device()
@@ -79,7 +79,7 @@ def eval_loss(folder: Path, data: PreparedData, round_inputs: bool = False) -> t
     hf_config = load_config(source)
     stored = checkpoint_of(source, hf_config)
     untie(hf_config, stored)
-    model = build_model(options, hf_config, stored, parameter_dtype=dtype, compute_dtype=dtype, device=device)
+    model = build_model(options, hf_config, stored, parameter_dtype=dtype, compute_dtype=dtype, device=device).module
     if round_inputs:
         round_inputs_(model)
     epoch = itertools.islice(data.train, data.train.steps_per_epoch)

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from llm_fp8.data.collate import Batch
-from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.fill import fill_weights, filled_layers
 from llm_fp8.models.loss_model import TrainingModel
+from llm_fp8.models.model import Model
 from llm_fp8.models.parity import check_parity
-from llm_fp8.models.weights import fill_weights, filled_layers
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.precision.context import Precision
 from llm_fp8.train.plan import RunPlan
@@ -23,40 +23,42 @@ from llm_fp8.utils.torch_internals import free_memory_
 
 
 def load_weights(
-    plan: RunPlan, training_model: TrainingModel, precision: Precision, first_batch: Batch | None, holds_in_fp8: bool
+    plan: RunPlan,
+    model: Model,
+    training_model: TrainingModel,
+    precision: Precision,
+    first_batch: Batch | None,
+    holds_in_fp8: bool,
 ) -> None:
-    """Fill `training_model` where it is not yet, and with `first_batch` check its TE decoder and its stored weights
-    against Hugging Face's. With `holds_in_fp8` the modules in fp8 have no memory before, and fp8 weights afterwards.
-    Collective.
+    """Fill `model` where it is not yet, and with `first_batch` check its TE decoder and its stored weights against
+    Hugging Face's. With `holds_in_fp8` the modules in fp8 have no memory before, and fp8 weights afterwards.
+    `training_model` is the model with the loss. Collective.
     """
-    model = training_model.model
-    layers = decoder_layers(model)
-    where = plan.stored, plan.device, plan.config.optim.seed
+    where = plan.device, plan.config.optim.seed
     shards_parameters = plan.strategy.shards_parameters
-    full_layers: Iterable[nn.Module] = layers
+    full_layers: Iterable[nn.Module] = model.layers
     if holds_in_fp8:
-        full_layers = _freed_again(filled_layers(model, layers, *where), precision)
+        full_layers = _freed_again(filled_layers(model, model.layers, *where), precision)
         if not shards_parameters:
-            model.tie_weights()  # undone by moving
+            model.module.tie_weights()  # undone by moving
     elif shards_parameters:
         fill_weights(model, *where, plan.keeps_lower_bits)
     if first_batch is not None:
-        assert plan.stored is not None
         context = plan.strategy.context_group
-        found = check_parity(
-            model,
+        comparison = check_parity(
+            model.module,
             full_layers,
             (first_batch if context is None else context.on_its_own(first_batch)).to(plan.device),
             plan.config.data.max_seq_length // (1 if context is None else context.size),
             dtype=plan.precision.compute_dtype if shards_parameters else plan.weight_dtype,
             full_tensor=plan.strategy.full_tensor,
-            stored=plan.stored,
+            stored=model,
         )
-        plan.say(found)
+        plan.say(comparison)
     if not holds_in_fp8:
         return
     dropped = 0
-    for layer in filled_layers(model, layers, *where):
+    for layer in filled_layers(model, model.layers, *where):
         if shards_parameters:
             from llm_fp8.distributed.fp8_params import keep_weights_in_fp8
 

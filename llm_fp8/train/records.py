@@ -62,7 +62,7 @@ def record_run(loop: TrainingLoop) -> None:
             "dequantised_from": None if plan.stored_fp8 is None else plan.stored_fp8.describe(),
             "num_parameters": setup.num_parameters,
             "num_trainable_parameters": setup.num_trainable_parameters,
-            "config": setup.model.config.to_dict(),
+            "config": setup.model.module.config.to_dict(),
         },
         "data": dict(vars(loop.state.data.report)),
         "provenance": collect_provenance(sys.argv),

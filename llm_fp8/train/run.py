@@ -167,7 +167,7 @@ def check_export(setup: TrainingSetup, data: PreparedData, tokenizer: PreTrained
         advice = "Correct its files, or train with --no_export."
         with reading("--model_name", plan.source.name, "what an export writes", advice), TemporaryDirectory() as place:
             origin = Origin(plan.source.location, data.eos_ids)
-            save_side_files(setup.model, tokenizer, Path(place), plan.export_dtype, origin)
+            save_side_files(setup.model.module, tokenizer, Path(place), plan.export_dtype, origin)
 
 
 def build_loop(state: RunState, resumed: Checkpoint | None, results: RunResults) -> TrainingLoop:

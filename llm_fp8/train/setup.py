@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 from llm_fp8.config.recipes import gemms_in_fp8
 from llm_fp8.data.collate import Batch
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
-from llm_fp8.models.build import build_model, build_structure, decoder_layers
-from llm_fp8.models.export import describe_left_out
+from llm_fp8.models.build import build_structure
+from llm_fp8.models.fill import build_model
 from llm_fp8.models.grouped_experts import use_grouped_experts
 from llm_fp8.models.lora import add_adapters, gemms_per_weight, initialize_adapters_, needs_unfused_mlp, without_adapter
 from llm_fp8.models.loss_model import TrainingModel
-from llm_fp8.models.weight_shards import is_adapter, left_out_of
+from llm_fp8.models.model import Model, is_adapter
 from llm_fp8.precision.certificate import ExpectedKernels
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
@@ -34,8 +34,8 @@ class TrainingSetup:
     """A run's parts, built: everything that its options, the machine and the launch decide."""
 
     plan: RunPlan
-    model: PreTrainedModel
-    training_model: TrainingModel  # `model` with the loss
+    model: Model
+    training_model: TrainingModel  # its module with the loss
     precision: Precision  # attached to `model`
     coverage: Fp8Coverage
     expected: ExpectedKernels  # what the kernels of a step must be, by options and coverage
@@ -57,13 +57,13 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
     """
     config, strategy = plan.config, plan.strategy
     holds = plan.holds_frozen_in_fp8 and not in_bf16
-    model = _decoder_with_adapters(plan, on_meta=strategy.shards_parameters or holds)
-    layers = decoder_layers(model)
+    built = _decoder_with_adapters(plan, on_meta=strategy.shards_parameters or holds)
+    model, layers = built.module, built.layers
     attention: str = "te" if config.model.use_te else chosen_attention(model.config)
     if attention == "eager" and config.model.attn_implementation == "auto":
         plan.say("attention: eager, which is slow: transformers has no sdpa for this model")
     precision, reasons = _attach_precision(plan, model, layers)
-    gemms = gemms_per_weight(model)
+    gemms = gemms_per_weight(built)
     num_gemms = gemms_in_fp8(plan.precision.effective_scenario)
     coverage = measure_coverage(model, precision.fp8_modules, plan.precision.compute_name, reasons, gemms, num_gemms)
     plan.say(coverage.describe())
@@ -73,18 +73,18 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
     if training_model.router_note:
         plan.say(training_model.router_note)
     strategy.shard(training_model, layers, precision.fp8_modules if holds else ())
-    load_weights(plan, training_model, precision, first_batch, holds)
+    load_weights(plan, built, training_model, precision, first_batch, holds)
     initialize_adapters_(model, config.optim.seed)
     if strategy.context_group is not None:
         strategy.context_group.attach(layers)
-    if left_out_of(model):
-        plan.say(describe_left_out(model))
+    if left_out := built.describe_left_out():
+        plan.say(left_out)
     if plan.stored is not None and (plan.rounds_weights or plan.stored_fp8 is not None):
         plan.say(_describe_rounding(plan))
     precision.backend.compile_layers(layers, recomputed=bool(recomputed))
     return TrainingSetup(
         plan=plan,
-        model=model,
+        model=built,
         training_model=training_model,
         precision=precision,
         coverage=coverage,
@@ -96,18 +96,18 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
     )
 
 
-def _decoder_with_adapters(plan: RunPlan, on_meta: bool) -> PreTrainedModel:
+def _decoder_with_adapters(plan: RunPlan, on_meta: bool) -> Model:
     """The model; adapters, and with `on_meta` all parameters, have no values yet."""
     options, lora = plan.config.model, plan.config.lora
     shared: dict[str, Any] = {"parameter_dtype": plan.weight_dtype, "compute_dtype": plan.precision.compute_dtype}
     shared |= {"device": plan.device, "unfused_mlp": needs_unfused_mlp(lora)}
     if on_meta:
-        model = build_structure(options, plan.hf_config, **shared)
+        model = build_structure(options, plan.hf_config, plan.stored, **shared)
     else:
         shared |= {"seed": plan.config.optim.seed, "keep_lower_bits": plan.keeps_lower_bits}
         model = build_model(options, plan.hf_config, plan.stored, **shared)
     if lora.lora_rank:
-        if note := without_adapter(model, lora):
+        if note := without_adapter(model.module, lora):
             plan.say(note)
         add_adapters(model, lora, plan.parameter_dtype)
     return model

@@ -139,7 +139,7 @@ class RunState:
     def tensors(self, optimizer: Any) -> dict[str, Tensor]:
         """Name -> live tensor, without the random states."""
         scales = {f"{SCALES}{name}": tensor for name, tensor in self.setup.precision.state_tensors().items()}
-        return self.setup.plan.strategy.state(self.setup.model, optimizer) | scales
+        return self.setup.plan.strategy.state(self.setup.model.module, optimizer) | scales
 
     def has_the_scales(self, checkpoint: Checkpoint) -> bool:
         """Whether the checkpoint's scales and amax histories are those that a run with these options keeps."""
@@ -178,7 +178,7 @@ class RunState:
         if not self.has_the_scales(checkpoint):
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(SCALES)}
         checkpoint.load(tensors)
-        plan.strategy.after_load(self.setup.model, optimizer, checkpoint.step)
+        plan.strategy.after_load(self.setup.model.module, optimizer, checkpoint.step)
         self.data.train.load_state_dict(meta["loader"])
         if plan.accelerator.scaler is not None and meta["fp16_scaler"]:
             plan.accelerator.scaler.load_state_dict(meta["fp16_scaler"])

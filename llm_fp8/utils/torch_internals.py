@@ -2,9 +2,9 @@
 `llm_fp8.distributed.fsdp_internals`.
 
     name                                                  noticed by (else AttributeError)
-    DTensor._local_tensor                                 tests/models/test_weight_shards.py
-    nn.Module._non_persistent_buffers_set                 tests/models/test_weight_shards.py
-    nn.Module._apply                                      tests/models/test_weight_shards.py
+    DTensor._local_tensor                                 tests/models/test_model.py
+    nn.Module._non_persistent_buffers_set                 tests/models/test_model.py
+    nn.Module._apply                                      tests/models/test_model.py
     torch._dynamo.config.optimize_ddp                     tests/precision/test_torchao.py
 """
 

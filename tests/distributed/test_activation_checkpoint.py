@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
-from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.model import decoder_layers
 from tests.support.small import tiny_config
 
 

@@ -21,10 +21,10 @@ from llm_fp8.data.collate import Batch, Layout
 from llm_fp8.distributed import micro_batch_graphs
 from llm_fp8.distributed.micro_batch_graphs import MicroBatchGraphs, bucket_of
 from llm_fp8.distributed.strategy import PlainCopiesStrategy
-from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.fill import fill_weights
 from llm_fp8.models.loss_model import TrainingModel
+from llm_fp8.models.model import Model, decoder_layers
 from llm_fp8.models.parity import relative_difference
-from llm_fp8.models.weight_shards import initialize_shards_
 from llm_fp8.precision.context import Precision
 from llm_fp8.train.stepper import Stepper
 from tests.support.batches import random_rows
@@ -200,7 +200,7 @@ class Training:
     def __init__(self, with_graphs: bool, **changes):
         forget_accelerator()
         model = te_llama.build_te_model(tiny_config(**changes), torch.bfloat16, "cpu")
-        initialize_shards_(model, torch.Generator().manual_seed(0))
+        fill_weights(Model(model))
         device, options = torch.device("cpu"), PrecisionConfig(mixed_precision="bf16")
         self.precision = Precision(precision_on(options, device), options, device, torch.bfloat16)
         self.precision.attach(model, decoder_layers(model))

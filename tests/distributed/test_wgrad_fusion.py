@@ -18,10 +18,10 @@ import te_llama
 from llm_fp8.config.options import LoraConfig, ParallelConfig
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.distributed.strategy import DistributedStrategy
-from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.fill import fill_weights
 from llm_fp8.models.lora import add_adapters, initialize_adapters_, needs_unfused_mlp
+from llm_fp8.models.model import Model, decoder_layers
 from llm_fp8.models.parity import relative_difference
-from llm_fp8.models.weight_shards import initialize_shards_
 from tests.support import stand_in_te
 from tests.support.small import forget_accelerator, tiny_config
 
@@ -52,9 +52,9 @@ def fused(monkeypatch):
 def small_model(dtype=torch.float32, lora: LoraConfig | None = None, **changes):
     lora = lora or LoraConfig()
     model = te_llama.build_te_model(tiny_config(**changes), dtype, "cpu", unfused_mlp=needs_unfused_mlp(lora))
-    initialize_shards_(model, torch.Generator().manual_seed(0))
+    fill_weights(Model(model))
     if lora.lora_rank:
-        add_adapters(model, lora, dtype)
+        add_adapters(Model(model), lora, dtype)
         initialize_adapters_(model, 0)
     return model.train()
 

@@ -13,7 +13,7 @@ from llm_fp8.config.options import OptimConfig, ParallelConfig, PrecisionConfig
 from llm_fp8.data.collate import Batch
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.distributed.strategy import DistributedStrategy
-from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.model import decoder_layers
 from llm_fp8.models.parity import relative_difference
 from llm_fp8.observability.kernel_trace import gemm_kernels, kernel_times, record_kernels
 from llm_fp8.optim.optimizers import build_optimizer

@@ -20,9 +20,9 @@ from llm_fp8.config.options import ParallelConfig
 from llm_fp8.distributed.fsdp import FsdpStrategy
 from llm_fp8.distributed.fsdp_internals import UnshardedGradients
 from llm_fp8.distributed.strategy import DistributedStrategy, PlainCopiesStrategy
-from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.fill import fill_weights
+from llm_fp8.models.model import Model, decoder_layers
 from llm_fp8.models.parity import relative_difference
-from llm_fp8.models.weight_shards import initialize_shards_
 from tests.support import stand_in_te
 from tests.support.ranks import CountedAllGather, on_ranks
 from tests.support.small import tiny_config
@@ -63,7 +63,7 @@ def train(rank: int, mode: str, dtype: torch.dtype, in_gemms: bool, sync_every_m
         if not in_gemms:
             patch.setattr(UnshardedGradients, "find", lambda _, weight: (weight, None))
         model = te_llama.build_te_model(tiny_config(), torch.float32, "cpu").train()
-        initialize_shards_(model, torch.Generator().manual_seed(0))
+        fill_weights(Model(model))
         engine = engine_of(mode, dtype, ParallelConfig(sync_every_micro_batch=sync_every_micro_batch))
         engine.shard(model, decoder_layers(model))
         model, optimizer = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))

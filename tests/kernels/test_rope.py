@@ -17,8 +17,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import te_llama
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.models.fill import fill_weights
 from llm_fp8.models.loss_model import TrainingModel
-from llm_fp8.models.weight_shards import initialize_shards_
+from llm_fp8.models.model import Model
 from tests.support.batches import BATCHES, S
 from tests.support.families import family_config
 from tests.support.rope_reference import CASES, assert_same_split, positions_of, split_rope_reference
@@ -67,7 +68,7 @@ def stand_in_kernel(monkeypatch):
 def train(family, layout, recompute):
     """Loss and gradients of a model of plain torch modules, fp32."""
     model = te_llama.build_te_model(family_config(family), torch.float32, "cpu")
-    initialize_shards_(model, torch.Generator().manual_seed(0))
+    fill_weights(Model(model))
     if recompute:
         enable_gradient_checkpointing(model.model.layers, 1, uses_te=False)
     batch = BATCHES[layout]("cpu")

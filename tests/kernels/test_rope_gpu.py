@@ -10,9 +10,10 @@ from transformers import AutoConfig
 
 import te_llama
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.models.fill import fill_weights
 from llm_fp8.models.loss_model import TrainingModel
+from llm_fp8.models.model import Model
 from llm_fp8.models.parity import relative_difference
-from llm_fp8.models.weight_shards import initialize_shards_
 from llm_fp8.observability.kernel_trace import kernel_class, kernel_times, record_kernels
 from tests.support.batches import BATCHES, S
 from tests.support.families import family_config
@@ -110,7 +111,7 @@ def test_a_model_trains_as_with_transformer_engines_path(layout, recompute, devi
     results, kernels = [], []
     for one_kernel in (True, False):
         model = te_llama.build_te_model(config, torch.bfloat16, device)
-        initialize_shards_(model, torch.Generator(device=device).manual_seed(0))
+        fill_weights(Model(model), device)
         if recompute:
             enable_gradient_checkpointing(model.model.layers, 1, uses_te=True)
         training_model = TrainingModel(model, S, torch.bfloat16).train()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import json
 from pathlib import Path
 
@@ -9,12 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.integrations import moe
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import te_llama
@@ -22,19 +20,18 @@ from llm_fp8.config.options import ModelConfig
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.collate import Batch
 from llm_fp8.models import build, bundled_architectures
-from llm_fp8.models.build import (
-    choose_attention,
-    decoder_layers,
-    decoder_size,
-    model_from_config,
-)
+from llm_fp8.models.build import choose_attention, decoder_size, model_from_config
 from llm_fp8.models.export import export_hf
+from llm_fp8.models.fill import build_model
 from llm_fp8.models.loss_model import TrainingModel
+from llm_fp8.models.model import decoder_layers
 from llm_fp8.models.probe import probe
 from llm_fp8.models.source import load_config, load_tokenizer, require_positions, resolve_source, stored_dtype
+from llm_fp8.utils import hf_internals
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import chosen_attention
-from tests.support.small import CARD, assert_same_bits, built_model, stored_weights, write_model
+from tests.support.families import EXPERTS
+from tests.support.small import CARD, assert_same_bits, built_model, stored_weights, tiny_config, train, write_model
 
 CPU = torch.device("cpu")
 
@@ -65,7 +62,7 @@ def test_model_safetensors_is_taken_before_an_index_as_in_transformers(tmp_path)
     other = {name: tensor + 1 for name, tensor in stored_weights(folder).items()}
     save_file(other, tmp_path / "model.safetensors", metadata={"format": "pt"})
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert_same_bits(built_model(folder).state_dict(), theirs.state_dict())
+    assert_same_bits(built_model(folder).module.state_dict(), theirs.state_dict())
     assert_same_bits(theirs.state_dict(), other)
 
 
@@ -83,14 +80,33 @@ def test_the_exported_folder_is_complete(tmp_path, tiny_model):
     assert own(text).input_ids == exported(text).input_ids
 
 
-def test_random_init_depends_on_the_seed_alone(tiny_model):
-    def weights(seed: int) -> dict[str, torch.Tensor]:
-        return built_model(tiny_model, seed=seed, random_init=True).state_dict()
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "qwen3_5_moe_text", "nemotron_h"])
+def test_random_weights_are_distributed_as_transformers_draws_them(kind):
+    torch.manual_seed(0)
+    entries = EXPERTS.get(kind, {"model_type": kind}) | {"vocab_size": 2**14, "tie_word_embeddings": kind == "llama"}
+    config, generator = tiny_config(**entries), torch.Generator().manual_seed(5)
+    theirs = dict(AutoModelForCausalLM.from_config(copy.deepcopy(config)).named_parameters())
+    dtypes = dict.fromkeys(("parameter_dtype", "compute_dtype"), torch.float32)
+    model = build_model(ModelConfig(), config, None, **dtypes, device=CPU, seed=5)
+    for name, ours in model.module.named_parameters():
+        want, have = (torch.stack(torch.std_mean(values, correction=0)) for values in (theirs[name], ours))
+        if want[0] == 0:
+            assert torch.equal(ours, theirs[name]), name
+        elif ours.numel() > 200:
+            torch.testing.assert_close(have, want, rtol=0.1, atol=0.2 * float(want[0]))
+        assert (have[0] > 0) == (want[0] > 0), name
+        if kind == "llama" and ours.ndim > 1:
+            assert torch.equal(ours, torch.empty(ours.shape).normal_(0.0, 0.02, generator=generator)), name
 
-    first = weights(5)
-    assert_same_bits(first, weights(5))
-    assert not torch.equal(first["lm_head.weight"], weights(6)["lm_head.weight"])
-    assert not torch.equal(first["lm_head.weight"], stored_weights(tiny_model)["lm_head.weight"])
+
+def test_renamed_private_functions_of_transformers_do_not_stop_a_plain_model(tmp_path, tiny_model, rows, monkeypatch):
+    assert {"_keys_to_ignore_on_save", "_keys_to_ignore_on_load_unexpected"} <= set(dir(PreTrainedModel))
+    monkeypatch.delattr(moe, "_grouped_linear")
+    importlib.reload(hf_internals)
+    monkeypatch.delattr("llm_fp8.models.model.renaming_on_load")  # transformers' own export imports what it calls
+    options = [f"--model_name={tiny_model}", f"--dataset_name={rows}", f"--output_dir={tmp_path}", "--max_steps=1"]
+    train(*options, "--max_seq_length=256", "--batch_size=1", "--learning_rate=0", "--mixed_precision=no")
+    assert_same_bits(stored_weights(tmp_path / "final"), stored_weights(tiny_model))
 
 
 @pytest.mark.parametrize("name", bundled_architectures())
@@ -106,10 +122,10 @@ def test_a_bundled_architecture_needs_no_hub(name):
 
 
 def test_the_attention_implementation_is_the_one_asked_for(tiny_model, monkeypatch):
-    assert built_model(tiny_model, attn_implementation="eager").config._attn_implementation == "eager"
-    assert built_model(tiny_model).config._attn_implementation == "sdpa"
+    assert built_model(tiny_model, attn_implementation="eager").module.config._attn_implementation == "eager"
+    assert built_model(tiny_model).module.config._attn_implementation == "sdpa"
     bloom, gpu = another_family("bloom"), torch.device("cuda")
-    assert chosen_attention(model_from_config(bloom).config) == "eager", "it has no other"
+    assert chosen_attention(model_from_config(bloom).module.config) == "eager", "it has no other"
     monkeypatch.setattr(build, "package_version", lambda name: "2.8.3")
     assert choose_attention("auto", bloom, gpu, torch.bfloat16) is None
     assert choose_attention("auto", another_family("llama"), gpu, torch.bfloat16) == "flash_attention_2"

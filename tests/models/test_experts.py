@@ -12,11 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from llm_fp8.config.options import LoraConfig, PrecisionConfig
 from llm_fp8.data.collate import Layout
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
-from llm_fp8.models.build import decoder_layers, decoder_size, model_on_meta
+from llm_fp8.models.build import decoder_size, model_on_meta
 from llm_fp8.models.experts import expert_weights, routed_modules
 from llm_fp8.models.export import export_adapter, hf_tensors
 from llm_fp8.models.lora import adapters_of, add_adapters, initialize_adapters_, without_adapter
 from llm_fp8.models.loss_model import ROUTER_LOSS, TrainingModel
+from llm_fp8.models.model import Model, decoder_layers
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan
@@ -37,7 +38,7 @@ TINY |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
 )
 def test_the_share_of_linear_flops_in_fp8_counts_the_experts_that_compute_a_token(kind, sizes, share):
     config = AutoConfig.for_model(kind, **sizes)
-    model = model_on_meta(config)
+    model = model_on_meta(config).module
     linears = [module for module in model.modules() if type(module) is nn.Linear and module is not model.lm_head]
     coverage = measure_coverage(model, linears, "bf16", {})
     assert coverage.fp8_linear_flop_share == pytest.approx(share, abs=5e-4)
@@ -52,7 +53,7 @@ def test_dense_layers_and_shared_experts_count_in_full():
         "deepseek_v3", **TINY, n_routed_experts=8, num_experts_per_tok=2, first_k_dense_replace=1, n_group=1,
         topk_group=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12,
     )  # fmt: skip
-    model, size = model_on_meta(config), decoder_size(config)
+    model, size = model_on_meta(config).module, decoder_size(config)
     linears = sum(module.weight.numel() for module in model.modules() if type(module) is nn.Linear)
     experts = 3 * 3 * 24 * 32 * 2  # layers x matrices x elements x experts per token
     assert size.num_linear_parameters == linears + experts + 3 * 8 * 32
@@ -146,11 +147,11 @@ def test_the_auxiliary_loss_and_its_gradient_are_transformers_of_each_document(k
 
 
 def test_a_coefficient_without_output_router_logits_is_said_and_does_nothing():
-    model = model_on_meta(AutoConfig.for_model("mixtral", **TINY, router_aux_loss_coef=0.02))
+    model = model_on_meta(AutoConfig.for_model("mixtral", **TINY, router_aux_loss_coef=0.02)).module
     training_model = TrainingModel(model, 16, torch.float32)
     assert training_model.router_loss is None and "router_aux_loss_coef 0.02" in str(training_model.router_note)
     for kind, sizes in (("glm4_moe", dict(n_routed_experts=8)), ("doge", dict(is_moe=True, num_experts=16))):
-        asking = model_on_meta(AutoConfig.for_model(kind, **TINY, **sizes, output_router_logits=True))
+        asking = model_on_meta(AutoConfig.for_model(kind, **TINY, **sizes, output_router_logits=True)).module
         assert "WARNING" in str(TrainingModel(asking, 16, torch.float32).router_note)
 
 
@@ -169,7 +170,7 @@ def test_every_adapter_loads_in_peft_and_merges(tmp_path, kind, targets):
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     options, generator = LoraConfig(lora_rank=2, lora_targets=targets), torch.Generator().manual_seed(0)
     assert ("experts" in str(without_adapter(model, options))) == ("experts" not in targets)
-    add_adapters(model, options, torch.float32)
+    add_adapters(Model(model), options, torch.float32)
     initialize_adapters_(model, seed=0)
     adapters = adapters_of(model)
     for adapter in adapters.values():
@@ -177,8 +178,8 @@ def test_every_adapter_loads_in_peft_and_merges(tmp_path, kind, targets):
     assert any(".experts" in name for name in adapters) == ("experts" in targets)
     assert any("shared_expert" in name for name in adapters) == (kind in ("deepseek_v3", "glm4_moe", "nemotron_h"))
     tokenizer = AutoTokenizer.from_pretrained(source)
-    export_adapter(model, tokenizer, tmp_path / "final", options=options, base_model=source, card=CARD)
-    merged = dict(hf_tensors(model, torch.Tensor.detach, torch.float32))
+    export_adapter(Model(model), tokenizer, tmp_path / "final", options=options, base_model=source, card=CARD)
+    merged = dict(hf_tensors(Model(model), torch.Tensor.detach, torch.float32))
 
     ids = torch.arange(3, 43)[None]
     plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)

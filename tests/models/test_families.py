@@ -110,7 +110,7 @@ def test_qwen3_5_is_packed_where_its_kernels_are(monkeypatch):
     form = probe(PACKING, hf_config, CPU, torch.float32)
     assert form == "line"
     torch.manual_seed(0)
-    model = model_from_config(hf_config)
+    model = model_from_config(hf_config).module
     rows = [documents(), documents()[::-1]]
     packed = Layout(2, 32, 2, packed=True)(rows)
     padded = Layout(4, 32, 2, packed=False)([[document] for row in rows for document in row])
@@ -162,7 +162,7 @@ def test_a_document_has_the_loss_that_it_has_alone(kind, monkeypatch):
     """On both sides of a length that changes its RoPE, and that of its routers, however batches are cut."""
     hf_config = tiny_config(**{"model_type": kind, **VARIANTS[kind]})
     torch.manual_seed(0)
-    plain = model_from_config(copy.deepcopy(hf_config)).eval()
+    plain = model_from_config(copy.deepcopy(hf_config)).module.eval()
     for parameter in plain.parameters():
         parameter.data.mul_(1 if parameter.ndim == 1 else 10)  # else attention is nearly uniform
     model = TrainingModel(copy.deepcopy(plain), 0, torch.float32).train(kind == "mixtral")

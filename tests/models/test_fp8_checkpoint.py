@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Pretrain
 
 from llm_fp8.config.options import ModelConfig, ParallelConfig
 from llm_fp8.distributed.fsdp import FsdpStrategy
-from llm_fp8.models.build import build_structure, decoder_layers
+from llm_fp8.models.build import build_structure
+from llm_fp8.models.fill import fill_weights
 from llm_fp8.models.fp8_checkpoint import dequantised, fp8_format
 from llm_fp8.models.source import load_config, resolve_source
-from llm_fp8.models.weights import checkpoint_of, fill_weights
+from llm_fp8.models.weights import checkpoint_of
 from llm_fp8.utils.errors import UserError
 from tests.support.fp8_files import KINDS, quantised, quantization_config, write_fp8_model
 from tests.support.ranks import on_ranks
@@ -27,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def loaded(name: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return built_model(name, dtype).state_dict()
+    return built_model(name, dtype).module.state_dict()
 
 
 # --- The arithmetic ---------------------------------------------------------------------------------------------------
@@ -63,13 +64,12 @@ def sharded(rank: int, name: str) -> dict[str, torch.Tensor]:
     options = ModelConfig(model_name=name)
     source = resolve_source(options)
     config = load_config(source)
-    stored = checkpoint_of(source, config)
     dtypes: dict[str, Any] = {"parameter_dtype": torch.float32, "compute_dtype": torch.float32, "device": CPU}
-    model = build_structure(options, config, **dtypes)
+    model = build_structure(options, config, checkpoint_of(source, config), **dtypes)
     strategy = FsdpStrategy("fsdp_full", Accelerator(cpu=True), ParallelConfig(), torch.float32, 1)
-    strategy.shard(model, decoder_layers(model))
-    fill_weights(model, stored)
-    return {name: strategy.full_tensor(parameter) for name, parameter in model.named_parameters()}
+    strategy.shard(model.module, model.layers)
+    fill_weights(model)
+    return {name: strategy.full_tensor(parameter) for name, parameter in model.module.named_parameters()}
 
 
 def all_sharded(rank: int, names: list[str]) -> list[dict[str, torch.Tensor]]:

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 import te_llama
 from llm_fp8.config.options import LoraConfig, PrecisionConfig
+from llm_fp8.models.fill import fill_weights
 from llm_fp8.models.lora import (
     adapters_of,
     add_adapters,
@@ -29,7 +30,8 @@ from llm_fp8.models.lora import (
     initialize_adapters_,
     needs_unfused_mlp,
 )
-from llm_fp8.models.weights import StoredCheckpoint, fill_weights
+from llm_fp8.models.model import Model
+from llm_fp8.models.weights import StoredCheckpoint
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import linear_weights, measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan
@@ -215,9 +217,9 @@ def test_the_te_decoder_computes_what_hugging_faces_does(tiny_model, stand_in, t
     options = LoraConfig(lora_rank=RANK, lora_alpha=ALPHA, lora_targets=targets)
     hf = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     te = te_llama.build_te_model(tiny_config(), torch.float32, "cpu", unfused_mlp=needs_unfused_mlp(options))
-    fill_weights(te, StoredCheckpoint([Path(tiny_model) / "model.safetensors"], te.config))
+    fill_weights(Model(te, StoredCheckpoint([Path(tiny_model) / "model.safetensors"], te.config)))
     for model in (hf, te):
-        add_adapters(model, options, torch.float32)
+        add_adapters(Model(model), options, torch.float32)
         initialize_adapters_(model, SEED)
         with torch.no_grad():
             for number, (_name, pair) in enumerate(sorted(adapters_of(model).items())):
@@ -234,8 +236,8 @@ def test_the_te_decoder_computes_what_hugging_faces_does(tiny_model, stand_in, t
             assert theirs.grad.abs().max() > 0
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-6)
     assert all((p.grad is not None) == ("adapters" in name) for name, p in te.named_parameters())
-    merged = dict(hf_tensors(te, torch.Tensor.detach, torch.float32))
-    reference = dict(hf_tensors(hf, torch.Tensor.detach, torch.float32))
+    merged = dict(hf_tensors(Model(te), torch.Tensor.detach, torch.float32))
+    reference = dict(hf_tensors(Model(hf), torch.Tensor.detach, torch.float32))
     assert merged.keys() == reference.keys()
     assert all(torch.allclose(merged[name], reference[name], atol=1e-6) for name in reference)
 
@@ -262,13 +264,13 @@ def test_gemms_of_frozen_weights_are_those_that_run(tiny_model, stand_in, use_te
     options = LoraConfig(lora_rank=RANK, lora_targets=targets)
     if use_te:
         model = te_llama.build_te_model(tiny_config(), torch.float32, "cpu", unfused_mlp=needs_unfused_mlp(options))
-        fill_weights(model, StoredCheckpoint([Path(tiny_model) / "model.safetensors"], model.config))
+        fill_weights(Model(model, StoredCheckpoint([Path(tiny_model) / "model.safetensors"], model.config)))
     else:
         model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    assert gemms_per_weight(model) == {}
-    add_adapters(model, options, torch.float32)
+    assert gemms_per_weight(Model(model)) == {}
+    add_adapters(Model(model), options, torch.float32)
     initialize_adapters_(model, SEED)
-    gemms = gemms_per_weight(model)
+    gemms = gemms_per_weight(Model(model))
     ids = torch.randint(3, 1024, (2, 24))
     with CountGemms() as counted:
         model(input_ids=ids, labels=ids).loss.backward()

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 import te_llama
 from llm_fp8.config.options import LoraConfig, OptimConfig
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
-from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.fill import fill_weights
 from llm_fp8.models.lora import adapters_of, add_adapters, gemms_per_weight, initialize_adapters_, needs_unfused_mlp
 from llm_fp8.models.loss_model import TrainingModel
+from llm_fp8.models.model import Model, decoder_layers
 from llm_fp8.models.parity import relative_difference
-from llm_fp8.models.weight_shards import initialize_shards_
-from llm_fp8.models.weights import StoredCheckpoint, fill_weights
+from llm_fp8.models.weights import StoredCheckpoint
 from llm_fp8.optim.optimizers import build_optimizer
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify
 from llm_fp8.precision.context import Precision
@@ -44,12 +44,12 @@ def build(options, device, use_te: bool, targets: str, keep_casts: bool = True):
     reasons: dict[str, str] = {}
     if use_te:
         model = te_llama.build_te_model(config, torch.bfloat16, device, unfused_mlp=needs_unfused_mlp(lora))
-        initialize_shards_(model, torch.Generator(device=device).manual_seed(0))
+        fill_weights(Model(model), device)
     else:
         torch.manual_seed(0)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-    add_adapters(model, lora, torch.bfloat16)
+    add_adapters(Model(model), lora, torch.bfloat16)
     initialize_adapters_(model, 0)
     draw_b_(model)
     precision = Precision(plan, options, device, torch.bfloat16)
@@ -58,7 +58,7 @@ def build(options, device, use_te: bool, targets: str, keep_casts: bool = True):
     precision.attach(model, decoder_layers(model))
     if keep_casts:
         precision.keep_casts_of_frozen_weights()
-    gemms = gemms_per_weight(model)
+    gemms = gemms_per_weight(Model(model))
     coverage = measure_coverage(model, precision.fp8_modules, plan.compute_name, reasons, gemms)
     return TrainingModel(model, S, torch.bfloat16), precision, coverage, gemms
 
@@ -140,11 +140,11 @@ def test_the_te_decoder_computes_what_peft_does(family, targets, tmp_path, devic
     hf = hf.to(device)
     lora = LoraConfig(lora_rank=8, lora_targets=targets)
     te = te_llama.build_te_model(config, torch.float32, device, unfused_mlp=needs_unfused_mlp(lora))
-    fill_weights(te, StoredCheckpoint([tmp_path / "model.safetensors"], te.config))
+    fill_weights(Model(te, StoredCheckpoint([tmp_path / "model.safetensors"], te.config)))
     ids = torch.randint(3, 1024, (2, 32), generator=torch.Generator().manual_seed(0)).to(device)
     outputs = []
     for model in (hf, te):
-        add_adapters(model, lora, torch.float32)
+        add_adapters(Model(model), lora, torch.float32)
         initialize_adapters_(model, 0)
         draw_b_(model)
         outputs.append(model.train()(input_ids=ids, labels=ids))

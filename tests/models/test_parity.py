@@ -12,6 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import te_llama
+from llm_fp8.models.fill import fill_weights
+from llm_fp8.models.model import Model
 from llm_fp8.models.parity import (
     FP32_LIMIT,
     LAYER_LIMIT,
@@ -20,7 +22,7 @@ from llm_fp8.models.parity import (
     check_parity,
     judge,
 )
-from llm_fp8.models.weights import StoredCheckpoint, fill_weights
+from llm_fp8.models.weights import StoredCheckpoint
 from llm_fp8.utils.errors import UserError
 from tests.support.batches import S, packed_batch
 from tests.support.families import family_config
@@ -77,8 +79,8 @@ def right_model(tmp_path, monkeypatch):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     model = te_llama.build_te_model(config, torch.float32, "cpu")
-    stored = StoredCheckpoint([tmp_path / "model.safetensors"], config)
-    fill_weights(model, stored)
+    stored = Model(model, StoredCheckpoint([tmp_path / "model.safetensors"], config))
+    fill_weights(stored)
     return model, stored
 
 

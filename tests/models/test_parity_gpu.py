@@ -10,9 +10,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import te_llama
+from llm_fp8.models.fill import fill_weights
 from llm_fp8.models.loss_model import TrainingModel
+from llm_fp8.models.model import Model
 from llm_fp8.models.parity import check_parity, relative_difference
-from llm_fp8.models.weights import StoredCheckpoint, fill_weights
+from llm_fp8.models.weights import StoredCheckpoint
 from llm_fp8.utils.errors import UserError
 from tests.support.batches import BATCHES, S, packed_batch, padded_batch
 from tests.support.families import FAMILIES, family_config
@@ -64,7 +66,7 @@ def test_loss_logits_and_every_gradient(family, dtype, layout, tmp_path, device,
     batch = BATCHES[layout](device)
     reference, *hf = (hf_run(tmp_path, batch, kind) for kind in dict.fromkeys((torch.float32, dtype)))
     te_model = te_llama.build_te_model(config, dtype, device)
-    fill_weights(te_model, StoredCheckpoint([tmp_path / "model.safetensors"], te_model.config))
+    fill_weights(Model(te_model, StoredCheckpoint([tmp_path / "model.safetensors"], te_model.config)))
     loss, logits, gradients = run(te_model, batch, dtype)
     gradients = te_llama.in_hf_layout(te_llama.parameter_map(te_llama.decoder_spec(config)), gradients)
     assert gradients.keys() == reference[2].keys()
@@ -103,7 +105,7 @@ def test_export_is_bit_identical_and_loads_in_hugging_face(family, tmp_path, dev
     config = family_config(family)
     randomised_hf_model(config, tmp_path / "in")
     te_model = te_llama.build_te_model(config, torch.float32, device)
-    fill_weights(te_model, StoredCheckpoint([tmp_path / "in" / "model.safetensors"], te_model.config))
+    fill_weights(Model(te_model, StoredCheckpoint([tmp_path / "in" / "model.safetensors"], te_model.config)))
     te_model.save_pretrained(tmp_path / "out")
     before, after = (load_file(tmp_path / side / "model.safetensors") for side in ("in", "out"))
     assert before.keys() == after.keys()
@@ -118,7 +120,7 @@ def test_generate_gives_hugging_faces_tokens(family, tmp_path, device):
     randomised_hf_model(config, tmp_path)
     hf = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa").to(device).eval()
     te_model = te_llama.build_te_model(config, torch.float32, device).eval()
-    fill_weights(te_model, StoredCheckpoint([tmp_path / "model.safetensors"], te_model.config))
+    fill_weights(Model(te_model, StoredCheckpoint([tmp_path / "model.safetensors"], te_model.config)))
     prompt = torch.randint(3, 1024, (3, 40), generator=torch.Generator().manual_seed(2)).to(device)
     mask = torch.ones_like(prompt)
     mask[1, :7] = 0  # padded on the left, as for generation
@@ -129,10 +131,10 @@ def test_generate_gives_hugging_faces_tokens(family, tmp_path, device):
 def test_the_check_passes_a_right_model_and_names_what_is_wrong(tmp_path, device, record_property):
     config = family_config("llama3_rope_gqa")
     randomised_hf_model(config, tmp_path)
-    stored = StoredCheckpoint([tmp_path / "model.safetensors"], config)
     for dtype in DTYPES:
         model = te_llama.build_te_model(config, dtype, device)
-        fill_weights(model, stored)
+        stored = Model(model, StoredCheckpoint([tmp_path / "model.safetensors"], config))
+        fill_weights(stored)
         for batch in (packed_batch(device), padded_batch(device)):
             found = check_parity(model, model.model.layers, batch, S, dtype, stored=stored)
             record_property(f"{dtype} {'packed' if batch.cu_seqlens is not None else 'padded'}", found)

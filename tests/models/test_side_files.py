@@ -21,6 +21,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from llm_fp8.models.export import export_hf
+from llm_fp8.models.model import Model
 from llm_fp8.models.side_files import Origin, save_side_files, source_folder
 from llm_fp8.models.source import EMBEDDED_MODEL
 from llm_fp8.tools.evaluate import load_exported, tokenizer_of
@@ -329,7 +330,7 @@ def test_transformers_4_reads_the_same_model_and_tokenizer(tmp_path):
     for kind, (changes, _) in ROPE.items():
         source, out = written_by_5(tmp_path / "source" / kind, **changes), tmp_path / "final" / kind
         model, tokenizer = small_model(**changes), AutoTokenizer.from_pretrained(source)
-        export_hf(model, tokenizer, out, dtype=torch.float32, card=CARD, origin=Origin(str(source), (1025,)))
+        export_hf(Model(model), tokenizer, out, dtype=torch.float32, card=CARD, origin=Origin(str(source), (1025,)))
     shutil.copytree(written_by_4(tmp_path / "four"), tmp_path / "source" / "four")
     trained(tmp_path / "source" / "four", tmp_path / "run").rename(tmp_path / "final" / "four")
     trained(tmp_path / "source" / "four", tmp_path / "lora", "--lora_rank=2").rename(tmp_path / "final" / "adapter")

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llm_fp8.models import ARCHITECTURES, bundled_architectures
-from llm_fp8.models.weight_shards import LocalShard
+from llm_fp8.models.weights import LocalShard
 from te_llama import UnsupportedArchitecture, decoder_spec, in_hf_layout, parameter_map
 from tests.support.families import FAMILIES, family_config
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
-from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.model import decoder_layers
 from llm_fp8.observability.kernel_trace import gemm_kernels
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify
 from llm_fp8.precision.coverage import ModuleState

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
-from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.model import decoder_layers
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.te_internals import attention_backend
 from tests.support.batches import packed_batch, padded_batch

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.recipes import gemms_in_fp8
 from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
-from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.model import decoder_layers
 from llm_fp8.precision.certificate import ExpectedKernels, certify
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import bf16_modules, measure_coverage

@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM
 
 import te_llama
 from llm_fp8.config.options import PrecisionConfig
-from llm_fp8.models.build import decoder_layers
+from llm_fp8.models.fill import fill_weights
 from llm_fp8.models.loss_model import TrainingModel
-from llm_fp8.models.weight_shards import initialize_shards_
+from llm_fp8.models.model import Model, decoder_layers
 from llm_fp8.observability.kernel_trace import kernel_times, record_kernels
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import measure_coverage
@@ -34,7 +34,7 @@ def build(options: PrecisionConfig, device, use_te: bool = True, family: str = "
     reasons: dict[str, str] = {}
     if use_te:
         model = te_llama.build_te_model(config, torch.bfloat16, device)
-        initialize_shards_(model, torch.Generator(device=device).manual_seed(0))
+        fill_weights(Model(model), device)
     else:
         torch.manual_seed(0)
         with torch.device(device):

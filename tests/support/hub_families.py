@@ -30,7 +30,6 @@ from llm_fp8.models.lora import adapters_of, add_adapters, initialize_adapters_,
 from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.probe import probe
 from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
-from llm_fp8.models.weight_shards import stored_parts
 from llm_fp8.precision.coverage import linears_left
 from llm_fp8.utils.errors import UserError
 from tests.support.reference import mean_loss
@@ -192,15 +191,15 @@ def examine(name: str, folder: Path) -> Row:
     rows = documents()
     collate = Layout(1 if packing == "yes" else len(rows), ROW, 2, packed=packing == "yes")
     batch = collate([rows] if packing == "yes" else [[document] for document in rows])
-    training_model = TrainingModel(built_model(options.model_name), ROW, torch.float32, form).eval()
-    model = training_model.model
+    built = built_model(options.model_name)
+    model, training_model = built.module, TrainingModel(built.module, ROW, torch.float32, form).eval()
     whole = _whole(source)
     losses = _train(model, lambda: training_model(batch)[0] / batch.num_supervised_tokens)
     expected = _train(whole, lambda: _loss(whole))
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
 
     tokenizer = AutoTokenizer.from_pretrained(source)
-    export_hf(model, tokenizer, folder / "final", dtype=torch.float32, card=CARD)
+    export_hf(built, tokenizer, folder / "final", dtype=torch.float32, card=CARD)
     torch.testing.assert_close(_loss(_whole(folder / "final")), _loss(whole), rtol=1e-5, atol=0)
     before, after = stored_weights(source), stored_weights(folder / "final")
     assert before.keys() == after.keys(), "an export has the source's names"
@@ -209,7 +208,7 @@ def examine(name: str, folder: Path) -> Row:
         assert len(towers) >= len([key for key in before if "vision" in key or "visual" in key]) > 0
     linears, experts = _linears(model), any("grouped" in one.reason for one in routed_modules(model).values())
     assert linears.keys() & linears_left(model, 1).keys() <= read_by_kernels(model).keys()
-    stored_parts(model)  # raises where ranks could not load their shards
+    assert built.layout  # raises where ranks could not load their shards
     return Row(
         family=name,
         te="yes" if hf_config.model_type in te_llama.SUPPORTED_MODEL_TYPES else "no",
@@ -222,14 +221,15 @@ def examine(name: str, folder: Path) -> Row:
 
 def _check_adapter(options: ModelConfig, folder: Path) -> str:
     """Adapters on all linear layers, exported, read by PEFT beside the source: the same loss."""
-    model, lora = built_model(options.model_name), LoraConfig(lora_rank=4)
+    built, lora = built_model(options.model_name), LoraConfig(lora_rank=4)
+    model = built.module
     note = without_adapter(model, lora) or ""
-    add_adapters(model, lora, torch.float32)
+    add_adapters(built, lora, torch.float32)
     initialize_adapters_(model, 0)
     for adapter in adapters_of(model).values():
         adapter.b.data.normal_(0, 0.1)
     tokenizer = AutoTokenizer.from_pretrained(folder / "source")
-    export_adapter(model, tokenizer, folder / "adapter", options=lora, base_model=str(folder / "source"), card=CARD)
+    export_adapter(built, tokenizer, folder / "adapter", options=lora, base_model=str(folder / "source"), card=CARD)
     batch = Layout(len(LENGTHS), ROW, 2, packed=False)([[document] for document in documents()])
     own = TrainingModel(model, ROW, torch.float32).eval()(batch)[0] / batch.num_supervised_tokens
     with torch.no_grad():

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from llm_fp8.config.options import Config, ModelConfig, PrecisionConfig
 from llm_fp8.config.parser import parse_launch
 from llm_fp8.data.embedded import DATASET_DIR
-from llm_fp8.models.build import build_model
+from llm_fp8.models.fill import build_model
+from llm_fp8.models.model import Model
 from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
 from llm_fp8.models.weights import checkpoint_of
 from llm_fp8.precision.plan import PrecisionPlan, with_recipe
@@ -63,7 +64,7 @@ def write_model(folder: Path, dtype: torch.dtype = torch.float32, max_shard_size
     return str(folder)
 
 
-def built_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 3, **options: Any) -> PreTrainedModel:
+def built_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 3, **options: Any) -> Model:
     """The model that --model_name `name` gives to a run of one process, with parameters of this dtype."""
     config = ModelConfig(model_name=name, **options)
     source = resolve_source(config)

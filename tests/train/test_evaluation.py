@@ -69,7 +69,7 @@ def test_the_best_checkpoint_is_kept_and_its_weights_are_exported(tmp_path, opti
 
     def remember(self):
         save(self)
-        seen[self.step] = {name: tensor.clone() for name, tensor in self.setup.model.state_dict().items()}
+        seen[self.step] = {name: tensor.clone() for name, tensor in self.setup.model.module.state_dict().items()}
 
     monkeypatch.setattr(TrainingLoop, "save", remember)
     assert train(*options, "--keep_best", "--save_every=1", f"--output_dir={tmp_path}") == 0

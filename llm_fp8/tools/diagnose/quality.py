@@ -59,7 +59,7 @@ class _Comparison:
         self.setup = setup
         self.batches = batches
         in_fp8 = setup.precision.fp8_modules
-        self.names = {module: name for name, module in setup.model.named_modules() if module in in_fp8}
+        self.names = {module: name for name, module in setup.model.module.named_modules() if module in in_fp8}
         self._in_bf16: Collection[nn.Module] = self.names
         self._errors: dict[str, dict[str, float]] = {}
         for module in self.names:
@@ -81,7 +81,7 @@ class _Comparison:
             "num_tokens": self.num_tokens,
             "kinds": {
                 kind: {
-                    "linear_flop_share": num_weights(modules) / num_weights(self.setup.model.modules()),
+                    "linear_flop_share": num_weights(modules) / num_weights(self.setup.model.module.modules()),
                     "alone": self.cost(in_bf16=self.names.keys() - set(modules)),
                     "without": self.cost(in_bf16=set(modules)),
                 }
@@ -95,7 +95,7 @@ class _Comparison:
         """The divergence from bf16 and the difference in loss, nats per token, with these modules in bf16."""
         self._in_bf16 = in_bf16
         sums = torch.zeros(2, dtype=torch.float64, device=self.setup.plan.device)
-        weight = self.setup.model.get_output_embeddings().weight
+        weight = self.setup.model.module.get_output_embeddings().weight
         for batch, reference in zip(self.batches, self.reference, strict=True):
             labels = batch.labels[batch.labels != IGNORE_INDEX]
             parts = [tensor.split(_CHUNK) for tensor in (reference, self._hidden(batch), labels)]

@@ -24,7 +24,6 @@ from llm_fp8.models.experts import expert_weights
 from llm_fp8.models.export import replaced_folder, write_weights
 from llm_fp8.models.side_files import add_older_keys
 from llm_fp8.models.source import load_config, resolve_source
-from llm_fp8.models.weight_shards import left_out_of
 from llm_fp8.models.weights import StoredCheckpoint, finite, untie, weight_files
 from llm_fp8.utils.errors import UserError, listed
 from llm_fp8.utils.hf_internals import renaming_on_load
@@ -79,7 +78,8 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
         raise UserError(f"{folder} is quantised already (quantization_config in config.json).")
     checkpoint = StoredCheckpoint(weight_files(source), hf_config)
     unties = {"tie_word_embeddings": False} if untie(hf_config, checkpoint) else {}
-    model = model_on_meta(hf_config)
+    meta = model_on_meta(hf_config)
+    model = meta.module
     layers, renamed = {f"{name}.weight" for name in linear_layers(model)}, renaming_on_load(model)
     if any(expert_weights(module) for module in model.modules()) or not layers:
         raise UserError(f"{folder}: a mixture of experts, or a model without linear layers, is not written in fp8.")
@@ -88,7 +88,7 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
         raise UserError(f"{folder}: its files lack {listed(sorted(missing))}; export it again.")
     planned = dict(_in_fp8(((name, checkpoint.on_meta(name)) for name in checkpoint.stored), weights))
     with replaced_folder(output, f"{folder} in fp8", "Make room, or give another --output.") as temporary:
-        tensors = ((name, checkpoint.read(name, torch.device("cpu"))) for name in checkpoint.stored)
+        tensors = ((name, checkpoint.read(name)) for name in checkpoint.stored)
         write_weights(planned, _in_fp8(finite(tensors, str(folder)), weights), temporary)
         written = temporary.glob("*.safetensors")
         before, after = (sum(path.stat().st_size for path in paths) for paths in (checkpoint.files, written))
@@ -103,7 +103,7 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
             "format": "float-quantized",
             "quantization_status": "compressed",
             "config_groups": {"group_0": _LINEAR},
-            "ignore": head + [rf"re:(.*\.)?{name.rpartition('.')[2]}\..*" for name in left_out_of(model)],
+            "ignore": head + [rf"re:(.*\.)?{name.rpartition('.')[2]}\..*" for name in meta.left_out],
         }
         config = read_json(temporary / "config.json") | unties | {"quantization_config": entries}
         add_older_keys(config)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import llm_fp8.models.export
-from llm_fp8.models.fp8_export import export_fp8, fp8_rows, round_inputs_
+from llm_fp8.tools.compressed_tensors import export_fp8, fp8_rows, round_inputs_
 from llm_fp8.utils.errors import UserError
 from tests.support.families import FAMILIES, family_config
 from tests.support.fp8_files import quantization_config, set_quantization

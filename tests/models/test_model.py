@@ -14,19 +14,19 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import llm_fp8.models.export
-import llm_fp8.models.weights
 import te_llama
 from llm_fp8.config.options import ModelConfig, ParallelConfig
 from llm_fp8.distributed.fsdp import FsdpStrategy
-from llm_fp8.models.build import build_structure, decoder_layers
+from llm_fp8.models.build import build_structure
 from llm_fp8.models.export import export_hf
+from llm_fp8.models.fill import fill_weights, filled_layers
+from llm_fp8.models.model import Model
 from llm_fp8.models.parity import check_weights
 from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
-from llm_fp8.models.weight_shards import local_shard
-from llm_fp8.models.weights import StoredCheckpoint, fill_weights, filled_layers
+from llm_fp8.models.weights import StoredCheckpoint, checkpoint_of, local_shard
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.torch_internals import free_memory_, materialize_
 from tests.support.families import EXPERTS, FAMILIES, family_config
@@ -43,27 +43,25 @@ def strategy_of() -> FsdpStrategy:
     return FsdpStrategy("fsdp_full", Accelerator(cpu=True), ParallelConfig(), torch.float32, 1)
 
 
-def sharded_model(
-    name: str, strategy: FsdpStrategy, dtype: torch.dtype = torch.float32, **options: Any
-) -> PreTrainedModel:
+def sharded_model(name: str, strategy: FsdpStrategy, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
     """A model as a run builds it on FSDP: structure, split, weights."""
     config = ModelConfig(model_name=name, **options)
     model = structure(config, dtype)
-    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-    strategy.shard(model, decoder_layers(model))
-    fill_weights(model, weights_of(config), CPU, seed=3)
-    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert {parameter.device.type for parameter in model.module.parameters()} == {"meta"}
+    strategy.shard(model.module, model.layers)
+    fill_weights(model, CPU, seed=3)
+    assert all(isinstance(parameter, DTensor) for parameter in model.module.parameters())
     return model
 
 
-def structure(config: ModelConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def structure(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Model:
     hf_config, dtypes = load_config(resolve_source(config)), {"parameter_dtype": dtype, "compute_dtype": torch.float32}
-    return build_structure(config, hf_config, **dtypes, device=CPU)
+    return build_structure(config, hf_config, weights_of(config), **dtypes, device=CPU)
 
 
 def weights_of(config: ModelConfig) -> StoredCheckpoint | None:
     source = resolve_source(config)
-    return llm_fp8.models.weights.checkpoint_of(source, load_config(source))
+    return checkpoint_of(source, load_config(source))
 
 
 def folder_contents(folder: Path) -> dict[str, bytes]:
@@ -73,7 +71,7 @@ def folder_contents(folder: Path) -> dict[str, bytes]:
 # --- In and out, Hugging Face's models --------------------------------------------------------------------------------
 
 
-def export(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> None:
+def export(model: Model, folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> None:
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm_fp8.models.export, "MAX_FILE_SIZE", "40KB")
@@ -87,10 +85,11 @@ def load_and_export(rank: int, name: str, out: str, dtype: torch.dtype) -> tuple
     # Only the main rank may touch the disk, so the others are given a place where nothing can be written.
     folder = Path(out) if rank == 0 else Path("/proc/nowhere")
     export(model, folder, dtype, full_tensor=strategy.full_tensor, is_main=rank == 0)
-    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    module = model.module
+    tied = module.get_output_embeddings().weight is module.get_input_embeddings().weight
     with torch.no_grad():
-        logits = model(IDS).logits
-    return tied, logits, len(local_shard(model.get_parameter("model.layers.0.self_attn.k_proj.weight")).data)
+        logits = module(IDS).logits
+    return tied, logits, len(local_shard(module.get_parameter("model.layers.0.self_attn.k_proj.weight")).data)
 
 
 @pytest.mark.slow
@@ -107,7 +106,7 @@ def test_a_sharded_model_equals_the_unsharded_one_and_is_exported_with_the_same_
 
     whole = built_model(source)
     with torch.no_grad():
-        logits = whole(IDS).logits
+        logits = whole.module(IDS).logits
     for is_tied, found, _ in results:
         assert is_tied == tied
         torch.testing.assert_close(found, logits, rtol=0, atol=1e-6)
@@ -129,7 +128,7 @@ def test_the_exported_files_are_those_of_save_pretrained(tmp_path, family, max_f
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
     monkeypatch.setattr(llm_fp8.models.export, "MAX_FILE_SIZE", max_file_size)
-    export_hf(model, tokenizer, tmp_path / "ours", dtype=torch.bfloat16, card=CARD)
+    export_hf(Model(model), tokenizer, tmp_path / "ours", dtype=torch.bfloat16, card=CARD)
     model.save_pretrained(tmp_path / "theirs", max_shard_size=max_file_size)
     ours, theirs = folder_contents(tmp_path / "ours"), folder_contents(tmp_path / "theirs")
     assert_same_bits(stored_weights(tmp_path / "ours"), stored_weights(tmp_path / "theirs"))
@@ -166,14 +165,14 @@ def test_a_main_rank_that_cannot_write_leaves_no_rank_waiting(tmp_path, tiny_mod
 def random_unsharded(rank: int, name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     strategy = strategy_of()
     model = sharded_model(name, strategy, dtype, random_init=True)
-    return {name: strategy.full_tensor(parameter) for name, parameter in model.named_parameters()}
+    return {name: strategy.full_tensor(parameter) for name, parameter in model.module.named_parameters()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "dtype"), [(2, torch.float32), (3, torch.bfloat16)], ids=str)
 def test_random_weights_do_not_depend_on_the_number_of_ranks(tmp_path, tiny_model, num_ranks, dtype):
     whole = built_model(tiny_model, dtype, random_init=True)
-    expected = {name: parameter.detach() for name, parameter in whole.named_parameters()}
+    expected = {name: parameter.detach() for name, parameter in whole.module.named_parameters()}
     for weights in on_ranks(num_ranks, tmp_path / "run", random_unsharded, tiny_model, dtype):
         assert_same_bits(weights, expected)
 
@@ -186,21 +185,23 @@ def stand_in(monkeypatch):
     install_stand_in(monkeypatch)
 
 
-def te_structure(name: str) -> PreTrainedModel:
+def te_structure(name: str, is_stored: bool = True) -> Model:
     """The TE decoder of stand-in modules, without memory."""
-    return te_llama.build_te_model(AutoConfig.from_pretrained(name), torch.float32, "meta", table_device=CPU)
+    stored = weights_of(ModelConfig(model_name=name)) if is_stored else None
+    return Model(
+        te_llama.build_te_model(AutoConfig.from_pretrained(name), torch.float32, "meta", table_device=CPU), stored
+    )
 
 
 def load_and_export_te(rank: int, name: str, out: str) -> dict[str, torch.Tensor]:
     install_stand_in(pytest.MonkeyPatch())
     strategy = strategy_of()
     model = te_structure(name)
-    strategy.shard(model, decoder_layers(model))
-    config = ModelConfig(model_name=name, use_te=True)
-    fill_weights(model, weights_of(config))
+    strategy.shard(model.module, model.layers)
+    fill_weights(model)
     folder = Path(out) if rank == 0 else Path("/proc/nowhere")
     export(model, folder, torch.bfloat16, full_tensor=strategy.full_tensor, is_main=rank == 0)
-    return {name: strategy.full_tensor(parameter) for name, parameter in model.named_parameters()}
+    return {name: strategy.full_tensor(parameter) for name, parameter in model.module.named_parameters()}
 
 
 @pytest.mark.slow
@@ -214,10 +215,10 @@ def test_fused_parameters_are_filled_from_several_tensors(tmp_path):
     written.save_pretrained(tmp_path / "source", max_shard_size="200KB")
     results = on_ranks(3, tmp_path / "run", load_and_export_te, str(tmp_path / "source"), str(tmp_path / "out"))
 
-    whole = te_structure(str(tmp_path / "source")).to_empty(device=CPU)
-    whole.tie_weights()
-    fill_weights(whole, weights_of(ModelConfig(model_name=str(tmp_path / "source"))))
-    expected = {name: parameter.detach() for name, parameter in whole.named_parameters()}
+    whole = te_structure(str(tmp_path / "source"))
+    whole.module.to_empty(device=CPU).tie_weights()
+    fill_weights(whole)
+    expected = {name: parameter.detach() for name, parameter in whole.module.named_parameters()}
     for weights in results:
         assert_same_bits(weights, expected)
     assert_same_bits(stored_weights(tmp_path / "out"), stored_weights(tmp_path / "source"))
@@ -229,23 +230,23 @@ def test_fused_parameters_are_filled_from_several_tensors(tmp_path):
 @pytest.mark.parametrize("is_stored", [True, False])
 def test_a_layer_has_memory_from_its_turn_until_it_is_freed(is_stored, tied, tmp_path, stand_in):
     source = write_model(tmp_path, tie_word_embeddings=tied)
-    stored = weights_of(ModelConfig(model_name=source)) if is_stored else None
-    whole, model = te_structure(source).to_empty(device=CPU), te_structure(source)
-    whole.tie_weights()
-    fill_weights(whole, stored, CPU, seed=3)
-    materialize_(model, CPU, CPU, later=decoder_layers(model).modules())
-    model.tie_weights()
-    layers = list(decoder_layers(model))
+    whole, model = te_structure(source, is_stored), te_structure(source, is_stored)
+    whole.module.to_empty(device=CPU).tie_weights()
+    fill_weights(whole, CPU, seed=3)
+    materialize_(model.module, CPU, CPU, later=model.layers.modules())
+    model.module.tie_weights()
+    layers = list(model.layers)
     for _ in range(2):
-        for layer in filled_layers(model, layers, stored, CPU, 3):
+        for layer in filled_layers(model, layers, CPU, 3):
             sizes = [sum(p.untyped_storage().nbytes() for p in each.parameters()) for each in layers]
             assert [each for each, size in zip(layers, sizes, strict=True) if size] == [layer]
-            expected = whole.model.layers[layers.index(layer)].state_dict()
+            expected = whole.layers[layers.index(layer)].state_dict()
             assert_same_bits({name: value.clone() for name, value in layer.state_dict().items()}, expected)
             for parameter in layer.parameters():
                 free_memory_(parameter)
     outside, expected = (
-        {name: value for name, value in each.state_dict().items() if ".layers." not in name} for each in (model, whole)
+        {name: value for name, value in each.module.state_dict().items() if ".layers." not in name}
+        for each in (model, whole)
     )
     assert_same_bits(outside, expected)
 
@@ -253,19 +254,20 @@ def test_a_layer_has_memory_from_its_turn_until_it_is_freed(is_stored, tied, tmp
 # --- What does not fit ------------------------------------------------------------------------------------------------
 
 
-def fill_in_one_piece(name: str, **options: Any) -> PreTrainedModel:
+def fill_in_one_piece(name: str, **options: Any) -> Model:
     """`fill_weights` of a model of one process; whatever it leaves unfilled is NaN."""
     config = ModelConfig(model_name=str(name), **options)
     model = te_structure(str(name)) if config.use_te else structure(config)
-    rotary = {name: buffer for name, buffer in model.named_buffers()}
-    materialize_(model, CPU, CPU)
-    assert all(torch.equal(buffer, rotary[name]) for name, buffer in model.named_buffers())
-    model.tie_weights()
+    module = model.module
+    rotary = {name: buffer for name, buffer in module.named_buffers()}
+    materialize_(module, CPU, CPU)
+    assert all(torch.equal(buffer, rotary[name]) for name, buffer in module.named_buffers())
+    module.tie_weights()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in module.parameters():
             parameter.fill_(float("nan"))
-    fill_weights(model, weights_of(config))
-    assert not any(parameter.isnan().any() for parameter in model.parameters())
+    fill_weights(model)
+    assert not any(parameter.isnan().any() for parameter in module.parameters())
     return model
 
 
@@ -303,18 +305,18 @@ def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path, use_te)
 
     for change in (renamed, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})):
         model = fill_in_one_piece(rewritten(tmp_path / "changed", change, **tied), use_te=use_te)
-        assert model.lm_head.weight is model.model.embed_tokens.weight
-        assert torch.equal(model.lm_head.weight, expected)
+        module = model.module
+        assert module.lm_head.weight is module.model.embed_tokens.weight
+        assert torch.equal(module.lm_head.weight, expected)
         if use_te:
-            stored = weights_of(ModelConfig(model_name=str(tmp_path / "changed")))
-            check_weights(model, stored, torch.Tensor.detach, te_llama.parameter_map(te_llama.spec_of(model)))
+            check_weights(module, model, torch.Tensor.detach, te_llama.parameter_map(te_llama.spec_of(module)))
 
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_experts_are_read_from_and_written_to_the_tensors_of_the_hub(tmp_path, family):
     source = write_model(tmp_path / "source", max_shard_size="40KB", **EXPERTS[family])
     expected, model = AutoModelForCausalLM.from_pretrained(source), built_model(source)
-    assert_same_bits(dict(model.state_dict()), dict(expected.state_dict()))
+    assert_same_bits(dict(model.module.state_dict()), dict(expected.state_dict()))
     export(model, tmp_path / "out")
     assert_same_bits(stored_weights(tmp_path / "out"), stored_weights(source))
 
@@ -325,7 +327,7 @@ def test_experts_that_are_stored_as_one_tensor_are_exported_as_one(tmp_path):
     own = {name: tensor.contiguous() for name, tensor in expected.state_dict().items()}
     save_file(own, f"{source}/model.safetensors", metadata={"format": "pt"})
     model = built_model(source)
-    assert_same_bits(dict(model.state_dict()), own)
+    assert_same_bits(dict(model.module.state_dict()), own)
     export(model, tmp_path / "out")
     assert_same_bits(stored_weights(tmp_path / "out"), own)
 
@@ -333,4 +335,4 @@ def test_experts_that_are_stored_as_one_tensor_are_exported_as_one(tmp_path):
 @pytest.mark.parametrize("kind", ["uneven block", "channel"])
 def test_experts_that_are_stored_in_fp8_are_dequantised(tmp_path, kind):
     fp8, plain = write_fp8_model(tmp_path, kind, **EXPERTS["qwen3_moe"])
-    assert_same_bits(dict(built_model(fp8).state_dict()), dict(built_model(plain).state_dict()))
+    assert_same_bits(dict(built_model(fp8).module.state_dict()), dict(built_model(plain).module.state_dict()))
