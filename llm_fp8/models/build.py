@@ -86,16 +86,21 @@ def build_structure(
     te_on_meta: bool = True,
 ) -> PreTrainedModel:
     """The model with parameters on "meta" and buffers on `device`; fill it with `fill_weights`. For `unfused_mlp` see
-    `te_llama.DecoderSpec`.
+    `te_llama.LayerSpec`.
     """
     if options.use_te:
         require_te("--use_te")
         # An installed flash-attn 4, which TE would choose, is a beta whose dQ was wrong for heads of 80 elements.
         os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
         if device.type == "cuda":
-            choose_norm_backend(hf_config.hidden_size, torch.cuda.get_device_capability(device)[0], os.environ)
+            choose_norm_backend(
+                text_config(hf_config).hidden_size, torch.cuda.get_device_capability(device)[0], os.environ
+            )
         place = "meta" if te_on_meta else device
-        model = te_llama.build_te_model(hf_config, parameter_dtype, place, table_device=device, unfused_mlp=unfused_mlp)
+        options_of_te: dict[str, Any] = {"table_device": device, "unfused_mlp": unfused_mlp}
+        model = te_llama.build_te_model(
+            hf_config, parameter_dtype, place, from_config=model_from_config, **options_of_te
+        )
     else:
         attention = choose_attention(options.attn_implementation, hf_config, device, compute_dtype)
         with init_empty_weights(include_buffers=False), torch.device(device):

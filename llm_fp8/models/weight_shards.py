@@ -74,7 +74,7 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 def parts_of(model: PreTrainedModel) -> dict[str, tuple[Part, ...]]:
     """Name in `saved_tensors` -> the Hugging Face tensors it is made of."""
     if is_te_model(model):
-        return te_llama.parameter_map(te_llama.spec_of(model))
+        return te_llama.parameter_map(model)
     parts: dict[str, tuple[Part, ...]] = {}
     for name, tensor in saved_tensors(model).items():
         # A parameter that DeepSpeed has sharded is empty and keeps its shape in `ds_shape`.
@@ -129,11 +129,11 @@ def _part_of(name: str, view: Tensor, shape: tuple[int, ...]) -> Part | None:
 def initialize_shards_(
     model: PreTrainedModel, generator: torch.Generator, names: Collection[str] | None = None
 ) -> None:
-    """Random weights for every architecture, as Hugging Face draws them for the Llama family: normal, norms one, biases
-    zero; with `names` for these parameters. Each is drawn whole on the generator's device, and this rank takes its
-    shard, so they do not depend on the number of ranks.
+    """Random weights for every architecture, as Hugging Face draws them for the Llama family: normal, norms of gain
+    one, biases zero; with `names` for these parameters. Each is drawn whole on the generator's device, and this rank
+    takes its shard, so they do not depend on the number of ranks.
     """
-    std = getattr(text_config(model.config), "initializer_range", 0.02)
+    std, gain = getattr(text_config(model.config), "initializer_range", 0.02), te_llama.initial_gain(model.config)
     for name, parameter in model.named_parameters():
         if is_adapter(name) or (names is not None and name not in names):
             continue
@@ -141,7 +141,7 @@ def initialize_shards_(
         if name.endswith("bias"):
             full.zero_()
         elif full.ndim == 1:
-            full.fill_(1.0)
+            full.fill_(gain)
         else:
             full.normal_(0.0, std, generator=generator)
         shard = local_shard(parameter)

@@ -133,7 +133,7 @@ class RunPlan:
             return False
         with contextlib.suppress(UserError):
             check_declared(config, mode)
-            return te_llama.decoder_spec(self.hf_config).attention_dropout == 0
+            return te_llama.decoder_sizes(self.hf_config).attention_dropout == 0
         return False
 
     @property
@@ -200,7 +200,7 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = No
     if config.model.use_te:
         require_te("--use_te")
         with contextlib.suppress(te_llama.UnsupportedArchitecture):  # said when the model is looked at
-            check_te_decoder(config, te_llama.decoder_spec(hf_config), shards)
+            check_te_decoder(config, te_llama.decoder_sizes(hf_config), shards)
     else:
         packed_form = probe(config, hf_config, device, precision.compute_dtype)
     stored = checkpoint_of(source, hf_config)
@@ -248,7 +248,7 @@ def _check_run(
             )
 
 
-def check_te_decoder(config: Config, spec: te_llama.DecoderSpec, num_shards: int) -> None:
+def check_te_decoder(config: Config, spec: te_llama.DecoderSizes, num_shards: int) -> None:
     """Raise `UserError` where options cannot take effect with this decoder, split over `num_shards` GPUs."""
     if config.parallel.context_parallel_size > 1 and any(window is not None for window in spec.windows):
         raise UserError("--context_parallel_size cannot go with sliding-window attention (config.json); drop it.")

@@ -307,7 +307,7 @@ def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path, use_te)
         assert torch.equal(model.lm_head.weight, expected)
         if use_te:
             stored = weights_of(ModelConfig(model_name=str(tmp_path / "changed")))
-            check_weights(model, stored, torch.Tensor.detach, te_llama.parameter_map(te_llama.spec_of(model)))
+            check_weights(model, stored, torch.Tensor.detach, te_llama.parameter_map(model))
 
 
 @pytest.mark.parametrize("family", EXPERTS)
