@@ -1,8 +1,11 @@
-"""Llama, Qwen2/2.5, Qwen3 and Mistral with decoder layers made of Transformer Engine (TE) modules.
+"""Llama, Mistral, Qwen2/2.5, Qwen3 and Gemma 3 with decoder layers made of Transformer Engine (TE) modules.
 
 What: `build_te_model(config, ...)` returns Hugging Face's own `LlamaForCausalLM` (or `Qwen2ForCausalLM`, ...) with its
-decoder layers, final norm and rotary table replaced. Embedding, `lm_head`, `generate`, `save_pretrained` and PEFT stay
-Hugging Face's.
+decoder layers, rotary table and, but for Gemma, final norm replaced. Embedding, `lm_head`, `generate`,
+`save_pretrained` and PEFT stay Hugging Face's.
+
+A decoder is described layer by layer: a family is one function from its config to a `LayerSpec` for each layer, or None
+where Hugging Face's own layer stays (`FAMILIES`). This is a Llama's layer:
 
     hidden [B, S, h]
       ├─ LayerNormLinear    RMSNorm + one fused QKV GEMM -> [B, S, (heads + 2 * kv_heads) * head_dim]
@@ -14,6 +17,8 @@ Hugging Face's.
       ├─ LayerNormMLP       RMSNorm + fc1 (gate, then up) + SwiGLU + fc2; the backward pass of SwiGLU and the cast to
       │                     fp8 are one kernel (`llm_fp8.kernels.swiglu`)
       └─ + residual
+
+Gemma 3 has GeGLU, norms of gain 1 + w, two more of them before the residuals are added, and two rotary tables.
 
 Why: TE's fused modules quantise an activation once per group of GEMMs, keep the norm next to the cast, and have fp8
 kernels for fprop, dgrad and wgrad. This file chooses no precision: under `te.autocast` the same modules run in
@@ -29,7 +34,7 @@ Attention takes one of four forms:
   Slower; training never takes it.
 
 `parameter_map` declares how the two layouts correspond: every TE tensor is one or more Hugging Face tensors stacked
-along dim 0. Conversion is slicing, exact in both directions, and needs no TE and no GPU.
+along dim 0. Conversion is slicing, exact in both directions, and needs no GPU.
 
 Sources: TE 2.20 (`LayerNormLinear`, `LayerNormMLP`, `DotProductAttention`, `apply_rotary_pos_emb`); transformers 5
 (`modeling_llama.py` and its siblings) for the architecture and the rotary frequencies.
@@ -94,13 +99,18 @@ class Part:
 def num_positions(config: Any) -> int | None:
     """How many positions a language model's config allows: max_position_embeddings, or what RoPE's scaling makes of the
     length before it (`factor` times), if that is more; None where it states no limit. A dynamic scaling allows no more:
-    its frequencies would depend on the longest sequence so far.
+    its frequencies would depend on the longest sequence so far. Where layers differ in their table, the length before
+    it is known only if the config states it: Gemma 3's max_position_embeddings is the one after it.
     """
     limit: int | None = getattr(config, "max_position_embeddings", None)
-    scalings = [part for part in rope_tables(config) if part.get("factor") and part.get("rope_type") != "dynamic"]
     if limit is None:
         return None
-    return max(limit, *(int(s["factor"] * (s.get("original_max_position_embeddings") or limit)) for s in scalings), 0)
+    limits, of_all = [limit], getattr(config, "rope_parameters", None)
+    for table in rope_tables(config):
+        before = table.get("original_max_position_embeddings") or (limit if table is of_all else 0)
+        if table.get("rope_type") != "dynamic":
+            limits.append(int((table.get("factor") or 0) * before))
+    return max(limits)
 
 
 def rope_tables(config: Any) -> list[dict[str, Any]]:
@@ -111,7 +121,7 @@ def rope_tables(config: Any) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """The sizes (numbers of elements) and features of one decoder layer."""
+    """The sizes (numbers of elements) and features of one TE decoder layer."""
 
     hidden_size: int
     intermediate_size: int
@@ -449,7 +459,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         self.num_key_value_groups = spec.num_heads // spec.num_kv_heads
         self.is_causal = True
         self.softmax_scale = softmax_scale
-        self.angles: Tensor | None = None
+        self.angles: Tensor | None = None  # read where the model passes cos and sin for Hugging Face's layers
         self.context_size, self.context_rank = 1, 0
         # By name: TE compares it with "meta", which a torch.device never equals, to leave parameters without memory.
         shared: dict[str, Any] = {"params_dtype": dtype, "device": str(device)}
@@ -626,7 +636,9 @@ def _te_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         base.save_pretrained(self, save_directory, state_dict=state_dict, **kwargs)
 
     return type(
-        base.__name__, (base,), {"__doc__": base.__doc__, "__module__": __name__, "save_pretrained": save_pretrained}
+        base.__name__,
+        (base,),
+        {"__doc__": base.__doc__, "__module__": base.__module__, "save_pretrained": save_pretrained},
     )
 
 
@@ -642,8 +654,9 @@ def build_te_model(
     """A Hugging Face causal LM with TE decoder layers; its parameters of `dtype` on `device` are not yet filled.
 
     On "meta" the parameters have no memory; the rotary table is on `table_device` (default: `device`). For
-    `unfused_mlp` see `LayerSpec`. Fill the parameters with `llm_fp8.models.weights.fill_weights` or
-    `llm_fp8.models.weight_shards.initialize_shards_`. Raises `UnsupportedArchitecture`.
+    `unfused_mlp` see `LayerSpec`; `from_config` makes the Hugging Face model. Fill the parameters with
+    `llm_fp8.models.weights.fill_weights` or `llm_fp8.models.weight_shards.initialize_shards_`. Raises
+    `UnsupportedArchitecture`.
     """
     import transformer_engine.pytorch as te
 

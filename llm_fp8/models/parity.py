@@ -170,6 +170,11 @@ def compare_layers(
         if layer == 0:  # the embedding has its weights when the first layer has
             hidden = F.embedding(input_ids, full_tensor(embedding.weight).to(dtype))
             hidden = hidden * getattr(embedding, "embed_scale", 1)
+        if not isinstance(own, te_llama.TEDecoderLayer):  # it is Hugging Face's
+            reference: Any = _one_layer_model(decoder.config, layer, dtype, hidden.device)
+            reference.layers[0].load_state_dict({name: full_tensor(p) for name, p in own.named_parameters()})
+            hidden = _run(reference, hidden, torch.zeros_like(hidden), position_ids=position_ids)[0]["output"]
+            continue
         spec = dataclasses.replace(own.spec, attention_dropout=0.0)
         parts = te_llama.layer_map(spec)
         weights = {name: full_tensor(own.get_parameter(name)) for name in parts}
@@ -190,7 +195,7 @@ def compare_layers(
             results, gradients = _run(reference, hidden.to(kind), gradient.to(kind), position_ids=position_ids)
             of_layer = {name.removeprefix("layers.0."): value for name, value in gradients.items()}
             hf[kind] = results | _joined(parts, of_layer)
-            inputs = {"position_embeddings": decoder.rotary_emb(layer_type=spec.rope), **documents}
+            inputs = {"position_embeddings": own.angles, **documents}
             results, gradients = _run(te_layer, hidden.to(kind), gradient.to(kind), **inputs)
             te[kind] = results | _joined(parts, te_llama.in_hf_layout(parts, gradients))
         for name, exact in hf[torch.float32].items():

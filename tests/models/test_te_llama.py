@@ -8,9 +8,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import te_llama
 from llm_fp8.models import ARCHITECTURES, bundled_architectures
+from llm_fp8.models.parity import check_parity
 from llm_fp8.models.weight_shards import LocalShard
 from llm_fp8.models.weights import StoredCheckpoint, fill_weights
 from te_llama import UnsupportedArchitecture, build_te_model, in_hf_layout, layer_specs, parameter_map
+from tests.support.batches import S, packed_batch
 from tests.support.families import FAMILIES, family_config
 from tests.support.stand_in_te import install_stand_in
 
@@ -157,8 +159,9 @@ def te_and_hf(folder, family, **layers):
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2 if parameter.ndim == 1 else 0.1)
     hf.save_pretrained(folder)
     te = build_te_model(config, torch.float32, "cpu", **layers)
-    fill_weights(te, StoredCheckpoint([folder / "model.safetensors"], config))
-    return te, hf
+    stored = StoredCheckpoint([folder / "model.safetensors"], config)
+    fill_weights(te, stored)
+    return te, hf, stored
 
 
 def logits_and_gradients(model, ids, bounds, **arguments):
@@ -186,7 +189,7 @@ WITH_FEATURES = [
 @pytest.mark.parametrize("family", WITH_FEATURES)
 def test_packed_documents_are_hugging_faces_alone_and_an_export_its_checkpoint(tmp_path, family, unfused_mlp):
     """Logits and every gradient, with documents on both sides of the window; then the general form and the files."""
-    te, hf = te_and_hf(tmp_path / "source", family, unfused_mlp=unfused_mlp)
+    te, hf, _ = te_and_hf(tmp_path / "source", family, unfused_mlp=unfused_mlp)
     ids = torch.randint(3, 1024, (1, 90), generator=torch.Generator().manual_seed(1))
     bounds = [0, 17, 30, 90]
     documents = dict(cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32), max_length_q=60, attention_mask=NO_MASK)
@@ -214,13 +217,15 @@ def test_a_layer_without_a_spec_stays_hugging_faces(tmp_path, family, monkeypatc
         return tuple(spec if layer % 2 else None for layer, spec in enumerate(of_family(config)))
 
     monkeypatch.setitem(te_llama.FAMILIES, family_config(family).model_type, only_some)
-    te, hf = te_and_hf(tmp_path, family)
+    te, hf, stored = te_and_hf(tmp_path, family)
     kinds = [isinstance(layer, te_llama.TEDecoderLayer) for layer in te.model.layers]
     assert kinds == [False, True, False, True]
     ids = torch.randint(3, 1024, (2, 40), generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(te(ids).logits, hf(ids).logits, rtol=1e-5, atol=1e-5)
     weights = in_hf_layout(parameter_map(te), dict(te.named_parameters()))
     assert weights.keys() == dict(hf.named_parameters()).keys()
+    figures = check_parity(te, te.model.layers, packed_batch("cpu"), S, torch.float32, stored)
+    assert f"{len(weights)} stored tensors" in figures and "of 2 layers" in figures
 
 
 def test_a_model_says_what_its_norms_begin_with():

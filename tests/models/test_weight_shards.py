@@ -204,9 +204,10 @@ def load_and_export_te(rank: int, name: str, out: str) -> dict[str, torch.Tensor
 
 
 @pytest.mark.slow
-def test_fused_parameters_are_filled_from_several_tensors(tmp_path):
+@pytest.mark.parametrize("family", ["qwen2_qkv_bias_tied", "gemma3_text"])
+def test_fused_parameters_are_filled_from_several_tensors(tmp_path, family):
     torch.manual_seed(0)
-    hf_config = family_config("qwen2_qkv_bias_tied", hidden_size=128, intermediate_size=256)
+    hf_config = family_config(family, hidden_size=128, intermediate_size=256)
     written = AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16)
     with torch.no_grad():
         for parameter in written.parameters():
