@@ -147,7 +147,7 @@ class LayerSpec:
     attention_norms: tuple[str, str | None] = ("input_layernorm", None)
     """Hugging Face's names of the norms before and after attention; None where there is none."""
     mlp_norms: tuple[str, str | None] = ("post_attention_layernorm", None)
-    """The same of the MLP."""
+    """Hugging Face's names of the norms before and after the MLP."""
     unfused_mlp: bool = False
     """fc1 and fc2 are separate modules, so that adapters reach what lies between them; slower than LayerNormMLP."""
 
@@ -347,8 +347,8 @@ def parameter_map(model: nn.Module) -> dict[str, tuple[Part, ...]]:
             }
     entries: dict[str, tuple[Part, ...]] = {}
     for name, parameter in model.named_parameters():
-        of_layer = next((entries for prefix, entries in maps.items() if name.startswith(prefix)), None)
-        entries |= of_layer or {name: stacked((name, tuple(parameter.shape)))}
+        layer_entries = next((of_layer for prefix, of_layer in maps.items() if name.startswith(prefix)), None)
+        entries |= layer_entries or {name: stacked((name, tuple(parameter.shape)))}
     return entries
 
 

@@ -295,6 +295,8 @@ class RunSize:
         """
         casts = self.optimizer == "adamw_fp32" and not self.sharded and not self.config.model.use_te
         eager = self.config.model.attn_implementation == "eager"
+        if self.sizes is not None and self.sizes.zero_centered_gain and not self.config.model.use_te:
+            return False  # transformers computes these norms in fp32 and keeps what they computed
         return not (casts or eager or self.recipe in ("no", "fp16") or self.mode.startswith("deepspeed"))
 
     @property

@@ -193,9 +193,9 @@ def test_packed_documents_are_hugging_faces_alone_and_an_export_its_checkpoint(t
     ids = torch.randint(3, 1024, (1, 90), generator=torch.Generator().manual_seed(1))
     bounds = [0, 17, 30, 90]
     documents = dict(cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32), max_length_q=60, attention_mask=NO_MASK)
-    found, gradients = logits_and_gradients(te, ids, bounds, **documents)
+    logits, gradients = logits_and_gradients(te, ids, bounds, **documents)
     alone = [logits_and_gradients(hf, ids[:, a:b], [0, b - a]) for a, b in zip(bounds, bounds[1:], strict=False)]
-    torch.testing.assert_close(found, torch.cat([logits for logits, _ in alone]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits, torch.cat([of_one for of_one, _ in alone]), rtol=1e-5, atol=1e-5)
     for name, gradient in in_hf_layout(parameter_map(te), gradients).items():
         expected = sum(of_document[name] for _, of_document in alone)
         assert (gradient - expected).norm() <= 2e-5 * expected.norm(), name
@@ -229,8 +229,11 @@ def test_a_layer_without_a_spec_stays_hugging_faces(tmp_path, family, monkeypatc
 
 
 def test_a_model_says_what_its_norms_begin_with():
-    """As Hugging Face's own random weights do."""
+    """Hugging Face's random weights begin with it too."""
     for family in FAMILIES:
-        config = family_config(family)
-        hf = AutoModelForCausalLM.from_config(config)
-        assert torch.all(hf.model.norm.weight == te_llama.initial_gain(config)), family
+        config = family_config(family, hidden_size=64, intermediate_size=96)
+        hf, te = AutoModelForCausalLM.from_config(config), build_te_model(config, torch.float32, "cpu")
+        fill_weights(te, None)
+        weights = in_hf_layout(parameter_map(te), dict(te.named_parameters()))
+        for name, parameter in hf.named_parameters():
+            assert parameter.ndim > 1 or torch.equal(weights[name], parameter), f"{family} {name}"
