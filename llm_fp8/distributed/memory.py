@@ -49,6 +49,7 @@ from llm_fp8.distributed.sharding_mode import (
     state_bytes,
 )
 from llm_fp8.kernels.cross_entropy import default_chunk_tokens
+from llm_fp8.models.source import text_config
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, OptimizerKind
 from llm_fp8.utils.errors import UserError
@@ -234,7 +235,7 @@ class RunSize:
         state += (-1 if self.adapted else 1) * fp8_weights / num_gpus
         if mode == "fsdp_grad":
             state -= (_BF16 - 1) * fp8_weights  # unsharded ones in one byte
-        state += _FP32 * (te_llama.num_positions(self.hf_config) or 0) * spec.head_dim  # RoPE's angles
+        state += _FP32 * (te_llama.num_positions(text_config(self.hf_config)) or 0) * spec.head_dim  # RoPE's angles
         gathered = outermost + (1 if fp8_weights else _BF16) * layer_linear if mode == "fsdp_full" else 0.0
 
         graphs = config.model.cuda_graphs
@@ -325,7 +326,7 @@ class RunSize:
             cuts = {resumed_rows: cuts[resumed_rows]}
         run, shares = self, [self.config.model.gradient_checkpointing]
         if shares == ["auto"]:
-            layers = self.hf_config.num_hidden_layers
+            layers = text_config(self.hf_config).num_hidden_layers
             shares = [round(number / layers, 4) for number in range(layers + 1)]
         for share, rows in itertools.product(shares, cuts):
             options = {"batch_size": rows, "gradient_accumulation_steps": cuts[rows], "gradient_checkpointing": share}
@@ -398,7 +399,7 @@ def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None)
         needed = f"{found.needed_gib:.1f} of the GPU's {gpu_gib:.1f} GiB: it may be slow, or run out of memory."
         notes.append(f"WARNING: a step is estimated to take {needed}{_suggestions(run, gpu_gib)}")
     if recomputes:
-        layers = run.hf_config.num_hidden_layers
+        layers = text_config(run.hf_config).num_hidden_layers
         recomputed = len(recomputed_layers(run.config.model.gradient_checkpointing, layers))
         bound = "" if run.spec else "at most "
         gib = f"{bound}{run.estimate(upper_bound=True).total_gib:.1f} of {gpu_gib:.1f} GiB"
