@@ -1,8 +1,11 @@
-"""Llama, Qwen2/2.5, Qwen3 and Mistral with decoder layers made of Transformer Engine (TE) modules.
+"""Llama, Mistral, Qwen2/2.5, Qwen3 and Gemma 3 with decoder layers made of Transformer Engine (TE) modules.
 
 What: `build_te_model(config, ...)` returns Hugging Face's own `LlamaForCausalLM` (or `Qwen2ForCausalLM`, ...) with its
-decoder layers, final norm and rotary table replaced. Embedding, `lm_head`, `generate`, `save_pretrained` and PEFT stay
-Hugging Face's.
+decoder layers, rotary table and, but for Gemma, final norm replaced. Embedding, `lm_head`, `generate`,
+`save_pretrained` and PEFT stay Hugging Face's.
+
+A decoder is described layer by layer: a family is one function from its config to a `LayerSpec` for each layer, or None
+where Hugging Face's own layer stays (`FAMILIES`). This is a Llama's layer:
 
     hidden [B, S, h]
       ├─ LayerNormLinear    RMSNorm + one fused QKV GEMM -> [B, S, (heads + 2 * kv_heads) * head_dim]
@@ -14,6 +17,8 @@ Hugging Face's.
       ├─ LayerNormMLP       RMSNorm + fc1 (gate, then up) + SwiGLU + fc2; the backward pass of SwiGLU and the cast to
       │                     fp8 are one kernel (`llm_fp8.kernels.swiglu`)
       └─ + residual
+
+Gemma 3 has GeGLU, norms of gain 1 + w, two more of them before the residuals are added, and two rotary tables.
 
 Why: TE's fused modules quantise an activation once per group of GEMMs, keep the norm next to the cast, and have fp8
 kernels for fprop, dgrad and wgrad. This file chooses no precision: under `te.autocast` the same modules run in
@@ -29,7 +34,7 @@ Attention takes one of four forms:
   Slower; training never takes it.
 
 `parameter_map` declares how the two layouts correspond: every TE tensor is one or more Hugging Face tensors stacked
-along dim 0. Conversion is slicing, exact in both directions, and needs no TE and no GPU.
+along dim 0. Conversion is slicing, exact in both directions, and needs no GPU.
 
 Sources: TE 2.20 (`LayerNormLinear`, `LayerNormMLP`, `DotProductAttention`, `apply_rotary_pos_emb`); transformers 5
 (`modeling_llama.py` and its siblings) for the architecture and the rotary frequencies.
@@ -39,11 +44,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -51,8 +57,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from llm_fp8.kernels.swiglu import fuse_swiglu_backward
+from llm_fp8.utils.torch_internals import materialize_
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
+"""Hugging Face's activation of the gate -> Transformer Engine's of the whole."""
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """RoPE types whose frequencies do not depend on the sequence length; one table serves the whole run."""
 
@@ -90,13 +98,18 @@ class Part:
 def num_positions(config: Any) -> int | None:
     """How many positions a language model's config allows: max_position_embeddings, or what RoPE's scaling makes of the
     length before it (`factor` times), if that is more; None where it states no limit. A dynamic scaling allows no more:
-    its frequencies would depend on the longest sequence so far.
+    its frequencies would depend on the longest sequence so far. Where layers differ in their table, the length before
+    it is known only if the config states it: Gemma 3's max_position_embeddings is the one after it.
     """
     limit: int | None = getattr(config, "max_position_embeddings", None)
-    scalings = [part for part in rope_tables(config) if part.get("factor") and part.get("rope_type") != "dynamic"]
     if limit is None:
         return None
-    return max(limit, *(int(s["factor"] * (s.get("original_max_position_embeddings") or limit)) for s in scalings), 0)
+    limits, of_all = [limit], getattr(config, "rope_parameters", None)
+    for table in rope_tables(config):
+        before = table.get("original_max_position_embeddings") or (limit if table is of_all else 0)
+        if table.get("rope_type") != "dynamic":
+            limits.append(int((table.get("factor") or 0) * before))
+    return max(limits)
 
 
 def rope_tables(config: Any) -> list[dict[str, Any]]:
@@ -105,26 +118,35 @@ def rope_tables(config: Any) -> list[dict[str, Any]]:
     return [part for part in (given, *given.values()) if isinstance(part, dict)]
 
 
-@dataclass(frozen=True)
-class DecoderSpec:
-    """The sizes (numbers of elements) and features of a decoder, read from a Hugging Face config."""
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """The sizes (numbers of elements) and features of one TE decoder layer."""
 
     hidden_size: int
     intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    vocab_size: int
     norm_eps: float
-    attention_dropout: float
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    tied_embeddings: bool
-    windows: tuple[int | None, ...]
-    """Per layer: number of most recent positions attended to, itself included; None for all."""
+    attention_scale: float
+    """Factor of q k before the softmax, without the one of YaRN's table."""
+    attention_dropout: float = 0.0
+    window: int | None = None
+    """Number of most recent positions attended to, itself included; None for all."""
+    rope: str | None = None
+    """The RoPE table, by the type of layers that has it; None where all layers have one."""
+    activation: str = "swiglu"
+    """Transformer Engine's name: "swiglu", or "geglu" with the tanh form of GELU."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    zero_centered_gain: bool = False
+    """Every norm scales by 1 + weight, not by its weight."""
+    attention_norms: tuple[str, str | None] = ("input_layernorm", None)
+    """Hugging Face's names of the norms before and after attention; None where there is none."""
+    mlp_norms: tuple[str, str | None] = ("post_attention_layernorm", None)
+    """Hugging Face's names of the norms before and after the MLP."""
     unfused_mlp: bool = False
     """fc1 and fc2 are separate modules, so that adapters reach what lies between them; slower than LayerNormMLP."""
 
@@ -138,52 +160,123 @@ class DecoderSpec:
         """Output features of the key projection, and of the value projection."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def norm_options(self) -> dict[str, Any]:
+        """Arguments of Transformer Engine's modules with a norm."""
+        return {"eps": self.norm_eps} | ({"zero_centered_gamma": True} if self.zero_centered_gain else {})
 
-def decoder_spec(config: PretrainedConfig, unfused_mlp: bool = False) -> DecoderSpec:
-    """Read a `DecoderSpec` from a Hugging Face config; raises `UnsupportedArchitecture` on what TE cannot express."""
-    if config.model_type not in SUPPORTED_MODEL_TYPES:
-        raise UnsupportedArchitecture(
-            f"model_type '{config.model_type}' has no TE decoder here (it exists for "
-            f"{', '.join(SUPPORTED_MODEL_TYPES)})"
-        )
-    if config.hidden_act != "silu":
-        raise UnsupportedArchitecture(f"hidden_act '{config.hidden_act}' is not SwiGLU's 'silu'")
-    rope_type = config.rope_parameters.get("rope_type", "default")
-    if rope_type not in STATIC_ROPE_TYPES:
-        raise UnsupportedArchitecture(
-            f"rope_type '{rope_type}' depends on the sequence length at run time (supported: "
-            f"{', '.join(STATIC_ROPE_TYPES)})"
-        )
-    attention_bias = bool(getattr(config, "attention_bias", False))
-    return DecoderSpec(
+
+LayerSpecs: TypeAlias = tuple[LayerSpec | None, ...]
+"""A decoder, layer by layer; None keeps Hugging Face's own layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSizes(LayerSpec):
+    """A whole decoder where its memory is counted: its largest layer stands for all."""
+
+    windows: tuple[int | None, ...]
+    vocab_size: int
+    tied_embeddings: bool
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.windows)
+
+
+def _llama(config: Any, **features: Any) -> LayerSpecs:
+    """Llama and Mistral; `features` are what another family has besides."""
+    hidden_act = getattr(config, "hidden_activation", None) or config.hidden_act
+    if hidden_act not in ACTIVATIONS:
+        raise UnsupportedArchitecture(f"hidden_act '{hidden_act}' is none of {', '.join(ACTIVATIONS)}")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    bias = bool(getattr(config, "attention_bias", False))
+    common: dict[str, Any] = dict(
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
-        num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        vocab_size=config.vocab_size,
+        head_dim=head_dim,
         norm_eps=config.rms_norm_eps,
+        attention_scale=1 / math.sqrt(head_dim),
         attention_dropout=config.attention_dropout,
-        # Qwen2 and Qwen2.5 have biases on q, k and v only, without a config entry for them.
-        qkv_bias=config.model_type == "qwen2" or attention_bias,
-        output_bias=config.model_type != "qwen2" and attention_bias,
+        activation=ACTIVATIONS[hidden_act],
+        qkv_bias=bias,
+        output_bias=bias,
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
-        qk_norm=config.model_type == "qwen3",
+    )
+    common |= features
+    return tuple(LayerSpec(window=_window(config, layer), **common) for layer in range(config.num_hidden_layers))
+
+
+def _qwen2(config: Any) -> LayerSpecs:
+    """Qwen2 and Qwen2.5, with biases on q, k and v only, which no entry of the config says."""
+    return _llama(config, qkv_bias=True, output_bias=False)
+
+
+def _qwen3(config: Any) -> LayerSpecs:
+    """Qwen3, which normalises every q and k head."""
+    return _llama(config, qk_norm=True)
+
+
+def _gemma3(config: Any) -> LayerSpecs:
+    """Gemma 3: four norms of gain 1 + w, GeGLU, and a RoPE table for each of its two types of layers."""
+    for entry in ("attn_logit_softcapping", "use_bidirectional_attention"):
+        if getattr(config, entry, None):
+            raise UnsupportedArchitecture(f"{entry} is not in Transformer Engine's attention")
+    specs = _llama(
+        config,
+        qk_norm=True,
+        zero_centered_gain=True,
+        attention_norms=("input_layernorm", "post_attention_layernorm"),
+        mlp_norms=("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+        attention_scale=1 / math.sqrt(config.query_pre_attn_scalar),
+    )
+    return tuple(replace(spec, rope=kind) for spec, kind in zip(specs, config.layer_types, strict=True) if spec)
+
+
+FAMILIES: dict[str, Callable[[Any], LayerSpecs]] = {
+    "llama": _llama,
+    "mistral": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma3": _gemma3,
+    "gemma3_text": _gemma3,
+}
+"""model_type -> the function from the config of its language model to its layers."""
+
+
+def layer_specs(config: PretrainedConfig, unfused_mlp: bool = False) -> LayerSpecs:
+    """Read the layers from a Hugging Face config; raises `UnsupportedArchitecture` on what TE cannot express."""
+    if config.model_type not in FAMILIES:
+        raise UnsupportedArchitecture(
+            f"model_type '{config.model_type}' has no TE decoder here (it exists for {', '.join(FAMILIES)})"
+        )
+    decoder = config.get_text_config(decoder=True)
+    for table in rope_tables(decoder):
+        if (rope_type := table.get("rope_type", "default")) not in STATIC_ROPE_TYPES:
+            raise UnsupportedArchitecture(
+                f"rope_type '{rope_type}' depends on the sequence length at run time (supported: "
+                f"{', '.join(STATIC_ROPE_TYPES)})"
+            )
+    specs = FAMILIES[config.model_type](decoder)
+    return tuple(spec and replace(spec, unfused_mlp=unfused_mlp) for spec in specs)
+
+
+def decoder_sizes(config: PretrainedConfig) -> DecoderSizes:
+    """The sizes of a whole decoder; raises as `layer_specs` does."""
+    specs, decoder = layer_specs(config), config.get_text_config(decoder=True)
+    largest = max(filter(None, specs), key=lambda spec: spec.intermediate_size)
+    return DecoderSizes(
+        **vars(largest),
+        windows=tuple(None if spec is None else spec.window for spec in specs),
+        vocab_size=decoder.vocab_size,
         tied_embeddings=bool(config.tie_word_embeddings),
-        windows=tuple(_window(config, layer) for layer in range(config.num_hidden_layers)),
-        unfused_mlp=unfused_mlp,
     )
 
 
-def spec_of(model: PreTrainedModel) -> DecoderSpec:
-    """The spec with which `build_te_model` built this model."""
-    layer: Any = model.model.layers[0]
-    return layer.spec
-
-
 def _window(config: PretrainedConfig, layer: int) -> int | None:
-    """The sliding window of a layer: Mistral has one for all layers, Qwen one per entry of `layer_types`."""
+    """The sliding window of a layer: Mistral has one for all layers, others one per entry of `layer_types`."""
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None and layer_types[layer] != "sliding_attention":
@@ -200,12 +293,12 @@ def stacked(*tensors: tuple[str, tuple[int, ...]]) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def layer_map(spec: DecoderSpec) -> dict[str, tuple[Part, ...]]:
-    """`parameter_map` of one decoder layer, by the names inside the layer."""
+def layer_map(spec: LayerSpec) -> dict[str, tuple[Part, ...]]:
+    """`parameter_map` of one TE decoder layer, by the names inside the layer."""
     h, ffn, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
     attention = {"q": (q, h), "k": (kv, h), "v": (kv, h)}
     entries = {
-        "qkv.layer_norm_weight": stacked(("input_layernorm.weight", (h,))),
+        "qkv.layer_norm_weight": stacked((f"{spec.attention_norms[0]}.weight", (h,))),
         "qkv.weight": stacked(*((f"self_attn.{name}_proj.weight", shape) for name, shape in attention.items())),
     }
     if spec.qkv_bias:
@@ -218,36 +311,40 @@ def layer_map(spec: DecoderSpec) -> dict[str, tuple[Part, ...]]:
     if spec.output_bias:
         entries["output.bias"] = stacked(("self_attn.o_proj.bias", (h,)))
     norm, fc1, fc2 = ("mlp.fc1.", "mlp.fc1.", "mlp.fc2.") if spec.unfused_mlp else ("mlp.", "mlp.fc1_", "mlp.fc2_")
-    entries[f"{norm}layer_norm_weight"] = stacked(("post_attention_layernorm.weight", (h,)))
-    # TE's SwiGLU applies SiLU to the first half of fc1.
+    entries[f"{norm}layer_norm_weight"] = stacked((f"{spec.mlp_norms[0]}.weight", (h,)))
+    # TE's SwiGLU and GeGLU apply the activation to the first half of fc1.
     entries[f"{fc1}weight"] = stacked(("mlp.gate_proj.weight", (ffn, h)), ("mlp.up_proj.weight", (ffn, h)))
     entries[f"{fc2}weight"] = stacked(("mlp.down_proj.weight", (h, ffn)))
     if spec.mlp_bias:
         entries[f"{fc1}bias"] = stacked(("mlp.gate_proj.bias", (ffn,)), ("mlp.up_proj.bias", (ffn,)))
         entries[f"{fc2}bias"] = stacked(("mlp.down_proj.bias", (h,)))
+    for name, (_, hf_name) in {"output_norm": spec.attention_norms, "mlp_norm": spec.mlp_norms}.items():
+        if hf_name:
+            entries[f"{name}.weight"] = stacked((f"{hf_name}.weight", (h,)))
     return entries
 
 
-def parameter_map(spec: DecoderSpec) -> dict[str, tuple[Part, ...]]:
-    """TE parameter name -> the Hugging Face tensors it is made of, stacked along dim 0 in this order.
+def parameter_map(model: nn.Module) -> dict[str, tuple[Part, ...]]:
+    """Parameter name -> the Hugging Face tensors it is made of, stacked along dim 0 in this order.
 
-    Complete for the `*ForCausalLM`: parameters outside the decoder layers map to themselves. A tied
+    Complete: parameters outside of TE layers map to themselves, and adapters inside of them are left out. A tied
     `lm_head.weight` is the embedding and has no entry.
     """
-    matrix = (spec.vocab_size, spec.hidden_size)
-    entries = {"model.embed_tokens.weight": stacked(("model.embed_tokens.weight", matrix))}
-    of_layer = layer_map(spec)
-    for layer in range(spec.num_layers):
-        prefix = f"model.layers.{layer}."
-        for name, parts in of_layer.items():
-            entries[prefix + name] = tuple(replace(part, hf_name=prefix + part.hf_name) for part in parts)
-    entries["model.norm.weight"] = stacked(("model.norm.weight", (spec.hidden_size,)))
-    if not spec.tied_embeddings:
-        entries["lm_head.weight"] = stacked(("lm_head.weight", matrix))
+    maps: dict[str, dict[str, tuple[Part, ...]]] = {}
+    for layer, module in model.named_modules():
+        if isinstance(module, TEDecoderLayer):
+            maps[f"{layer}."] = {
+                f"{layer}.{name}": tuple(replace(part, hf_name=f"{layer}.{part.hf_name}") for part in parts)
+                for name, parts in layer_map(module.spec).items()
+            }
+    entries: dict[str, tuple[Part, ...]] = {}
+    for name, parameter in model.named_parameters():
+        layer_entries = next((of_layer for prefix, of_layer in maps.items() if name.startswith(prefix)), None)
+        entries |= layer_entries or {name: stacked((name, tuple(parameter.shape)))}
     return entries
 
 
-def layer_weight_shapes(spec: DecoderSpec) -> tuple[tuple[int, int], ...]:
+def layer_weight_shapes(spec: LayerSpec) -> tuple[tuple[int, int], ...]:
     """[rows, columns] of the linear weights of a TE decoder layer."""
     matrices = [parts for parts in layer_map(spec).values() if len(parts[0].shape) == 2]
     return tuple((parts[-1].stop, parts[0].shape[1]) for parts in matrices)
@@ -266,9 +363,9 @@ def in_hf_layout(entries: Mapping[str, tuple[Part, ...]], te_tensors: Mapping[st
 
 
 class RotaryTable(nn.Module):
-    """RoPE angles of every position in Hugging Face's frequencies, shared by all layers.
+    """RoPE angles of every position in Hugging Face's frequencies, shared by all layers, or by those of a type.
 
-    `forward` returns `angles` fp32 [max_positions, 1, 1, rotary_dim] (frequencies repeated for both halves), the layout
+    `forward` returns angles fp32 [max_positions, 1, 1, rotary_dim] (frequencies repeated for both halves), the layout
     of TE's fused kernel. YaRN also scales cos and sin by `attention_scaling` a; since (a q)(a k) = a² q k, the softmax
     scale takes the factor a² instead.
     """
@@ -277,53 +374,60 @@ class RotaryTable(nn.Module):
         super().__init__()
         with torch.device("cpu"):
             reference: Any = hf_rotary_class(config)
-        self.attention_scaling = float(reference.attention_scaling)
-        frequencies = reference.inv_freq.float()
         positions = torch.arange(num_positions(config) or 0, dtype=torch.float32)
-        angles = torch.outer(positions, frequencies)
-        self.angles: Tensor
-        # A plain attribute, not a buffer: a cast of the model to bf16 must not touch it.
-        self.angles = torch.cat((angles, angles), dim=-1)[:, None, None, :].to(device)
+        self.attention_scaling: dict[str | None, float] = {}
+        # A plain attribute, not buffers: a cast of the model to bf16 must not touch it.
+        self.angles: dict[str | None, Tensor] = {}
+        for layer_type in getattr(reference, "layer_types", [None]):
+            prefix = f"{layer_type}_" if layer_type else ""
+            self.attention_scaling[layer_type] = float(getattr(reference, f"{prefix}attention_scaling"))
+            angles = torch.outer(positions, getattr(reference, f"{prefix}inv_freq").float())
+            self.angles[layer_type] = torch.cat((angles, angles), dim=-1)[:, None, None, :].to(device)
 
-    def forward(self, hidden: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """The table; the arguments are those Hugging Face passes."""
-        return self.angles
+    def forward(
+        self, hidden: Tensor | None = None, position_ids: Tensor | None = None, layer_type: str | None = None
+    ) -> Tensor:
+        """The table of layers of this type; the arguments are those Hugging Face passes."""
+        return self.angles[layer_type]
 
 
-class _SwiGLU(torch.autograd.Function):
-    """TE's fused kernels: fc1's output [tokens, 2 * ffn] (gate, then up) -> SiLU(gate) * up [tokens, ffn]."""
+class _GatedActivation(torch.autograd.Function):
+    """TE's fused kernels: fc1's output [tokens, 2 * ffn] (gate, then up) -> activation(gate) * up [tokens, ffn]."""
 
     @staticmethod
-    def forward(ctx: Any, gate_and_up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_and_up: Tensor, name: str) -> Tensor:
         import transformer_engine_torch as tex
 
+        ctx.name = name
         ctx.save_for_backward(gate_and_up)
-        return tex.swiglu(gate_and_up, None)
+        return getattr(tex, name)(gate_and_up, None)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         import transformer_engine_torch as tex
 
-        return tex.dswiglu(gradient.contiguous(), *ctx.saved_tensors, None)
+        return getattr(tex, f"d{ctx.name}")(gradient.contiguous(), *ctx.saved_tensors, None), None
 
 
 class UnfusedMLP(nn.Module):
     """LayerNormMLP with `fc1` and `fc2` as separate modules."""
 
-    def __init__(self, spec: DecoderSpec, **shared: Any) -> None:
+    def __init__(self, spec: LayerSpec, **shared: Any) -> None:
         import transformer_engine.pytorch as te
 
         super().__init__()
         h, ffn = spec.hidden_size, spec.intermediate_size
+        self.activation = spec.activation
         self.fc1 = te.LayerNormLinear(
-            h, 2 * ffn, eps=spec.norm_eps, bias=spec.mlp_bias, normalization="RMSNorm", **shared
+            h, 2 * ffn, bias=spec.mlp_bias, normalization="RMSNorm", **spec.norm_options, **shared
         )
         self.fc2 = te.Linear(ffn, h, bias=spec.mlp_bias, **shared)
 
     def forward(self, hidden_states: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """hidden_states [B, S, h] -> [B, S, h]."""
         gate_and_up = self.fc1(hidden_states, is_first_microbatch=is_first_microbatch)
-        activated = _SwiGLU.apply(gate_and_up.flatten(0, 1)).unflatten(0, gate_and_up.shape[:2])
+        activated = _GatedActivation.apply(gate_and_up.flatten(0, 1), self.activation)
+        activated = activated.unflatten(0, gate_and_up.shape[:2])
         return self.fc2(activated, is_first_microbatch=is_first_microbatch)
 
 
@@ -335,7 +439,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
     """
 
     def __init__(
-        self, spec: DecoderSpec, layer: int, softmax_scale: float, dtype: torch.dtype, device: torch.device
+        self, spec: LayerSpec, layer: int, softmax_scale: float, dtype: torch.dtype, device: torch.device
     ) -> None:
         import transformer_engine.pytorch as te
 
@@ -347,21 +451,21 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         self.num_key_value_groups = spec.num_heads // spec.num_kv_heads
         self.is_causal = True
         self.softmax_scale = softmax_scale
+        self.angles: Tensor | None = None  # read where the model passes cos and sin for Hugging Face's layers
         self.context_size, self.context_rank = 1, 0
         # By name: TE compares it with "meta", which a torch.device never equals, to leave parameters without memory.
         shared: dict[str, Any] = {"params_dtype": dtype, "device": str(device)}
         self.qkv = te.LayerNormLinear(
             spec.hidden_size,
             spec.q_size + 2 * spec.kv_size,
-            eps=spec.norm_eps,
             bias=spec.qkv_bias,
             normalization="RMSNorm",
+            **spec.norm_options,
             **shared,
         )
+        norm = functools.partial(te.RMSNorm, **spec.norm_options, dtype=dtype, device=device)
         if spec.qk_norm:
-            self.q_norm = te.RMSNorm(spec.head_dim, eps=spec.norm_eps, dtype=dtype, device=device)
-            self.k_norm = te.RMSNorm(spec.head_dim, eps=spec.norm_eps, dtype=dtype, device=device)
-        window = spec.windows[layer]
+            self.q_norm, self.k_norm = norm(spec.head_dim), norm(spec.head_dim)
         self.attention = te.DotProductAttention(
             spec.num_heads,
             spec.head_dim,
@@ -369,26 +473,28 @@ class TEDecoderLayer(GradientCheckpointingLayer):
             attention_dropout=spec.attention_dropout,
             qkv_format="bshd",
             attn_mask_type="causal",
-            window_size=(-1, 0) if window is None else (window - 1, 0),
+            window_size=(-1, 0) if spec.window is None else (spec.window - 1, 0),
             softmax_scale=softmax_scale,
             layer_number=layer + 1,
         )
         self.output = te.Linear(spec.q_size, spec.hidden_size, bias=spec.output_bias, **shared)
+        self.output_norm = norm(spec.hidden_size) if spec.attention_norms[1] else None
         self.mlp: nn.Module
         if spec.unfused_mlp:
             self.mlp = UnfusedMLP(spec, **shared)
-            return
-        self.mlp = te.LayerNormMLP(
-            spec.hidden_size,
-            spec.intermediate_size,
-            eps=spec.norm_eps,
-            bias=spec.mlp_bias,
-            normalization="RMSNorm",
-            activation="swiglu",
-            **shared,
-        )
-        if not spec.mlp_bias:
-            fuse_swiglu_backward(self.mlp)
+        else:
+            self.mlp = te.LayerNormMLP(
+                spec.hidden_size,
+                spec.intermediate_size,
+                bias=spec.mlp_bias,
+                normalization="RMSNorm",
+                activation=spec.activation,
+                **spec.norm_options,
+                **shared,
+            )
+            if spec.activation == "swiglu" and not spec.mlp_bias:
+                fuse_swiglu_backward(self.mlp)
+        self.mlp_norm = norm(spec.hidden_size) if spec.mlp_norms[1] else None
 
     def set_context_parallel_group(
         self, group: torch.distributed.ProcessGroup, ranks: list[int], stream: torch.cuda.Stream
@@ -407,23 +513,26 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
-        position_embeddings: Tensor | None = None,
+        position_embeddings: Tensor | tuple[Tensor, Tensor] | None = None,
         cu_seq_lens_q: Tensor | None = None,
         max_length_q: int | None = None,
         **_: Any,
     ) -> Tensor:
         """hidden_states [B, S, h]; `position_embeddings`: the table of `RotaryTable`; for the rest see the module."""
-        assert position_embeddings is not None
+        angles = position_embeddings if isinstance(position_embeddings, Tensor) else self.angles
+        assert angles is not None
         fused = self.qkv(hidden_states, is_first_microbatch=self.is_first_microbatch)
         if cu_seq_lens_q is not None:
-            context = self._documents(fused, position_embeddings, cu_seq_lens_q, max_length_q)
+            context = self._documents(fused, angles, cu_seq_lens_q, max_length_q)
         else:
-            context = self._general(fused, position_embeddings, position_ids, attention_mask, past_key_values)
-        hidden_states = hidden_states + self.output(context, is_first_microbatch=self.is_first_microbatch)
-        return hidden_states + self.mlp(hidden_states, is_first_microbatch=self.is_first_microbatch)
+            context = self._general(fused, angles, position_ids, attention_mask, past_key_values)
+        attended = self.output(context, is_first_microbatch=self.is_first_microbatch)
+        hidden_states = hidden_states + (self.output_norm(attended) if self.output_norm else attended)
+        transformed = self.mlp(hidden_states, is_first_microbatch=self.is_first_microbatch)
+        return hidden_states + (self.mlp_norm(transformed) if self.mlp_norm else transformed)
 
     def _split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Fused projection -> q, k, v [..., heads, d], views; Qwen3 normalises q and k."""
+        """Fused projection -> q, k, v [..., heads, d], views but for the norms of q and k."""
         spec = self.spec
         q, k, v = fused.unflatten(-1, (-1, spec.head_dim)).split(
             (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=-2
@@ -514,12 +623,14 @@ def _te_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
     def save_pretrained(self: Any, save_directory: Any, *, state_dict: Any = None, **kwargs: Any) -> None:
         if state_dict is None:
-            views = in_hf_layout(parameter_map(spec_of(self)), dict(self.named_parameters()))
+            views = in_hf_layout(parameter_map(self), dict(self.named_parameters()))
             state_dict = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in views.items()}
         base.save_pretrained(self, save_directory, state_dict=state_dict, **kwargs)
 
     return type(
-        base.__name__, (base,), {"__doc__": base.__doc__, "__module__": __name__, "save_pretrained": save_pretrained}
+        base.__name__,
+        (base,),
+        {"__doc__": base.__doc__, "__module__": base.__module__, "save_pretrained": save_pretrained},
     )
 
 
@@ -530,32 +641,39 @@ def build_te_model(
     *,
     table_device: torch.device | str | None = None,
     unfused_mlp: bool = False,
+    from_config: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config,
 ) -> PreTrainedModel:
     """A Hugging Face causal LM with TE decoder layers; its parameters of `dtype` on `device` are not yet filled.
 
     On "meta" the parameters have no memory; the rotary table is on `table_device` (default: `device`). For
-    `unfused_mlp` see `DecoderSpec`. Fill the parameters with `llm_fp8.models.fill.fill_weights`. Raises
+    `unfused_mlp` see `LayerSpec`; `from_config` makes the Hugging Face model. Fill the parameters with
+    `llm_fp8.models.fill.fill_weights`. Raises
     `UnsupportedArchitecture`.
     """
     import transformer_engine.pytorch as te
 
-    device = torch.device(device)
-    spec = decoder_spec(config, unfused_mlp)
+    device, specs = torch.device(device), layer_specs(config, unfused_mlp)
     # SDPA for the general form: Hugging Face then builds the masks that it needs, and none for training.
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-        hf_rotary_class = type(model.model.rotary_emb)
-        model.model.layers = nn.ModuleList()
-        model.model.rotary_emb = nn.Identity()
-    model.to_empty(device=device)
-    model.tie_weights()
-    rotary = RotaryTable(config, hf_rotary_class, torch.device(table_device or device))
-    softmax_scale = rotary.attention_scaling**2 / math.sqrt(spec.head_dim)
-    model.model.rotary_emb = rotary
-    model.model.norm = te.RMSNorm(spec.hidden_size, eps=spec.norm_eps, dtype=dtype, device=device)
-    model.model.layers = nn.ModuleList(
-        TEDecoderLayer(spec, layer, softmax_scale, dtype, device) for layer in range(spec.num_layers)
+    with init_empty_weights(include_buffers=False):
+        model = from_config(config, dtype=dtype, attn_implementation="sdpa")
+    decoder: Any = model.get_decoder()
+    layers = decoder.layers = nn.ModuleList(
+        nn.Identity() if spec else layer for spec, layer in zip(specs, decoder.layers, strict=True)
     )
+    rotary = RotaryTable(decoder.config, type(decoder.rotary_emb), torch.device(table_device or device))
+    if all(specs):  # else Hugging Face's layers take the cos and sin of their own
+        decoder.rotary_emb = rotary
+    if device.type != "meta":
+        materialize_(model, device, device)
+    model.tie_weights()
+    if all(spec and not spec.zero_centered_gain for spec in specs):  # else the norm stays Hugging Face's too
+        eps = decoder.config.rms_norm_eps
+        decoder.norm = te.RMSNorm(decoder.config.hidden_size, eps=eps, dtype=dtype, device=device)
+    for layer, spec in enumerate(specs):
+        if spec is not None:
+            softmax_scale = rotary.attention_scaling[spec.rope] ** 2 * spec.attention_scale
+            layers[layer] = TEDecoderLayer(spec, layer, softmax_scale, dtype, device)
+            layers[layer].angles = rotary.angles[spec.rope]
     hf_class: Any = type(model)
     model.__class__ = _te_class(hf_class)
     return model

@@ -61,17 +61,25 @@ def build_structure(
     te_on_meta: bool = True,
 ) -> Model:
     """The model of the weights `stored` with parameters on "meta" and buffers on `device`; `llm_fp8.models.fill` gives
-    it values. For `unfused_mlp` see `te_llama.DecoderSpec`.
+    it values. For `unfused_mlp` see `te_llama.LayerSpec`.
     """
     if options.use_te:
         require_te("--use_te")
         # An installed flash-attn 4, which TE would choose, is a beta whose dQ was wrong for heads of 80 elements.
         os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
         if device.type == "cuda":
-            choose_norm_backend(hf_config.hidden_size, torch.cuda.get_device_capability(device)[0], os.environ)
+            width = text_config(hf_config).hidden_size
+            choose_norm_backend(width, torch.cuda.get_device_capability(device)[0], os.environ)
         place = "meta" if te_on_meta else device
-        shared: dict[str, Any] = {"table_device": device, "unfused_mlp": unfused_mlp}
-        return Model(te_llama.build_te_model(hf_config, parameter_dtype, place, **shared), stored)
+        left_out: list[str] = []
+
+        def text_part(config: PretrainedConfig, **hf_options: Any) -> PreTrainedModel:
+            model = model_from_config(config, **hf_options)
+            left_out.extend(model.left_out)
+            return model.module
+
+        shared: dict[str, Any] = {"table_device": device, "unfused_mlp": unfused_mlp, "from_config": text_part}
+        return Model(te_llama.build_te_model(hf_config, parameter_dtype, place, **shared), stored, tuple(left_out))
     attention = choose_attention(options.attn_implementation, hf_config, device, compute_dtype)
     with init_empty_weights(include_buffers=False), torch.device(device):
         model = model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)

@@ -207,7 +207,7 @@ def _add_by_peft(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype
 
 def _add_to_te_decoder(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype) -> None:
     targets = DECODER_LINEARS if ALL_LINEAR in options.targets else options.targets
-    for te_name, parts in te_llama.parameter_map(te_llama.spec_of(model)).items():
+    for te_name, parts in te_llama.parameter_map(model).items():
         module_name, _, kind = te_name.rpartition(".")
         chosen = [part for part in parts if part.hf_name.split(".")[-2] in targets]
         if kind != "weight" or not chosen:

@@ -206,7 +206,7 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 def parts_of(model: PreTrainedModel) -> dict[str, tuple[Part, ...]]:
     """Name in `saved_tensors` -> the tensors of transformers' model that it is made of."""
     if is_te_model(model):
-        return te_llama.parameter_map(te_llama.spec_of(model))
+        return te_llama.parameter_map(model)
     # A parameter that DeepSpeed has sharded is empty and keeps its shape in `ds_shape`.
     shapes = {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in saved_tensors(model).items()}
     return {name: (Part(name, 0, shape[0] if shape else 1, shape),) for name, shape in shapes.items()}

@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 import te_llama
 from llm_fp8.data.collate import Batch
-from llm_fp8.models.model import Model
+from llm_fp8.models.model import Model, text_decoder
 from llm_fp8.optim.adamw_master import split_master
 from llm_fp8.utils.errors import UserError
 from te_llama import Part
@@ -117,17 +117,16 @@ def check_parity(
     `UserError` where one fails. `layers` are its own, each of which needs its weights only until the next is asked for.
     `full_tensor` returns an unsharded parameter, and is collective where they are sharded.
     """
-    entries = te_llama.parameter_map(te_llama.spec_of(model))
+    entries = te_llama.parameter_map(model)
+    outside, names = dict(entries), {module: name for name, module in model.named_modules()}
 
     def loaded() -> Iterator[nn.Module]:
-        for number, layer in enumerate(layers):
-            prefix = f"model.layers.{number}."
-            own = {name: parts for name, parts in entries.items() if name.startswith(prefix)}
-            check_weights(model, stored, full_tensor, own)
+        for layer in layers:
+            of_layer = [name for name in entries if name.startswith(f"{names[layer]}.")]
+            check_weights(model, stored, full_tensor, {name: outside.pop(name) for name in of_layer})
             yield layer
 
     found = judge(compare_layers(model, loaded(), batch, max_seq_length, dtype, full_tensor), dtype)
-    outside = {name: parts for name, parts in entries.items() if ".layers." not in name}
     check_weights(model, stored, full_tensor, outside)
     return f"parity with Hugging Face: {sum(map(len, entries.values()))} stored tensors loaded bit for bit; {found}"
 
@@ -160,25 +159,32 @@ def compare_layers(
     """Tests 2 and 3, unjudged, on layers of both kinds that are built anew and given the weights of `layers`."""
     input_ids, position_ids, cu_seqlens = first_row(batch, max_seq_length)
     documents = {"cu_seq_lens_q": cu_seqlens, "max_length_q": int((cu_seqlens[1:] - cu_seqlens[:-1]).max())}
-    spec = dataclasses.replace(te_llama.spec_of(model), attention_dropout=0.0)
-    base: Any = model.base_model
+    decoder: Any = text_decoder(model)
     embedding: Any = model.get_input_embeddings()
     generator = torch.Generator(device=input_ids.device).manual_seed(0)
     pairs: dict[tuple[Any, torch.dtype], tuple[Any, Any]] = {}
-    comparisons, parts = [], te_llama.layer_map(spec)
+    comparisons = []
     for layer, own in enumerate(layers):
         if layer == 0:  # the embedding has its weights when the first layer has
             hidden = F.embedding(input_ids, full_tensor(embedding.weight).to(dtype))
+            hidden = hidden * getattr(embedding, "embed_scale", 1)
+        if not isinstance(own, te_llama.TEDecoderLayer):  # it is Hugging Face's
+            reference: Any = _one_layer_model(decoder.config, layer, dtype, hidden.device)
+            reference.layers[0].load_state_dict({name: full_tensor(p) for name, p in own.named_parameters()})
+            hidden = _run(reference, hidden, torch.zeros_like(hidden), position_ids=position_ids)[0]["output"]
+            continue
+        spec = dataclasses.replace(own.spec, attention_dropout=0.0)
+        parts = te_llama.layer_map(spec)
         weights = {name: full_tensor(own.get_parameter(name)) for name in parts}
         hf_weights = te_llama.in_hf_layout(parts, weights)
         gradient = torch.randn(hidden.shape, generator=generator, device=hidden.device)
         hf: dict[torch.dtype, dict[str, Tensor]] = {}
         te: dict[torch.dtype, dict[str, Tensor]] = {}
         for kind in dict.fromkeys((torch.float32, dtype)):
-            key = (spec.windows[layer], kind)
+            key = (spec, kind)
             if key not in pairs:
                 te_layer = te_llama.TEDecoderLayer(spec, layer, own.softmax_scale, kind, hidden.device)
-                pairs[key] = _one_layer_model(model.config, layer, kind, hidden.device), te_layer
+                pairs[key] = _one_layer_model(decoder.config, layer, kind, hidden.device), te_layer
             reference, te_layer = pairs[key]
             reference.layers[0].load_state_dict(hf_weights)
             with torch.no_grad():
@@ -187,7 +193,7 @@ def compare_layers(
             results, gradients = _run(reference, hidden.to(kind), gradient.to(kind), position_ids=position_ids)
             of_layer = {name.removeprefix("layers.0."): value for name, value in gradients.items()}
             hf[kind] = results | _joined(parts, of_layer)
-            inputs = {"position_embeddings": base.rotary_emb.angles, **documents}
+            inputs = {"position_embeddings": own.angles, **documents}
             results, gradients = _run(te_layer, hidden.to(kind), gradient.to(kind), **inputs)
             te[kind] = results | _joined(parts, te_llama.in_hf_layout(parts, gradients))
         for name, exact in hf[torch.float32].items():

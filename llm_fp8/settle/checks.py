@@ -51,7 +51,7 @@ def check_machine(config: Config, machine: Machine, mode: str, precision: Precis
             raise UserError(f"--offload_optimizer {share:g} takes {needed_gib:.1f} GiB of {free}.")
 
 
-def check_te_decoder(config: Config, spec: te_llama.DecoderSpec, num_shards: int) -> None:
+def check_te_decoder(config: Config, spec: te_llama.DecoderSizes, num_shards: int) -> None:
     """Raise `UserError` where options cannot take effect with this decoder, split over `num_shards` GPUs."""
     if config.parallel.context_parallel_size > 1 and any(window is not None for window in spec.windows):
         raise UserError("--context_parallel_size cannot go with sliding-window attention (config.json); drop it.")

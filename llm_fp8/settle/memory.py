@@ -43,6 +43,7 @@ from llm_fp8.config.options import ALL_LINEAR, AUTO_BATCH_SIZE, DECODER_LINEARS,
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE, RECIPES, token_multiple
 from llm_fp8.distributed.activation_checkpoint import recomputed_layers
 from llm_fp8.kernels.cross_entropy import default_chunk_tokens
+from llm_fp8.models.source import text_config
 from llm_fp8.observability.metrics import GIB, RESERVE_GIB
 from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, OptimizerKind
 from llm_fp8.settle.sharding_mode import (
@@ -82,12 +83,13 @@ class MemoryEstimate:
         return self.total_gib + self.beside_gib
 
 
-def saved_bytes(spec: te_llama.DecoderSpec, recipe: str, adapted: frozenset[str], lora_rank: int) -> float:
+def saved_bytes(spec: te_llama.DecoderSizes, recipe: str, adapted: frozenset[str], lora_rank: int) -> float:
     """Bytes that a decoder layer keeps per token for its backward pass; see the module's docstring."""
     h, f, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
     always = _BF16 * (2 * h + q + 2 * kv + q + 2 * f) + _FP32 * spec.num_heads
     if spec.qk_norm:
         always += _BF16 * (q + kv)
+    always += _BF16 * h * sum(name is not None for name in (spec.attention_norms[1], spec.mlp_norms[1]))
     if adapted:
         mlp = adapted & {"gate_proj", "up_proj", "down_proj"}
         always += _BF16 * lora_rank * len(adapted)
@@ -119,14 +121,14 @@ class RunSize:
     may_be_bf16: bool = False  # whether it may compute in bf16 where `recipe` is of fp8
 
     @cached_property
-    def sizes(self) -> te_llama.DecoderSpec | None:
+    def sizes(self) -> te_llama.DecoderSizes | None:
         """The decoder's sizes, as Transformer Engine's decoder would have them; None where it has no such form."""
         with contextlib.suppress(te_llama.UnsupportedArchitecture):
-            return te_llama.decoder_spec(self.hf_config)
+            return te_llama.decoder_sizes(self.hf_config)
         return None
 
     @property
-    def spec(self) -> te_llama.DecoderSpec | None:
+    def spec(self) -> te_llama.DecoderSizes | None:
         """The TE decoder's sizes; None where the run has none, or where its memory is not counted in whole."""
         counted = self.recipe in ("bf16", *recipes_counted()) and self.mode in MODES_COUNTED
         counted = counted and self.config.model.use_te and self.config.parallel.context_parallel_size == 1
@@ -166,10 +168,10 @@ class RunSize:
         splits = all(rows % self.num_gpus == 0 for rows, _ in te_llama.layer_weight_shapes(sizes))
         return splits and not self.may_be_bf16 and holds_frozen_in_fp8(config, self.mode)
 
-    def num_adapter_parameters(self, spec: te_llama.DecoderSpec) -> int:
-        parts = itertools.chain(*te_llama.parameter_map(spec).values())
+    def num_adapter_parameters(self, spec: te_llama.DecoderSizes) -> int:
+        parts = itertools.chain(*te_llama.layer_map(spec).values())
         adapted = (part for part in parts if part.hf_name.endswith(tuple(f".{name}.weight" for name in self.adapted)))
-        return self.config.lora.lora_rank * sum(sum(part.shape) for part in adapted)
+        return self.config.lora.lora_rank * spec.num_layers * sum(sum(part.shape) for part in adapted)
 
     def changed(self, **options: Any) -> RunSize:
         """The same run with other options, by their names."""
@@ -232,7 +234,7 @@ class RunSize:
         state += (-1 if self.adapted else 1) * fp8_weights / num_gpus
         if mode == "fsdp_grad":
             state -= (_BF16 - 1) * fp8_weights  # unsharded ones in one byte
-        state += _FP32 * (te_llama.num_positions(self.hf_config) or 0) * spec.head_dim  # RoPE's angles
+        state += _FP32 * (te_llama.num_positions(text_config(self.hf_config)) or 0) * spec.head_dim  # RoPE's angles
         gathered = outermost + (1 if fp8_weights else _BF16) * layer_linear if mode == "fsdp_full" else 0.0
 
         graphs = config.model.cuda_graphs
@@ -275,7 +277,7 @@ class RunSize:
         sizes = {STATE: parts[0], CASTS: casts, ACTIVATIONS: parts[1], HEAD: parts[2]}
         return MemoryEstimate({name: size / GIB for name, size in sizes.items() if size}, RESERVE_GIB + beside / GIB)
 
-    def _layer_bytes(self, spec: te_llama.DecoderSpec) -> float:
+    def _layer_bytes(self, spec: te_llama.DecoderSizes) -> float:
         """Bytes that a layer keeps per token: at most, where it is Hugging Face's, or only some modules are in fp8."""
         lora = self.config.lora
         if self.spec is not None:
@@ -293,6 +295,8 @@ class RunSize:
         """
         casts = self.optimizer == "adamw_fp32" and not self.sharded and not self.config.model.use_te
         eager = self.config.model.attn_implementation == "eager"
+        if self.sizes is not None and self.sizes.zero_centered_gain and not self.config.model.use_te:
+            return False  # transformers computes these norms in fp32 and keeps what they computed
         return not (casts or eager or self.recipe in ("no", "fp16") or self.mode.startswith("deepspeed"))
 
     @property
@@ -321,7 +325,7 @@ class RunSize:
             cuts = {resumed_rows: cuts[resumed_rows]}
         run, shares = self, [self.config.model.gradient_checkpointing]
         if shares == ["auto"]:
-            layers = self.hf_config.num_hidden_layers
+            layers = text_config(self.hf_config).num_hidden_layers
             shares = [round(number / layers, 4) for number in range(layers + 1)]
         for share, rows in itertools.product(shares, cuts):
             options = {"batch_size": rows, "gradient_accumulation_steps": cuts[rows], "gradient_checkpointing": share}
@@ -394,7 +398,7 @@ def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None)
         needed = f"{found.needed_gib:.1f} of the GPU's {gpu_gib:.1f} GiB: it may be slow, or run out of memory."
         notes.append(f"WARNING: a step is estimated to take {needed}{_suggestions(run, gpu_gib)}")
     if recomputes:
-        layers = run.hf_config.num_hidden_layers
+        layers = text_config(run.hf_config).num_hidden_layers
         recomputed = len(recomputed_layers(run.config.model.gradient_checkpointing, layers))
         bound = "" if run.spec else "at most "
         gib = f"{bound}{run.estimate(upper_bound=True).total_gib:.1f} of {gpu_gib:.1f} GiB"

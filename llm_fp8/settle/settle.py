@@ -89,7 +89,7 @@ class Settled:
             return False
         with contextlib.suppress(UserError):
             check_declared(config, self.mode)
-            return te_llama.decoder_spec(self.hf_config).attention_dropout == 0
+            return te_llama.decoder_sizes(self.hf_config).attention_dropout == 0
         return False
 
     @property
@@ -151,7 +151,7 @@ def settle(
     check_machine(config, machine, mode, precision, num_parameters)
     if config.model.use_te:
         with contextlib.suppress(te_llama.UnsupportedArchitecture):  # said when the model is looked at
-            check_te_decoder(config, te_llama.decoder_spec(hf_config), num_shards(mode, ranks))
+            check_te_decoder(config, te_llama.decoder_sizes(hf_config), num_shards(mode, ranks))
     if ranks.world_size > 1:
         notes.append(f"sharding: {mode}{f', because {reason}' if reason else ''}")
     return Settled(

@@ -240,5 +240,7 @@ def test_rows_may_be_as_long_as_the_scaling_of_rope_allows(scaling, allowed):
     require_positions(hf_config, allowed, "a model", "--max_seq_length")
     with pytest.raises(UserError, match=f"--max_seq_length {allowed + 1}"):
         require_positions(hf_config, allowed + 1, "a model", "--max_seq_length")
-    angles = te_llama.RotaryTable(hf_config, LlamaRotaryEmbedding, CPU).angles
+    angles = te_llama.RotaryTable(hf_config, LlamaRotaryEmbedding, CPU)()
     assert len(angles) == allowed, "the TE decoder has a row for each"
+    of_types = another_family("gemma3_text", rope_scaling={"rope_type": "linear", "factor": 8.0})
+    assert te_llama.num_positions(of_types) == 128, "which Gemma states with the scaling"

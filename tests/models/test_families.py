@@ -28,6 +28,7 @@ from tests.support.batches import random_rows
 from tests.support.families import EXPERTS
 from tests.support.hub_families import CPU, FAMILIES, documents, examine, hub_config, table, write_hub_model
 from tests.support.small import LONGROPE, stored_weights, tiny_config, train
+from tests.support.stand_in_te import install_stand_in
 
 IN_BRIEF = ("Llama 3", "Gemma 4", "Qwen3.5-MoE", "Mistral 3", "Nemotron-H", "Apertus", "Kimi K2.5", "Qwen4-Exp, text")
 """One of each kind; all others are slow."""
@@ -44,13 +45,15 @@ def test_a_family_trains_as_in_plain_transformers(tmp_path, name):
 OPTIONS = ("--max_steps=2", "--max_seq_length=256", "--batch_size=2", "--mixed_precision=no")
 
 
-def test_towers_go_into_the_export_as_they_are(tmp_path, rows, capsys):
+@pytest.mark.parametrize("decoder", ["--packing", "--use_te"])
+def test_towers_go_into_the_export_as_they_are(tmp_path, rows, capsys, decoder, monkeypatch):
     """The tower is stored in bf16, the language model in fp32."""
+    install_stand_in(monkeypatch)
     source, run = write_hub_model(tmp_path / "source", "Gemma 3"), tmp_path / "run"
     whole = AutoModelForMultimodalLM.from_pretrained(source)
     whole.model.vision_tower.bfloat16()
     whole.save_pretrained(source)
-    train(f"--model_name={source}", f"--dataset_name={rows}", f"--output_dir={run}", "--packing", *OPTIONS)
+    train(f"--model_name={source}", f"--dataset_name={rows}", f"--output_dir={run}", decoder, *OPTIONS)
     assert "model.vision_tower" in capsys.readouterr().out
     before, after = stored_weights(source), stored_weights(run / "final")
     assert before.keys() == after.keys()

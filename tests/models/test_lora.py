@@ -195,29 +195,37 @@ def test_two_processes_take_the_same_steps(tmp_path, tied_model, sixteen_rows, m
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("targets", "more"),
-    [("all-linear", ["--packing"]), ("q_proj,v_proj", ["--no_packing", "--gradient_checkpointing"])],
+    ("model", "targets", "more"),
+    [
+        ("tied_model", "all-linear", ["--packing"]),
+        ("tied_model", "q_proj,v_proj", ["--no_packing", "--gradient_checkpointing"]),
+        ("gemma_model", "all-linear", ["--packing"]),
+    ],
 )
-def test_the_te_decoder_trains_the_same_adapters(tmp_path, tied_model, sixteen_rows, stand_in, targets, more):
+def test_the_te_decoder_trains_the_same_adapters(tmp_path, request, sixteen_rows, stand_in, model, targets, more):
     """With Transformer Engine's modules stood in for: the parity check, training, export in Hugging Face's names."""
-    cut = ["--use_te", "--batch_size=8", "--gradient_accumulation_steps=2", f"--lora_targets={targets}"]
-    train(*reference_options(tied_model, sixteen_rows, tmp_path), *cut, *LORA, *more)
-    check(tmp_path, tied_model, sixteen_rows, targets if targets == "all-linear" else tuple(targets.split(",")))
-    loaded_by_peft(tied_model, tmp_path / "final")  # PEFT warns of names that do not fit, and raises where nothing does
+    cut, folder = ["--batch_size=8", "--gradient_accumulation_steps=2"], request.getfixturevalue(model)
+    train(
+        *reference_options(folder, sixteen_rows, tmp_path), "--use_te", f"--lora_targets={targets}", *cut, *LORA, *more
+    )
+    check(tmp_path, folder, sixteen_rows, targets if targets == "all-linear" else tuple(targets.split(",")))
+    loaded_by_peft(folder, tmp_path / "final")  # PEFT warns of names that do not fit, and raises where nothing does
     assert set(json.loads((tmp_path / "final" / "adapter_config.json").read_text())["target_modules"]) == {
         name.split(".")[-3] for name in adapter(tmp_path)
     }
 
 
 @pytest.mark.parametrize("targets", ["all-linear", "k_proj,o_proj", "up_proj"])
-def test_the_te_decoder_computes_what_hugging_faces_does(tiny_model, stand_in, targets):
+@pytest.mark.parametrize("model", ["tiny_model", "gemma_model"])
+def test_the_te_decoder_computes_what_hugging_faces_does(request, stand_in, model, targets):
     """Logits and every gradient with random A and B; the merged tensors too."""
     from llm_fp8.models.export import hf_tensors
 
     options = LoraConfig(lora_rank=RANK, lora_alpha=ALPHA, lora_targets=targets)
-    hf = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    te = te_llama.build_te_model(tiny_config(), torch.float32, "cpu", unfused_mlp=needs_unfused_mlp(options))
-    fill_weights(Model(te, StoredCheckpoint([Path(tiny_model) / "model.safetensors"], te.config)))
+    folder = request.getfixturevalue(model)
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    te = te_llama.build_te_model(hf.config, torch.float32, "cpu", unfused_mlp=needs_unfused_mlp(options))
+    fill_weights(Model(te, StoredCheckpoint([Path(folder) / "model.safetensors"], te.config)))
     for model in (hf, te):
         add_adapters(Model(model), options, torch.float32)
         initialize_adapters_(model, SEED)
@@ -234,7 +242,7 @@ def test_the_te_decoder_computes_what_hugging_faces_does(tiny_model, stand_in, t
     for name in expected:
         for ours, theirs in ((found[name].a, expected[name].a), (found[name].b, expected[name].b)):
             assert theirs.grad.abs().max() > 0
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-6)
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=4e-6)
     assert all((p.grad is not None) == ("adapters" in name) for name, p in te.named_parameters())
     merged = dict(hf_tensors(Model(te), torch.Tensor.detach, torch.float32))
     reference = dict(hf_tensors(Model(hf), torch.Tensor.detach, torch.float32))

@@ -205,9 +205,10 @@ def load_and_export_te(rank: int, name: str, out: str) -> dict[str, torch.Tensor
 
 
 @pytest.mark.slow
-def test_fused_parameters_are_filled_from_several_tensors(tmp_path):
+@pytest.mark.parametrize("family", ["qwen2_qkv_bias_tied", "gemma3_text"])
+def test_fused_parameters_are_filled_from_several_tensors(tmp_path, family):
     torch.manual_seed(0)
-    hf_config = family_config("qwen2_qkv_bias_tied", hidden_size=128, intermediate_size=256)
+    hf_config = family_config(family, hidden_size=128, intermediate_size=256)
     written = AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16)
     with torch.no_grad():
         for parameter in written.parameters():
@@ -309,7 +310,7 @@ def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path, use_te)
         assert module.lm_head.weight is module.model.embed_tokens.weight
         assert torch.equal(module.lm_head.weight, expected)
         if use_te:
-            check_weights(module, model, torch.Tensor.detach, te_llama.parameter_map(te_llama.spec_of(module)))
+            check_weights(module, model, torch.Tensor.detach, te_llama.parameter_map(module))
 
 
 @pytest.mark.parametrize("family", EXPERTS)

@@ -71,11 +71,11 @@ def test_one_tensor_that_differs_in_fp32_is_a_fault(difference):
         judged(fp32={(3, 2): difference})
 
 
-@pytest.fixture
-def right_model(tmp_path, monkeypatch):
+@pytest.fixture(params=["llama3_rope_gqa", "gemma3_text"])
+def right_model(request, tmp_path, monkeypatch):
     """A TE decoder, and the checkpoint that its weights are of."""
     install_stand_in(monkeypatch)
-    config = family_config("llama3_rope_gqa")
+    config = family_config(request.param)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     model = te_llama.build_te_model(config, torch.float32, "cpu")
@@ -89,7 +89,8 @@ def test_the_check_passes_a_right_model_and_leaves_it_as_it_was(right_model):
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     model.model.layers[1].requires_grad_(False)  # frozen weights are compared too
     found = check_parity(model, model.model.layers, packed_batch("cpu"), S, torch.float32, stored=stored)
-    assert found.startswith("parity with Hugging Face: 30 stored tensors loaded bit for bit; 33 tensors of 3 layers")
+    num_stored, num_compared = (41, 45) if model.config.model_type == "gemma3_text" else (30, 33)
+    assert found.startswith(f"parity with Hugging Face: {num_stored} stored tensors loaded bit for bit; {num_compared}")
     after = dict(model.named_parameters())
     assert all(torch.equal(value, after[name]) and after[name].grad is None for name, value in before.items())
     assert {name for name, p in after.items() if not p.requires_grad} == {n for n in before if ".layers.1." in n}
@@ -97,7 +98,8 @@ def test_the_check_passes_a_right_model_and_leaves_it_as_it_was(right_model):
 
 def test_the_check_refuses_another_rope(right_model):
     model, stored = right_model
-    model.model.rotary_emb.angles = model.model.rotary_emb.angles * 1.01
+    for angles in model.model.rotary_emb.angles.values():
+        angles *= 1.01
     with pytest.raises(UserError, match="--use_te .* in fp32 by"):
         check_parity(model, model.model.layers, packed_batch("cpu"), S, torch.float32, stored)
 

@@ -68,7 +68,7 @@ def test_loss_logits_and_every_gradient(family, dtype, layout, tmp_path, device,
     te_model = te_llama.build_te_model(config, dtype, device)
     fill_weights(Model(te_model, StoredCheckpoint([tmp_path / "model.safetensors"], te_model.config)))
     loss, logits, gradients = run(te_model, batch, dtype)
-    gradients = te_llama.in_hf_layout(te_llama.parameter_map(te_llama.decoder_spec(config)), gradients)
+    gradients = te_llama.in_hf_layout(te_llama.parameter_map(te_model), gradients)
     assert gradients.keys() == reference[2].keys()
     ours = differences((loss, logits, gradients), reference)
     theirs = differences(hf[0], reference) if hf else dict.fromkeys(ours, FP32_TOLERANCE / BF16_EXCESS)
@@ -140,6 +140,6 @@ def test_the_check_passes_a_right_model_and_names_what_is_wrong(tmp_path, device
             record_property(f"{dtype} {'packed' if batch.cu_seqlens is not None else 'padded'}", found)
             assert found.startswith("parity with Hugging Face: 30 stored tensors loaded bit for bit; 33 tensors of 3")
             assert all(parameter.grad is None for parameter in model.parameters())
-    model.model.rotary_emb.angles = model.model.rotary_emb.angles * 1.01  # as a slightly wrong RoPE base would
+    model.model.rotary_emb.angles[None] *= 1.01  # as a slightly wrong RoPE base would
     with pytest.raises(UserError, match="--use_te .* in fp32 by"):
         check_parity(model, model.model.layers, packed_batch(device), S, dtype, stored)

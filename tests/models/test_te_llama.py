@@ -1,4 +1,4 @@
-"""The parameter map and its use, without Transformer Engine: pure tensor code."""
+"""The TE decoder on stand-in modules: its parameter map, and that it computes what Hugging Face does."""
 
 from __future__ import annotations
 
@@ -6,30 +6,48 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import te_llama
 from llm_fp8.models import ARCHITECTURES, bundled_architectures
-from llm_fp8.models.weights import LocalShard
-from te_llama import UnsupportedArchitecture, decoder_spec, in_hf_layout, parameter_map
+from llm_fp8.models.fill import fill_weights
+from llm_fp8.models.model import Model
+from llm_fp8.models.parity import check_parity
+from llm_fp8.models.weights import LocalShard, StoredCheckpoint
+from te_llama import UnsupportedArchitecture, build_te_model, in_hf_layout, layer_specs, parameter_map
+from tests.support.batches import S, packed_batch
 from tests.support.families import FAMILIES, family_config
+from tests.support.stand_in_te import install_stand_in
+
+NO_MASK = torch.empty(0, 0, 0, 0)
 
 
-def hf_tensors(config):
-    """A real Hugging Face model's tensors, every one random."""
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch):
+    install_stand_in(monkeypatch)
+
+
+def map_of(config):
+    return parameter_map(build_te_model(config, torch.float32, "meta", table_device="cpu"))
+
+
+def randomised(config):
+    """A Hugging Face model, every tensor random."""
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
-    return {name: p.detach() for name, p in model.named_parameters()}
+    return model
 
 
-def empty_te_parameters(spec):
-    return {
-        name: torch.full((parts[-1].stop, *parts[0].shape[1:]), float("nan"))
-        for name, parts in parameter_map(spec).items()
-    }
+def hf_tensors(config):
+    return {name: p.detach() for name, p in randomised(config).named_parameters()}
 
 
-def fill(spec, tensors, shards):
-    for name, parts in parameter_map(spec).items():
+def empty_te_parameters(entries):
+    return {name: torch.full((parts[-1].stop, *parts[0].shape[1:]), float("nan")) for name, parts in entries.items()}
+
+
+def fill(entries, tensors, shards):
+    for name, parts in entries.items():
         for part in reversed(parts):  # any order
             shards[name].fill(part, tensors[part.hf_name])
 
@@ -41,14 +59,14 @@ def in_one_shard(te_parameters):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_hf_tensor_is_used_once_and_every_te_parameter_is_filled(family):
     config = family_config(family)
-    spec, tensors = decoder_spec(config), hf_tensors(config)
-    te_parameters = empty_te_parameters(spec)
-    fill(spec, tensors, in_one_shard(te_parameters))
+    entries, tensors = map_of(config), hf_tensors(config)
+    te_parameters = empty_te_parameters(entries)
+    fill(entries, tensors, in_one_shard(te_parameters))
     assert not any(parameter.isnan().any() for parameter in te_parameters.values())
-    back = in_hf_layout(parameter_map(spec), te_parameters)
+    back = in_hf_layout(entries, te_parameters)
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[name], tensors[name]) for name in tensors)
-    num_used = [part.hf_name for parts in parameter_map(spec).values() for part in parts]
+    num_used = [part.hf_name for parts in entries.values() for part in parts]
     assert len(num_used) == len(set(num_used))
 
 
@@ -56,16 +74,16 @@ def test_every_hf_tensor_is_used_once_and_every_te_parameter_is_filled(family):
 def test_shards_add_up_to_the_unsharded_parameters(num_blocks):
     """Blocks that cross the borders of q, k and v, that lie inside one of them, and that are empty."""
     config = family_config("qwen2_qkv_bias_tied")
-    spec, tensors = decoder_spec(config), hf_tensors(config)
-    whole, in_blocks = empty_te_parameters(spec), empty_te_parameters(spec)
-    fill(spec, tensors, in_one_shard(whole))
+    entries, tensors = map_of(config), hf_tensors(config)
+    whole, in_blocks = empty_te_parameters(entries), empty_te_parameters(entries)
+    fill(entries, tensors, in_one_shard(whole))
     for number in range(num_blocks):
         blocks = {}
         for name, parameter in in_blocks.items():
             rows = parameter.shape[0]
             start, stop = (min(-(-rows // num_blocks) * border, rows) for border in (number, number + 1))
             blocks[name] = LocalShard(parameter[start:stop], start)
-        fill(spec, tensors, blocks)
+        fill(entries, tensors, blocks)
     assert all(torch.equal(in_blocks[name], parameter) for name, parameter in whole.items())
 
 
@@ -75,7 +93,7 @@ def test_map_covers_the_bundled_architectures(name):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     expected = {key: tuple(p.shape) for key, p in model.named_parameters()}
-    mapped = {part.hf_name: part.shape for parts in parameter_map(decoder_spec(config)).values() for part in parts}
+    mapped = {part.hf_name: part.shape for parts in map_of(config).values() for part in parts}
     assert mapped == expected
 
 
@@ -93,31 +111,130 @@ def test_published_parameter_counts():
         "Llama-3.1-70B": 70_553_706_496,
     }
     for name, count in counts.items():
-        spec = decoder_spec(AutoConfig.from_pretrained(ARCHITECTURES / f"{name}.json"))
-        shapes = [part.shape for parts in parameter_map(spec).values() for part in parts]
+        entries = map_of(AutoConfig.from_pretrained(ARCHITECTURES / f"{name}.json"))
+        shapes = [part.shape for parts in entries.values() for part in parts]
         assert sum(torch.Size(shape).numel() for shape in shapes) == count, name
 
 
 def test_windows_are_read_per_layer():
-    assert decoder_spec(family_config("mistral_window")).windows == (24, 24, 24)
-    assert decoder_spec(family_config("qwen2_window")).windows == (None, 24, 24)
-    assert decoder_spec(family_config("qwen2_qkv_bias_tied")).windows == (None, None, None)
+    windows = {
+        "mistral_window": (24, 24, 24),
+        "qwen2_window": (None, 24, 24),
+        "qwen2_qkv_bias_tied": (None, None, None),
+        "gemma3_text": (24, 24, None),
+    }
+    for family, expected in windows.items():
+        assert te_llama.decoder_sizes(family_config(family)).windows == expected
 
 
 @pytest.mark.parametrize(
-    ("entries", "named"),
+    ("family", "entries", "named"),
     [
-        (dict(hidden_act="gelu"), "hidden_act"),
-        (dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)), "rope_type 'dynamic'"),
+        ("llama2", dict(hidden_act="gelu"), "hidden_act"),
+        ("llama2", dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)), "rope_type 'dynamic'"),
+        ("gemma3_text", dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)), "rope_type 'dynamic'"),
+        ("gemma3_text", dict(hidden_activation="gelu"), "hidden_act"),
+        ("gemma3_text", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
+        ("gemma3_text", dict(attn_logit_softcapping=50.0), "attn_logit_softcapping"),
     ],
 )
-def test_what_te_cannot_express_is_named(entries, named):
-    config = family_config("llama2")
+def test_what_te_cannot_express_is_named(family, entries, named):
+    config = family_config(family)
     config = type(config)(**{**config.to_dict(), "rope_parameters": None, **entries})
     with pytest.raises(UnsupportedArchitecture, match=named):
-        decoder_spec(config)
+        layer_specs(config)
 
 
 def test_other_model_types_are_named():
     with pytest.raises(UnsupportedArchitecture, match="gpt2"):
-        decoder_spec(AutoConfig.for_model("gpt2"))
+        layer_specs(AutoConfig.for_model("gpt2"))
+
+
+def te_and_hf(folder, family, **layers):
+    """Both models with the same random weights, norms with a gain near 1; all features of a family are on."""
+    config = family_config(family, hidden_size=64, intermediate_size=96, num_hidden_layers=4)
+    hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2 if parameter.ndim == 1 else 0.1)
+    hf.save_pretrained(folder)
+    te = build_te_model(config, torch.float32, "cpu", **layers)
+    model = Model(te, StoredCheckpoint([folder / "model.safetensors"], config))
+    fill_weights(model)
+    return te, hf, model
+
+
+def logits_and_gradients(model, ids, bounds, **arguments):
+    """Logits of documents, whose loss is the sum of the probabilities' logarithms of each next token."""
+    model.zero_grad()
+    logits = model(input_ids=ids, **arguments).logits[0]
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        logits[start : stop - 1].log_softmax(-1).gather(1, ids[0, start + 1 : stop, None]).sum().backward(
+            retain_graph=True
+        )
+    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+WITH_FEATURES = [
+    "llama_biases",
+    "llama_yarn",
+    "mistral_window",
+    "qwen2_window",
+    "qwen3_qk_norm_head_dim",
+    "gemma3_text",
+]
+
+
+@pytest.mark.parametrize("unfused_mlp", [False, True])
+@pytest.mark.parametrize("family", WITH_FEATURES)
+def test_packed_documents_are_hugging_faces_alone_and_an_export_its_checkpoint(tmp_path, family, unfused_mlp):
+    """Logits and every gradient, with documents on both sides of the window; then the general form and the files."""
+    te, hf, _ = te_and_hf(tmp_path / "source", family, unfused_mlp=unfused_mlp)
+    ids = torch.randint(3, 1024, (1, 90), generator=torch.Generator().manual_seed(1))
+    bounds = [0, 17, 30, 90]
+    documents = dict(cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32), max_length_q=60, attention_mask=NO_MASK)
+    logits, gradients = logits_and_gradients(te, ids, bounds, **documents)
+    alone = [logits_and_gradients(hf, ids[:, a:b], [0, b - a]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    torch.testing.assert_close(logits, torch.cat([of_one for of_one, _ in alone]), rtol=1e-5, atol=1e-5)
+    for name, gradient in in_hf_layout(parameter_map(te), gradients).items():
+        expected = sum(of_document[name] for _, of_document in alone)
+        assert (gradient - expected).norm() <= 2e-5 * expected.norm(), name
+
+    mask = torch.ones(1, 40, dtype=torch.long)
+    prompt = dict(input_ids=ids[:, 30:70], attention_mask=mask, max_new_tokens=4, do_sample=False)
+    assert torch.equal(te.generate(**prompt), hf.generate(**prompt))
+    te.save_pretrained(tmp_path / "out")
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert type(back) is type(hf)
+    assert all(torch.equal(p, dict(hf.named_parameters())[name]) for name, p in back.named_parameters())
+
+
+@pytest.mark.parametrize("family", ["llama2", "gemma3_text"])
+def test_a_layer_without_a_spec_stays_hugging_faces(tmp_path, family, monkeypatch):
+    of_family = te_llama.FAMILIES[family_config(family).model_type]
+
+    def only_some(config):
+        return tuple(spec if layer % 2 else None for layer, spec in enumerate(of_family(config)))
+
+    monkeypatch.setitem(te_llama.FAMILIES, family_config(family).model_type, only_some)
+    te, hf, stored = te_and_hf(tmp_path, family)
+    kinds = [isinstance(layer, te_llama.TEDecoderLayer) for layer in te.model.layers]
+    assert kinds == [False, True, False, True]
+    ids = torch.randint(3, 1024, (2, 40), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(te(ids).logits, hf(ids).logits, rtol=1e-5, atol=1e-5)
+    weights = in_hf_layout(parameter_map(te), dict(te.named_parameters()))
+    assert weights.keys() == dict(hf.named_parameters()).keys()
+    figures = check_parity(te, te.model.layers, packed_batch("cpu"), S, torch.float32, stored)
+    assert f"{len(weights)} stored tensors" in figures and "of 2 layers" in figures
+
+
+def test_a_model_says_what_its_norms_begin_with():
+    """Hugging Face's random weights begin with it too."""
+    for family in FAMILIES:
+        config = family_config(family, hidden_size=64, intermediate_size=96)
+        hf, te = AutoModelForCausalLM.from_config(config), build_te_model(config, torch.float32, "cpu")
+        fill_weights(Model(te))
+        weights = in_hf_layout(parameter_map(te), dict(te.named_parameters()))
+        for name, parameter in hf.named_parameters():
+            assert parameter.ndim > 1 or torch.equal(weights[name], parameter), f"{family} {name}"

@@ -14,7 +14,7 @@ from llm_fp8.settle.machine import Machine, assume
 from llm_fp8.settle.settle import Settled, settle
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
-from te_llama import decoder_spec
+from te_llama import decoder_sizes
 
 FP8 = "--mixed_precision fp8 --use_te "
 GRAPHS = "--cuda_graphs --use_te --mixed_precision bf16 "
@@ -40,7 +40,7 @@ def settled(words: str, machine: Machine = ONE, model: LlamaConfig = LLAMA) -> S
 )
 def test_what_a_decoder_cannot_do(words, decoder, num_shards, named):
     config = parse_config(words.split(), parallel=True)
-    spec = decoder_spec(LLAMA)
+    spec = decoder_sizes(LLAMA)
     check_te_decoder(config, spec, num_shards=4)
     with pytest.raises(UserError, match=named):
         check_te_decoder(config, dataclasses.replace(spec, **decoder), num_shards)

@@ -36,7 +36,7 @@ from llm_fp8.settle.memory import (
     settle_memory,
 )
 from llm_fp8.utils.errors import UserError
-from te_llama import decoder_spec
+from te_llama import decoder_sizes
 
 ROWS = json.loads((Path(__file__).parents[2] / "benchmarks/results/memory_rows.json").read_text())["rows"]
 
@@ -130,12 +130,12 @@ def test_recorded_run(row):
 def test_few_tokens_on_many_gpus_peak_where_the_outermost_gradients_are_reduced():
     row: dict[str, Any] = dict(mode="fsdp_full", num_gpus=64, optimizer="adamw_8bit", gradient_checkpointing=1)
     row |= dict(batch_size=1, gradient_accumulation_steps=1)
-    spec = decoder_spec(hf_config("Qwen3-8B"))
+    spec = decoder_sizes(hf_config("Qwen3-8B"))
     assert parts("Qwen3-8B", **row).total_gib > 3 * 2 * 2 * spec.vocab_size * spec.hidden_size / 2**30
 
 
 def test_recomputed_layers_keep_their_inputs():
-    spec = decoder_spec(hf_config("Llama-3.1-8B"))
+    spec = decoder_sizes(hf_config("Llama-3.1-8B"))
     kept, recomputed = parts(), parts(gradient_checkpointing=1)
     assert recomputed.parts[ACTIVATIONS] == pytest.approx(8192 * 2 * spec.hidden_size * 32 / 2**30)
     assert recomputed.parts[HEAD] == kept.parts[HEAD] > 8192 * saved_bytes(spec, "delayed", frozenset(), 0) / 2**30

@@ -36,6 +36,15 @@ FAMILIES = {
     "qwen2_qkv_bias_tied": dict(model_type="qwen2", tie_word_embeddings=True, rope_theta=1000000.0),
     "qwen2_window": dict(model_type="qwen2", use_sliding_window=True, sliding_window=24, max_window_layers=1),
     "qwen3_qk_norm_head_dim": dict(model_type="qwen3", head_dim=128, rope_theta=1000000.0),
+    "gemma3_text": dict(
+        model_type="gemma3_text",
+        head_dim=128,
+        query_pre_attn_scalar=96,
+        sliding_window=24,
+        sliding_window_pattern=3,
+        rope_scaling=dict(rope_type="linear", factor=4.0),
+        tie_word_embeddings=True,
+    ),
 }
 """3 layers, head_dim 64 unless said."""
 

@@ -68,6 +68,15 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def gemma_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny Gemma 3 with weights, a layer of either type."""
+    entries = dict(head_dim=16, query_pre_attn_scalar=24, sliding_window=24, sliding_window_pattern=2)
+    rope = dict(rope_type="linear", factor=4.0)
+    folder = tmp_path_factory.mktemp("models") / "gemma3"
+    return write_model(folder, model_type="gemma3_text", tie_word_embeddings=True, rope_scaling=rope, **entries)
+
+
+@pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a small Llama with weights and the embedded tokenizer, whose sizes fp8 takes."""
     return write_family(tmp_path_factory.mktemp("models") / "llama3", "llama3_rope_gqa")

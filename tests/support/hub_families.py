@@ -211,7 +211,7 @@ def examine(name: str, folder: Path) -> Row:
     assert built.layout  # raises where ranks could not load their shards
     return Row(
         family=name,
-        te="yes" if hf_config.model_type in te_llama.SUPPORTED_MODEL_TYPES else "no",
+        te="yes" if hf_config.model_type in te_llama.FAMILIES else "no",
         fp8=_all_but(*(["out_proj"] if read_by_kernels(model) else []), *(["routed experts"] if experts else [])),
         packing=packing,
         lora=_check_adapter(options, folder),

@@ -8,7 +8,9 @@ them (`_FusedWgrad`).
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -100,42 +102,87 @@ class Linear(_LinearModule):
         return self.product(inputs, self.weight, self.bias, is_first_microbatch)
 
 
+def _normed(inputs: Tensor, gain: Tensor, eps: float, zero_centered_gamma: bool) -> Tensor:
+    """RMSNorm; 1 is added to a zero-centred gain in fp32, the dtype in which Transformer Engine's kernels compute."""
+    if not zero_centered_gamma:
+        return F.rms_norm(inputs, gain.shape, gain, eps)
+    return F.rms_norm(inputs.float(), gain.shape, gain.float() + 1, eps).to(inputs.dtype)
+
+
+class RMSNorm(nn.RMSNorm):
+    def __init__(self, normalized_shape: int, zero_centered_gamma: bool = False, **options: Any) -> None:
+        super().__init__(normalized_shape, **options)
+        self.zero_centered_gamma = zero_centered_gamma
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return _normed(inputs, self.weight, self.eps, self.zero_centered_gamma)
+
+
 class LayerNormLinear(Linear):
     def __init__(
-        self, in_features: int, out_features: int, eps: float, bias: bool, normalization: str, **shared: Any
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float,
+        bias: bool,
+        normalization: str,
+        zero_centered_gamma: bool = False,
+        **shared: Any,
     ) -> None:
         assert normalization == "RMSNorm"
         super().__init__(in_features, out_features, bias, **shared)
-        self.eps, self.return_layernorm_output = eps, False
+        self.norm_options, self.return_layernorm_output = (eps, zero_centered_gamma), False
         self.layer_norm_weight = _parameter(in_features, **shared)
 
     def forward(self, inputs: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        normed = F.rms_norm(inputs, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps)
+        normed = _normed(inputs, self.layer_norm_weight, *self.norm_options)
         output = super().forward(normed, is_first_microbatch)
         return (output, normed) if self.return_layernorm_output else output
 
 
 class LayerNormMLP(_LinearModule):
     def __init__(
-        self, size: int, inner: int, eps: float, bias: bool, normalization: str, activation: str, **shared: Any
+        self,
+        size: int,
+        inner: int,
+        eps: float,
+        bias: bool,
+        normalization: str,
+        activation: str,
+        zero_centered_gamma: bool = False,
+        **shared: Any,
     ) -> None:
-        assert (normalization, activation, bias) == ("RMSNorm", "swiglu", False)
+        assert normalization == "RMSNorm"
         super().__init__()
-        self.eps = eps
+        self.norm_options, self.activation = (eps, zero_centered_gamma), activation
         self.layer_norm_weight = _parameter(size, **shared)
         self.fc1_weight, self.fc2_weight = _parameter(2 * inner, size, **shared), _parameter(size, inner, **shared)
+        self.fc1_bias = _parameter(2 * inner, **shared) if bias else None
+        self.fc2_bias = _parameter(size, **shared) if bias else None
 
     def forward(self, inputs: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         _check_dtypes(self, inputs)
-        normed = F.rms_norm(inputs, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps)
-        gate_and_up = self.product(normed, self.fc1_weight, None, is_first_microbatch)
-        return self.product(swiglu(gate_and_up, None), self.fc2_weight, None, is_first_microbatch)
+        normed = _normed(inputs, self.layer_norm_weight, *self.norm_options)
+        from transformer_engine.pytorch.module import layernorm_mlp  # whose table may have been replaced
+
+        gate_and_up = self.product(normed, self.fc1_weight, self.fc1_bias, is_first_microbatch)
+        activated = layernorm_mlp._get_act_func_supported_list()[self.activation][0](gate_and_up, None)
+        return self.product(activated, self.fc2_weight, self.fc2_bias, is_first_microbatch)
 
 
 class DotProductAttention(nn.Module):
-    def __init__(self, num_heads: int, head_dim: int, num_gqa_groups: int, softmax_scale: float, **_: Any) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        num_gqa_groups: int,
+        softmax_scale: float,
+        window_size: tuple[int, int],
+        **_: Any,
+    ) -> None:
         super().__init__()
         self.groups, self.scale = num_heads // num_gqa_groups, softmax_scale
+        self.num_before, _ = window_size  # attended to before a position, -1 for all
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, qkv_format: str, cu_seqlens_q: Tensor, **_: Any) -> Tensor:
         """q, k, v [tokens, heads, d] (thd) or [B, S, heads, d] (bshd, right-padded) -> the same with heads * d."""
@@ -145,7 +192,11 @@ class DotProductAttention(nn.Module):
             rows: Any = slice(start, stop) if qkv_format == "thd" else (number, slice(0, stop - start))
             heads = [x[rows].transpose(0, 1) for x in (q, k, v)]
             heads[1:] = [x.repeat_interleave(self.groups, dim=0) for x in heads[1:]]
-            attended = F.scaled_dot_product_attention(*heads, is_causal=True, scale=self.scale)
+            masks: dict[str, Any] = {"is_causal": True}
+            if self.num_before >= 0:
+                causal = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
+                masks = {"attn_mask": causal.triu(-self.num_before)}
+            attended = F.scaled_dot_product_attention(*heads, **masks, scale=self.scale)
             output[rows] = attended.transpose(0, 1).flatten(1)
         return output
 
@@ -167,15 +218,24 @@ def swiglu(gate_and_up: Tensor, quantizer: None) -> Tensor:
     return F.silu(gate) * up
 
 
-def dswiglu(gradient: Tensor, gate_and_up: Tensor, quantizer: None) -> Tensor:
+def geglu(gate_and_up: Tensor, quantizer: None) -> Tensor:
+    """With the tanh form, as in the kernel `nvte_geglu`."""
+    gate, up = gate_and_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def _backward(function: Callable[..., Tensor], gradient: Tensor, gate_and_up: Tensor, quantizer: None) -> Tensor:
     with torch.enable_grad():
         inputs = gate_and_up.detach().requires_grad_()
-        return torch.autograd.grad(swiglu(inputs, None), inputs, gradient)[0]
+        return torch.autograd.grad(function(inputs, None), inputs, gradient)[0]
+
+
+dswiglu, dgeglu = (functools.partial(_backward, function) for function in (swiglu, geglu))
 
 
 def activations(recipe: Any = None) -> dict[str, tuple[Any, ...]]:
     """LayerNormMLP's table: forward, backward, and backward with cast where there is one."""
-    return {"geglu": (None, None, None), "swiglu": (swiglu, dswiglu, None)}
+    return {"geglu": (geglu, dgeglu, None), "swiglu": (swiglu, dswiglu, None)}
 
 
 def install_modules(monkeypatch: pytest.MonkeyPatch, contents: dict[str, dict[str, Any]]) -> None:
@@ -195,9 +255,7 @@ def install_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     contents: dict[str, dict[str, Any]] = {
         "transformer_engine": {},
         "transformer_engine.pytorch": {
-            **{
-                kind.__name__: kind for kind in (nn.RMSNorm, Linear, LayerNormLinear, LayerNormMLP, DotProductAttention)
-            },
+            **{kind.__name__: kind for kind in (RMSNorm, Linear, LayerNormLinear, LayerNormMLP, DotProductAttention)},
             "checkpoint": torch.utils.checkpoint.checkpoint,
         },
         "transformer_engine.pytorch.quantization": {
@@ -210,7 +268,7 @@ def install_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         },
         "transformer_engine.pytorch.module": {},
         "transformer_engine.pytorch.module.layernorm_mlp": {"_get_act_func_supported_list": activations},
-        "transformer_engine_torch": {"swiglu": swiglu, "dswiglu": dswiglu},
+        "transformer_engine_torch": {"swiglu": swiglu, "dswiglu": dswiglu, "geglu": geglu, "dgeglu": dgeglu},
     }
     install_modules(monkeypatch, contents)
     monkeypatch.setattr("llm_fp8.models.build.require_te", lambda why: None)

@@ -17,6 +17,7 @@ from llm_fp8.settle.machine import Machine
 from llm_fp8.train.loop import TrainingLoop
 from tests.support.reference import compare_with_reference, documents, mean_loss
 from tests.support.small import records, run_json, steps, train, write_model
+from tests.support.stand_in_te import install_stand_in
 
 pytestmark = pytest.mark.slow
 
@@ -34,6 +35,14 @@ def test_a_packed_step_is_the_reference_however_it_is_cut(tmp_path, tiny_model, 
     options = [f"--batch_size={batch_size}", f"--gradient_accumulation_steps={accumulation}", "--packing"]
     compare_with_reference(tmp_path, tiny_model, sixteen_rows, False, *options)
     assert 4 < run_json(tmp_path)["data"]["num_rows_of_batches"] <= 8
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_the_te_decoder_of_gemma_takes_the_references_steps(tmp_path, gemma_model, sixteen_rows, packing, monkeypatch):
+    """Transformer Engine's modules are stood in for; the parity check and the export are part of the run."""
+    install_stand_in(monkeypatch)
+    options = ["--use_te", "--batch_size=8", "--gradient_accumulation_steps=2", f"--packing={packing}"]
+    compare_with_reference(tmp_path, gemma_model, sixteen_rows, False, *options)
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
