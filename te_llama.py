@@ -84,7 +84,7 @@ class Part:
 
     @property
     def by_rows(self) -> bool:
-        """Whether each of the rows is one of the tensor's own."""
+        """True where each of the rows is one of the tensor's own."""
         return self.strides is None or self.stop - self.start > 1
 
     def view(self, rows: Tensor) -> Tensor:
@@ -540,7 +540,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         return (self.q_norm(q), self.k_norm(k), v) if spec.qk_norm else (q, k, v)
 
     def _one_kernel_rotates(self, fused: Tensor) -> bool:
-        """Whether `rope_triton` takes this projection: not under context parallelism, nor with a QK norm."""
+        """Return True if `rope_triton` takes this projection: not under context parallelism, nor with a QK norm."""
         known = fused.is_cuda and fused.dtype in (torch.bfloat16, torch.float16, torch.float32)
         return known and self.context_size == 1 and not self.spec.qk_norm
 

@@ -1,5 +1,5 @@
-"""What the options must satisfy: `check_options` looks at them alone, before torch is imported: at what each declares
-on its field, then at rules that no field can declare. `llm_fp8.settle.checks` looks at the machine.
+"""Checks of the options alone, before torch is imported: of what each declares on its field, then of rules that no
+field can declare. `llm_fp8.settle.checks` looks at the machine.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def check_options(config: Config) -> None:
 
 
 def _check_recipe(config: Config) -> None:
-    """What --fp8_scenario must be for the backend, and which options it takes."""
+    """Check that --fp8_scenario is one of the backend's, and that it takes the options that are given."""
     precision = config.precision
     backend, scenario = precision.fp8_backend, precision.fp8_scenario
     if scenario not in (DEFAULT, *recipe_names(backend)):
@@ -116,7 +116,7 @@ def _check_names(config: Config) -> None:
 
 
 def check_mode(config: Config, mode: str) -> None:
-    """What single values of options cannot go with the sharding mode of the run, 'single' on one GPU."""
+    """Refuse single values of options that cannot go with the sharding mode of the run, 'single' on one GPU."""
     kind, is_whole = config.optim.optimizer, mode in ("single", "ddp")
     if config.precision.mixed_precision == "fp16" and not is_whole:
         raise UserError(f"--mixed_precision fp16 cannot go with --sharding_mode {mode}; use bf16.")

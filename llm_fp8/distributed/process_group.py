@@ -105,6 +105,6 @@ def smallest_gpu_gib(device: torch.device) -> float | None:
 
 
 def is_loss_of_a_peer(error: BaseException) -> bool:
-    """Whether the error's text shows that a collective failed because another process is gone."""
+    """Return True if the error's text shows that a collective failed because another process is gone."""
     lost = re.search(_LOST_PEER, str(error), re.IGNORECASE) is not None
     return dist.is_initialized() and isinstance(error, RuntimeError) and lost

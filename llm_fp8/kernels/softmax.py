@@ -20,7 +20,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def use_triton(logits: Tensor) -> bool:
-    """Whether Transformer Engine's kernels, which need contiguous bf16 or fp32 logits on a GPU, take these."""
+    """Return True if Transformer Engine's kernels take these: contiguous bf16 or fp32 logits on a GPU."""
     on_gpu = logits.is_cuda and logits.dtype in (torch.bfloat16, torch.float32) and logits.numel() > 0
     return on_gpu and importlib.util.find_spec("transformer_engine") is not None
 

@@ -113,8 +113,8 @@ def check_parity(
     stored: Model,
     full_tensor: FullTensor = Tensor.detach,
 ) -> str:
-    """What the three tests found on a TE decoder that computes in `dtype` and has the weights `stored`; raises
-    `UserError` where one fails. `layers` are its own, each of which needs its weights only until the next is asked for.
+    """Run the three tests on a TE decoder that computes in `dtype` and has the weights `stored`, and return a sentence
+    on them; `UserError` where one fails. Each of its `layers` needs its weights only until the next is asked for.
     `full_tensor` returns an unsharded parameter, and is collective where they are sharded.
     """
     entries = te_llama.parameter_map(model)

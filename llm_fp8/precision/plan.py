@@ -20,7 +20,7 @@ MIN_FP8_CAPABILITY = (8, 9)
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """What was asked for and what runs; stored in run.json, the trackers' config and the summary."""
+    """The requested and the effective precision, as run.json, the trackers' config and the summary record them."""
 
     requested: str
     effective: str
@@ -41,12 +41,12 @@ class PrecisionPlan:
 
     @property
     def emulated(self) -> bool:
-        """Whether operands are rounded to fp8 and multiplied in high precision, as torchao does on a CPU."""
+        """True where operands are rounded to fp8 and multiplied in high precision, as torchao does on a CPU."""
         return self.backend == "torchao" and self.recipe is not None and bool(self.recipe.emulate)
 
     @property
     def compute_name(self) -> str:
-        """What linear layers outside fp8 compute in: fp32, bf16 or fp16."""
+        """The precision of linear layers outside fp8: fp32, bf16 or fp16."""
         return {"no": "fp32", "fp16": "fp16"}.get(self.effective, "bf16")
 
     @property
@@ -56,7 +56,7 @@ class PrecisionPlan:
 
     @property
     def has_fp8_peak(self) -> bool:
-        """Whether GEMMs are compared with the GPU's fp8 peak rate: in fp8, not in fp4."""
+        """True where GEMMs are compared with the GPU's fp8 peak rate: in fp8, not in fp4."""
         return self.recipe is not None and RECIPES[self.effective_scenario or ""].has_fp8_peak
 
     @property

@@ -1,4 +1,4 @@
-"""What a machine, a launch and a model do not allow, of options that passed `check_options`."""
+"""Checks of options that passed `check_options` against a machine, a launch and a model."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ _SHARDS_WITHOUT_ROOM = 0.4  # of gradients' shards: no recorded run of one micro
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What a run takes on the GPU that needs most."""
+    """Memory of a run on the GPU that needs most."""
 
     parts: dict[str, float]  # GiB of tensors at the peak, as `torch.cuda.max_memory_allocated` counts
     beside_gib: float = RESERVE_GIB  # what the GPU must have beyond that
@@ -145,7 +145,7 @@ class RunSize:
 
     @property
     def row_multiple(self) -> int:
-        """What the rows of a micro-batch are a multiple of, so that its tokens suit fp8 GEMMs."""
+        """The number of which a micro-batch's rows must be a multiple, so that its tokens suit fp8 GEMMs."""
         multiple = max(token_multiple(self.recipe), FP8_SIZE_MULTIPLE)
         return multiple // math.gcd(self.config.data.max_seq_length, multiple)
 
@@ -157,8 +157,8 @@ class RunSize:
 
     @property
     def shards_in_fp8(self) -> bool:
-        """Whether Transformer Engine's weights are sharded in fp8: by --fp8_params, and LoRA's frozen ones where they
-        have one scale each, whole rows on each GPU, and nothing needs them in bf16.
+        """True where Transformer Engine's weights are sharded in fp8: by --fp8_params, and LoRA's frozen ones if they have
+        one scale each, whole rows on each GPU, and nothing needs them in bf16.
         """
         config, row, sizes = self.config, RECIPES.get(self.recipe), self.sizes
         if row is None or sizes is None or not (self.sharded and config.model.use_te and row.one_scale_per_weight):
@@ -174,7 +174,7 @@ class RunSize:
         return self.config.lora.lora_rank * spec.num_layers * sum(sum(part.shape) for part in adapted)
 
     def changed(self, **options: Any) -> RunSize:
-        """The same run with other options, by their names."""
+        """Change options of the run, by their names."""
         mode = options.get("sharding_mode", self.mode)
         return dataclasses.replace(self, config=self.config.with_options(**options), mode=mode)
 
@@ -290,8 +290,8 @@ class RunSize:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether there is an upper bound of its memory: not of Hugging Face's decoder in fp32 or by torch.autocast, or
-        with eager attention, nor of DeepSpeed's buffers.
+        """True where its memory has an upper bound: not for Hugging Face's decoder in fp32 or by torch.autocast, or
+        with eager attention, nor for DeepSpeed's buffers.
         """
         casts = self.optimizer == "adamw_fp32" and not self.sharded and not self.config.model.use_te
         eager = self.config.model.attn_implementation == "eager"
@@ -305,13 +305,13 @@ class RunSize:
         return [self, dataclasses.replace(self, recipe="bf16")] if self.may_be_bf16 else [self]
 
     def fits(self, gpu_gib: float) -> bool:
-        """Whether the run fits, as far as it is counted, and its micro-batches suit fp8 GEMMs."""
+        """Return True if the run fits, as far as it is counted, and its micro-batches suit fp8 GEMMs."""
         needed = max(part.estimate().needed_gib for part in self.phases)
         return self.config.data.batch_size % self.row_multiple == 0 and needed <= gpu_gib
 
     def settled(self, gpu_gib: float, resumed_rows: int | None = None) -> RunSize:
-        """The same run with as many micro-batches of a step run as one as fit the GPU with a margin, or with
-        `resumed_rows` in each where that is such a run; with a number for --gradient_checkpointing auto.
+        """Merge as many micro-batches of a step as fit the GPU with a margin, or such that each has `resumed_rows`, if
+        that is possible, and settle a number for --gradient_checkpointing auto.
 
         Recomputing a layer costs a third of its time, and merging gains less: the fewest recomputed layers with which
         any cut fits decide, then the longest micro-batches. Where nothing fits, nothing is merged and all recomputed.
@@ -408,7 +408,7 @@ def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None)
 
 
 def _suggestions(run: RunSize, gpu_gib: float) -> str:
-    """What would fit, for the end of a message, what costs least first."""
+    """List changes with which the run would fit, for the end of a message, the cheapest first."""
     recomputing, offloaded = {"gradient_checkpointing": "auto"}, {"offload_optimizer": 1.0}
     eight_bit = {"optimizer": "adamw_8bit"}
     changes: list[dict[str, Any]] = [{}, recomputing]

@@ -46,7 +46,7 @@ class Settled:
     num_asked_micro_batches: int
     """Micro-batches of a step as the options have them; `config` has what they were merged to."""
     measures_precision: bool = False
-    """Whether --mixed_precision auto is to measure fp8, which `precision` is until then, against bf16."""
+    """True where --mixed_precision auto has to measure fp8, which `precision` is until then, against bf16."""
     notes: tuple[str, ...] = ()
     """Sentences to print on memory, merged micro-batches and sharding."""
 
@@ -72,13 +72,13 @@ class Settled:
 
     @property
     def certifies(self) -> bool:
-        """Whether the run records a step and judges its kernels (--certify)."""
+        """True where the run records a step and judges its kernels (--certify)."""
         wanted = self.config.run.certify
         return self.machine.gpu is not None if wanted is None else wanted
 
     @property
     def takes_graphs(self) -> bool:
-        """Whether micro-batches run as CUDA graphs, or may where the GPU is found idle (--cuda_graphs)."""
+        """True where micro-batches run as CUDA graphs, or may once the GPU turns out to be idle (--cuda_graphs)."""
         # Check as if precision were 'auto': fp8 options are allowed although bf16 ignores them.
         config = self.config.with_options(cuda_graphs=True, mixed_precision="auto")
         if self.config.model.cuda_graphs is not None:
@@ -94,7 +94,7 @@ class Settled:
 
     @property
     def holds_frozen_in_fp8(self) -> bool:
-        """Whether the frozen weights of an fp8 run with adapters exist in fp8 only."""
+        """True where the frozen weights of an fp8 run with adapters exist in fp8 only."""
         possible = self.config.parallel.fp8_params or not self.mode.startswith("fsdp")
         in_fp8 = self.precision.effective == "fp8" and self.precision.backend == "te"
         return possible and in_fp8 and holds_frozen_in_fp8(self.config, self.mode)

@@ -1,4 +1,4 @@
-"""Which --sharding_mode a run uses.
+"""The choice of --sharding_mode, and of what depends on it.
 
 `auto` takes the first mode that leaves 40% of the smallest GPU's memory to activations, fp8 casts and logits. Bytes per
 parameter between micro-batches, with N GPUs:
@@ -49,7 +49,7 @@ def num_shards(mode: str, ranks: LaunchRanks) -> int:
 
 
 def resolve_optimizer(config: Config, mode: str, compute: str = "bf16", device_type: str = "cuda") -> OptimizerKind:
-    """What --optimizer means in this mode on a machine that computes in `compute`: fp32, bf16 or fp16."""
+    """Resolve --optimizer for a mode and a machine that computes in `compute`: fp32, bf16 or fp16."""
     if config.optim.optimizer != "auto":
         return config.optim.optimizer
     needs_fp32 = compute != "bf16" or device_type != "cuda" or mode == "fsdp_offload" or mode.startswith("deepspeed")
@@ -80,14 +80,14 @@ def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config)
 
 
 def keeps_unsharded_gradients(mode: str, config: Config) -> bool:
-    """Whether an fsdp mode keeps unsharded gradients on every GPU from one micro-batch to the next."""
+    """Return True if an fsdp mode keeps unsharded gradients on every GPU from one micro-batch to the next."""
     accumulates = config.optim.gradient_accumulation_steps > 1 and not config.parallel.sync_every_micro_batch
     return mode.startswith("fsdp") and accumulates and not config.lora.lora_rank
 
 
 def holds_frozen_in_fp8(config: Config, mode: str) -> bool:
-    """Whether LoRA's frozen weights are held in fp8 only, if the run is in fp8 and its recipe allows it in this mode;
-    not where the last steps, or the export of drawn weights, need them in bf16.
+    """Return True if LoRA's frozen weights are held in fp8 only, provided that the run is in fp8 and its recipe allows
+    it in this mode; the last steps, or the export of drawn weights, may need them in bf16.
     """
     needed = config.precision.fp8_until < 1 or config.exports_drawn_weights or mode == "fsdp_offload"
     return config.lora.lora_rank > 0 and config.model.use_te and not needed

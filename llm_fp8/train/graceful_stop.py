@@ -36,7 +36,7 @@ class GracefulStop:
         return 0 if self.requested is None else 128 + signal.Signals[self.requested].value
 
     def agreed(self) -> bool:
-        """Whether any rank was asked to stop; if so, sets `requested` on all. Collective."""
+        """Return True if any rank was asked to stop, and set `requested` on all. Collective."""
         reason = _REASONS[largest(_REASONS.index(self.requested))]
         self.requested = self.requested or reason
         return reason is not None

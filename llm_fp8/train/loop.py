@@ -41,7 +41,7 @@ WORTH_GRAPHS = 0.15  # idle share of a step from which on micro-batches run as C
 
 @dataclass
 class RunResults:
-    """What a run finds out while it runs; everything else about it is frozen."""
+    """Results that a run collects while it runs; everything else about it is frozen."""
 
     clock: PhaseClock = field(default_factory=PhaseClock)  # started when the script began
     idle_fp8_keys: list[str] = field(default_factory=list)
@@ -92,7 +92,7 @@ class TrainingLoop:
 
     @property
     def precision_name(self) -> str:
-        """That of the run, for people."""
+        """The precision of the run's steps so far, in words."""
         plan = self.precision.plan
         after = f" until step {self.fp8_steps}, then {plan.compute_name}" if self.precision.has_ended else ""
         return f"{plan.name}{after}"
@@ -309,7 +309,7 @@ class TrainingLoop:
         self.reporter.print(f"{verb} {folder}")
 
     def _checkpoint_due(self) -> bool:
-        """Whether the last checkpoint is `SAVE_AFTER_S` old on the main rank, or is not the run's end. Collective."""
+        """Return True if the main rank's last checkpoint is `SAVE_AFTER_S` old, or is not the run's end. Collective."""
         if self.setup.plan.config.run.save_every == 0:
             return False
         is_due = time.monotonic() - self._saved_s >= SAVE_AFTER_S or (

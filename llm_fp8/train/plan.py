@@ -1,5 +1,5 @@
-"""What exists of a run before its model: its decisions (`llm_fp8.settle`), where its weights come from, and the
-libraries' objects that everything else is built with.
+"""A run before its model exists: its decisions (`llm_fp8.settle`), the source of its weights, and the libraries'
+objects that everything else is built with.
 """
 
 from __future__ import annotations
@@ -60,22 +60,22 @@ class RunPlan(Settled):
 
     @property
     def stores_lower_bits(self) -> bool:
-        """Whether weights begin with bits that bf16 has not."""
+        """True where weights begin with bits that bf16 lacks."""
         return self.export_dtype in (torch.float32, torch.float16) or self.stored_fp8 is not None
 
     @property
     def draws_lower_bits(self) -> bool:
-        """Whether master weights get random ones, of which the model computes with the upper half."""
+        """True where master weights get random lower bits; the model computes with the upper half."""
         return self.precision.compute_name == "bf16" and not self.stores_lower_bits
 
     @property
     def rounds_weights(self) -> bool:
-        """Whether stored weights have bits that the model's bf16 ones have not."""
+        """True where stored weights have bits that the model's bf16 ones lack."""
         return self.weight_dtype == torch.bfloat16 and self.stores_lower_bits
 
     @property
     def keeps_lower_bits(self) -> bool:
-        """Whether those bits go into the remainders of the optimizer."""
+        """True where those bits go into the remainders of the optimizer."""
         return self.rounds_weights and self.optimizer_kind == "adamw_master" and self.config.lora.lora_rank == 0
 
     @property

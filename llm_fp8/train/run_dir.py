@@ -33,11 +33,11 @@ from llm_fp8.utils.ranks import LaunchRanks, agree_on
 LOCK = ".lock"
 """The file that a run's main process locks; empty until the run begins to write, and then it stays."""
 _SAVED = ("summary.json", "final", "checkpoints/step-*")
-"""What a run leaves that is worth keeping: without it, a later run begins anew in its folder."""
+"""Results of a run that are worth keeping: where there are none, a later run begins anew in its folder."""
 _WRITTEN = ("run.json", "metrics.jsonl", "certificate.json", "certificate_after_fp8.json", "checkpoints")
-"""What else a run writes, or clears away, and so may not find of somebody else's."""
+"""Other files that a run writes or clears away: it is refused where they may be somebody else's."""
 _UNFINISHED = ".*.[0-9]*.tmp"
-"""What a killed process leaves of a file or export that it was writing (`write_text_atomic`, `export_hf`)."""
+"""Files and exports that a killed process did not finish (`write_text_atomic`, `export_hf`)."""
 
 
 def with_output_dir(config: Config, ranks: LaunchRanks, held: contextlib.ExitStack) -> Config:
@@ -102,7 +102,7 @@ def find_checkpoint(config: Config, ranks: LaunchRanks) -> Checkpoint | None:
 
 
 def _was_begun(folder: Path) -> bool:
-    """Whether a run has held this folder."""
+    """Return True if a run has begun in this folder."""
     return (folder / LOCK).is_file() and (folder / LOCK).stat().st_size > 0
 
 

@@ -46,7 +46,7 @@ class TrainingSetup:
 
     @property
     def exports_adapter(self) -> bool:
-        """Whether final/ will hold an adapter; one for random weights would be useless."""
+        """True where final/ will hold an adapter; one for random weights would be useless."""
         return self.plan.config.lora.lora_rank > 0 and self.plan.stored is not None
 
 
@@ -114,7 +114,7 @@ def _decoder_with_adapters(plan: RunPlan, on_meta: bool) -> Model:
 
 
 def _describe_rounding(plan: RunPlan) -> str:
-    """What becomes of stored weights that the model's parameters cannot hold as they are."""
+    """Say how stored weights are rounded that the model's parameters cannot hold as they are."""
     if plan.stored_fp8 is not None:
         rounded = ", rounded to bfloat16" if plan.rounds_weights and not plan.keeps_lower_bits else ""
         return f"stored weights are {plan.stored_fp8.describe()}: training starts from value times scale{rounded}"

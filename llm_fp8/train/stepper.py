@@ -92,7 +92,7 @@ class Stepper:
             self._graphs.are_dropped = self.drops_graphs
 
     def may_capture(self, may: bool) -> None:
-        """Whether the next step may capture graphs, which would show in a recording."""
+        """Allow or forbid the next step to capture graphs, which would show in a recording."""
         if self._graphs is not None:
             self._graphs.may_capture = may
 
@@ -175,6 +175,6 @@ class Stepper:
     def _micro_batch_by_old_scales(
         self, batch: Batch, num_supervised: Tensor, first: bool | None, last: bool = True
     ) -> Tensor:
-        """As `micro_batch`, with both passes by the same scales of delayed scaling: `update_scales` has to follow."""
+        """Run `micro_batch` with the same scales of delayed scaling in both passes: `update_scales` has to follow."""
         with self.precision.put_off_scale_updates():
             return self.micro_batch(batch, num_supervised, first, last)

@@ -39,7 +39,7 @@ SCALES = "fp8."  # begins the names of delayed scaling's tensors
 
 
 def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
-    """What a checkpoint must share with the run that continues it."""
+    """Collect the entries that a checkpoint and the run that continues it must share."""
     config, lora, precision, stored = plan.config, plan.config.lora, plan.precision, plan.stored
     decoder = text_config(plan.hf_config)
     entries = decoder.to_dict()  # an attribute that differs between layers cannot be read
@@ -59,7 +59,7 @@ def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
 
 
 def run_options(config: Config, data: PreparedData, num_steps: int) -> dict[str, Any]:
-    """What a checkpoint records: the options but those of reports and saves, the whole run's steps, a step's rows."""
+    """Collect the options that a checkpoint records: all but those of reports and saves, and the run's steps and rows."""
     sections = config.to_dict()
     sections["run"] = {name: sections["run"][name] for name in EVALUATION_OPTIONS}
     options = {name: value for section in sections.values() for name, value in section.items()}
@@ -142,7 +142,7 @@ class RunState:
         return self.setup.plan.strategy.state(self.setup.model.module, optimizer) | scales
 
     def has_the_scales(self, checkpoint: Checkpoint) -> bool:
-        """Whether the checkpoint's scales and amax histories are those that a run with these options keeps."""
+        """Return True if the checkpoint's scales and amax histories are those that a run with these options keeps."""
         saved = checkpoint.meta["options"]
         return all(saved.get(name) == self.options.get(name) for name in SCALE_OPTIONS)
 

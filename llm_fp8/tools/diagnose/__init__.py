@@ -1,1 +1,1 @@
-"""Where a step's precision, time and memory go: `llm-fp8 diagnose` and scripts/diagnose_fp8.py."""
+"""Precision, time and memory of a step, by part: `llm-fp8 diagnose` and scripts/diagnose_fp8.py."""
