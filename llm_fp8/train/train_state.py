@@ -59,7 +59,7 @@ def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
 
 
 def run_options(config: Config, data: PreparedData, num_steps: int) -> dict[str, Any]:
-    """Collect the options that a checkpoint records: all but those of reports and saves, and the run's steps and rows."""
+    """Collect the options that a checkpoint records: all but those of reports and saves, steps, rows."""
     sections = config.to_dict()
     sections["run"] = {name: sections["run"][name] for name in EVALUATION_OPTIONS}
     options = {name: value for section in sections.values() for name, value in section.items()}
