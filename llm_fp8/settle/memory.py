@@ -157,8 +157,8 @@ class RunSize:
 
     @property
     def shards_in_fp8(self) -> bool:
-        """True where Transformer Engine's weights are sharded in fp8: by --fp8_params, and LoRA's frozen ones that have one
-        scale each, whole rows on each GPU, and nothing needs them in bf16.
+        """True where Transformer Engine's weights are sharded in fp8: by --fp8_params, and LoRA's frozen ones, if they
+        have one scale each, whole rows on each GPU, and nothing needs them in bf16.
         """
         config, row, sizes = self.config, RECIPES.get(self.recipe), self.sizes
         if row is None or sizes is None or not (self.sharded and config.model.use_te and row.one_scale_per_weight):
