@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from llm_fp8.optim import adamw
+from llm_fp8.optim import adamw_master
 from tests.support.processes import exit_code, start_ranks
 from tests.support.small import assert_same_bits, final_weights, stored_weights, train, write_model
 
@@ -36,8 +36,8 @@ def test_a_run_that_learns_nothing_exports_the_stored_bits(dtype, mode, rows, tm
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_lower_bits_are_drawn_where_none_are_stored(dtype, rows, tmp_path, monkeypatch):
-    drawn = mock.Mock(side_effect=adamw.draw_remainder)
-    monkeypatch.setattr(adamw, "draw_remainder", drawn)
+    drawn = mock.Mock(side_effect=adamw_master.draw_remainder)
+    monkeypatch.setattr(adamw_master, "draw_remainder", drawn)
     model = write_model(tmp_path / "model", dtype=dtype)
     options = [f"--model_name={model}", f"--dataset_name={rows}", *SHORT, *IN_BF16, "--max_steps=2"]
     train(*options, "--learning_rate=0", f"--output_dir={tmp_path / 'run'}")
