@@ -61,7 +61,7 @@ def test_under_nohup_a_closed_terminal_stops_nothing():
 def _prints_to(place: str) -> None:
     """Lead a session that has this terminal, if it is one, and print to it."""
     os.setsid()
-    descriptor = os.open(place, os.O_RDWR if place.startswith("/dev/") else os.O_WRONLY)
+    descriptor = os.open(place, os.O_RDWR if place.startswith("/dev/pts/") else os.O_WRONLY)
     for number in (1, 2):
         os.dup2(descriptor, number)
     sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))
