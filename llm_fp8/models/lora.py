@@ -166,13 +166,13 @@ def config_for_loading(model: Model, options: LoraConfig, base_model: str) -> An
     modules = set(_ends(module, {name: adapter for name, adapter in adapters.items() if not adapter.delta}))
     misread = {name for name in modules if _is_misread(module, peft_config(options, [name]))}
     parameters |= {f"{name}.weight" for name in misread}
-    found = peft_config(options, modules - misread, parameters)
-    found.base_model_name_or_path, found.inference_mode = base_model, True
+    settings = peft_config(options, modules - misread, parameters)
+    settings.base_model_name_or_path, settings.inference_mode = base_model, True
     if model.left_out:  # whose layers may have the same names
-        found.exclude_modules = rf".*({'|'.join(map(re.escape, model.left_out))})\..*"
-    if found.target_parameters:
-        found.lora_dropout = 0.0  # PEFT has none beside parameters
-    return found
+        settings.exclude_modules = rf".*({'|'.join(map(re.escape, model.left_out))})\..*"
+    if settings.target_parameters:
+        settings.lora_dropout = 0.0  # PEFT has none beside parameters
+    return settings
 
 
 def _is_misread(model: PreTrainedModel, settings: Any) -> bool:

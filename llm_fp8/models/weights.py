@@ -162,12 +162,12 @@ class LocalShard:
         values = rows[wanted] if part.shape else torch.atleast_1d(rows[...])
         if self.data.is_floating_point() and not values.is_floating_point():
             raise UnsupportedArchitecture(f"'{part.hf_name}' holds {values.dtype} in the checkpoint, not floats")
-        own = slice(first - self.start, last - self.start)
+        overlap = slice(first - self.start, last - self.start)
         if self.data.dtype == torch.bfloat16 and values.dtype in (torch.float32, torch.float16):
             values, remainder = split_master(values.to(self.data.device, torch.float32))
             if self.remainder is not None:
-                part.view(self.remainder[own]).copy_(remainder)
-        part.view(self.data[own]).copy_(values)
+                part.view(self.remainder[overlap]).copy_(remainder)
+        part.view(self.data[overlap]).copy_(values)
 
 
 def local_shard(tensor: Tensor) -> LocalShard:

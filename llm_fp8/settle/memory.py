@@ -256,8 +256,8 @@ class RunSize:
             if beside_layer and layers - 2 not in recomputes:  # the layer below the last, as fc1's gradient is made
                 made = gathered + beside_layer + (_BF16 + kept.gradient / num_gpus) * layer_linear - all_gradients
                 made += h * spec.intermediate_size * (4 if recipe == "bf16" else 7)  # and fp8 weights for the dgrad
-                below, own = activations - 2 * tokens * per_layer, per_layer + 4 * h + spec.intermediate_size
-                moments.append((state + made, below, tokens * own))
+                below, saved = activations - 2 * tokens * per_layer, per_layer + 4 * h + spec.intermediate_size
+                moments.append((state + made, below, tokens * saved))
         if recomputed and beside_layer and not unsharded:  # the last recomputed layer
             made = state - all_gradients if one_micro_batch else state
             kept_below = recomputes[-1] + 1 - recomputed
@@ -330,8 +330,8 @@ class RunSize:
         for share, rows in itertools.product(shares, cuts):
             options = {"batch_size": rows, "gradient_accumulation_steps": cuts[rows], "gradient_checkpointing": share}
             run = self.changed(**options)
-            found = [part.estimate(upper_bound=True) for part in run.phases]
-            if all(each.is_whole and each.needed_gib <= (1 - MARGIN) * gpu_gib for each in found):
+            estimates = [part.estimate(upper_bound=True) for part in run.phases]
+            if all(each.is_whole and each.needed_gib <= (1 - MARGIN) * gpu_gib for each in estimates):
                 return run
         return run
 
@@ -352,8 +352,9 @@ def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None)
     Raises `UserError` for a run whose weights, gradients and optimizer state alone, or all of whose tensors, or whose
     smallest --batch_size auto, are too much for the GPU's `gpu_gib`.
     """
-    asked, length, notes = run.config, run.config.data.max_seq_length, list[str]()
-    automatic, recomputes = asked.data.batch_size == AUTO_BATCH_SIZE, asked.model.gradient_checkpointing == "auto"
+    requested, length, notes = run.config, run.config.data.max_seq_length, list[str]()
+    automatic = requested.data.batch_size == AUTO_BATCH_SIZE
+    recomputes = requested.model.gradient_checkpointing == "auto"
     if recomputes and not run.estimate(upper_bound=True).is_whole:
         raise UserError(
             "--gradient_checkpointing auto: with this model, precision, optimizer and sharding mode the memory of "
@@ -364,24 +365,24 @@ def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None)
         run = run.settled(gpu_gib, resumed_rows=run.row_multiple)
     else:
         run = run.settled(gpu_gib, resumed_rows)
-        if (rows := run.config.data.batch_size) != asked.data.batch_size:
-            before, after = (each.optim.gradient_accumulation_steps for each in (asked, run.config))
-            short = f"{asked.data.batch_size * length:,} tokens"
+        if (rows := run.config.data.batch_size) != requested.data.batch_size:
+            before, after = (each.optim.gradient_accumulation_steps for each in (requested, run.config))
+            short = f"{requested.data.batch_size * length:,} tokens"
             notes.append(f"{before} micro-batches of {short} run as {after} of {rows * length:,}")
-    found = run.estimate()
+    estimate = run.estimate()
     state_gib = run.num_parameters * state_bytes(run.mode, run.optimizer, run.num_gpus, run.config) / GIB
-    if run.adapted and found.is_whole:  # some of whose weights are in fp8
-        state_gib = found.parts[STATE] + found.parts.get(CASTS, 0.0)
+    if run.adapted and estimate.is_whole:  # some of whose weights are in fp8
+        state_gib = estimate.parts[STATE] + estimate.parts.get(CASTS, 0.0)
     what = "weights" if run.adapted else f"weights, gradients and state of --optimizer {run.optimizer}"
-    if not automatic and (1 - ERROR) * found.total_gib > gpu_gib:
-        what, state_gib = f"{what}, activations and logits", found.total_gib
+    if not automatic and (1 - ERROR) * estimate.total_gib > gpu_gib:
+        what, state_gib = f"{what}, activations and logits", estimate.total_gib
     if state_gib + RESERVE_GIB > gpu_gib:
         raise UserError(
             f"this run cannot fit: {what} take {state_gib:.1f} GiB under --sharding_mode {run.mode}, and the GPU has "
             f"{gpu_gib:.1f}.{_suggestions(run, gpu_gib)}"
         )
     if automatic:
-        if not found.is_whole:
+        if not estimate.is_whole:
             raise UserError(
                 f"--batch_size auto needs --use_te, --fp8_scenario {'|'.join(recipes_counted())} and --sharding_mode "
                 f"{'|'.join(MODES_COUNTED[1:])}: the memory of others is not known; give a number."
@@ -389,21 +390,21 @@ def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None)
         sizes = range(max(run.row_multiple, MOST_TOKENS // length), 0, -1)
         fitting = next((size for size in sizes if run.changed(batch_size=size).fits(gpu_gib)), None)
         if fitting is None:
-            said = f"--batch_size auto: no micro-batch with --max_seq_length {length} fits {gpu_gib:.1f} GiB."
-            raise UserError(said + _suggestions(run, gpu_gib))
+            reason = f"--batch_size auto: no micro-batch with --max_seq_length {length} fits {gpu_gib:.1f} GiB."
+            raise UserError(reason + _suggestions(run, gpu_gib))
         run = run.changed(batch_size=fitting)
         gib = f"{run.estimate().total_gib:.1f} of {gpu_gib:.1f} GiB"
         notes.append(f"--batch_size auto: {fitting} sequences of {length:,} tokens, estimated to take {gib}")
-    elif found.needed_gib > gpu_gib:
-        needed = f"{found.needed_gib:.1f} of the GPU's {gpu_gib:.1f} GiB: it may be slow, or run out of memory."
+    elif estimate.needed_gib > gpu_gib:
+        needed = f"{estimate.needed_gib:.1f} of the GPU's {gpu_gib:.1f} GiB: it may be slow, or run out of memory."
         notes.append(f"WARNING: a step is estimated to take {needed}{_suggestions(run, gpu_gib)}")
     if recomputes:
         layers = text_config(run.hf_config).num_hidden_layers
         recomputed = len(recomputed_layers(run.config.model.gradient_checkpointing, layers))
         bound = "" if run.spec else "at most "
         gib = f"{bound}{run.estimate(upper_bound=True).total_gib:.1f} of {gpu_gib:.1f} GiB"
-        said = f"{recomputed} of {layers} layers are recomputed, estimated to take {gib}"
-        notes.append(f"--gradient_checkpointing auto: {said}")
+        outcome = f"{recomputed} of {layers} layers are recomputed, estimated to take {gib}"
+        notes.append(f"--gradient_checkpointing auto: {outcome}")
     return run, notes
 
 
@@ -418,7 +419,7 @@ def _suggestions(run: RunSize, gpu_gib: float) -> str:
         changes += [] if run.adapted else [sharded | eight_bit]
     if not run.sharded and not run.adapted:
         changes += [eight_bit, offloaded, eight_bit | recomputing, offloaded | recomputing]
-    said = []
+    suggestions = []
     for change in changes:
         if "gradient_checkpointing" in change and (run.spec is None or run.config.model.gradient_checkpointing == 1):
             continue  # activations are not counted, or recomputed already
@@ -429,5 +430,6 @@ def _suggestions(run: RunSize, gpu_gib: float) -> str:
                 steps = fitted.config.optim.gradient_accumulation_steps
                 words += [f"--batch_size {rows}", f"--gradient_accumulation_steps {steps}"]
             without = "" if fitted.estimate().is_whole else " without activations"
-            said.append(f"{' '.join(words)} ({fitted.estimate().total_gib:.1f} GiB{without})")
-    return f" What would fit: {'; '.join([*said[:3], 'more GPUs with train_multi_gpu.py --sharding_mode fsdp_full'])}."
+            suggestions.append(f"{' '.join(words)} ({fitted.estimate().total_gib:.1f} GiB{without})")
+    suggestions = [*suggestions[:3], "more GPUs with train_multi_gpu.py --sharding_mode fsdp_full"]
+    return f" What would fit: {'; '.join(suggestions)}."

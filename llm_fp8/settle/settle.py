@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-import te_llama
 from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
 from llm_fp8.config.recipes import DEFAULTS, chosen, recipe_names
 from llm_fp8.config.validation import check_declared
@@ -79,17 +78,17 @@ class Settled:
     @property
     def takes_graphs(self) -> bool:
         """True where micro-batches run as CUDA graphs, or may once the GPU turns out to be idle (--cuda_graphs)."""
-        # Check as if precision were 'auto': fp8 options are allowed although bf16 ignores them.
-        config = self.config.with_options(cuda_graphs=True, mixed_precision="auto")
         if self.config.model.cuda_graphs is not None:
             return self.config.model.cuda_graphs
         if not self.certifies or self.precision.compute_dtype != torch.bfloat16:
             return False  # nothing shows whether the GPU is idle
         if not self.mode.startswith("fsdp") and self.parameter_dtype != torch.bfloat16:
             return False
+        sizes = self.size.sizes
         with contextlib.suppress(UserError):
-            check_declared(config, self.mode)
-            return te_llama.decoder_sizes(self.hf_config).attention_dropout == 0
+            # Check as if precision were 'auto': fp8 options are allowed although bf16 ignores them.
+            check_declared(self.config.with_options(cuda_graphs=True, mixed_precision="auto"), self.mode)
+            return sizes is not None and sizes.attention_dropout == 0
         return False
 
     @property
@@ -101,15 +100,15 @@ class Settled:
 
 
 def settle(
-    asked: Config,
+    requested: Config,
     hf_config: PretrainedConfig,
     machine: Machine,
     resumed: Mapping[str, Any] | None = None,
     measured: str | None = None,
     num_parameters: int | None = None,
 ) -> Settled:
-    """Settle the run of `asked`, which passed `check_options`; `UserError` for what the machine or the model does not
-    allow, or the GPU's memory cannot hold.
+    """Settle the run of `requested`, which passed `check_options`; `UserError` for what the machine or the model does
+    not allow, or the GPU's memory cannot hold.
 
     Args:
         resumed: meta.json of the checkpoint that the run continues. It keeps that run's micro-batches where it can, and
@@ -117,7 +116,7 @@ def settle(
         measured: the faster precision, bf16 or fp8, once --mixed_precision auto has measured both.
         num_parameters: of the model, where they have been counted.
     """
-    config, ranks, notes = asked, machine.ranks, list[str]()
+    config, ranks, notes = requested, machine.ranks, list[str]()
     num_parameters = num_parameters or count_parameters(hf_config)
     mode, reason = choose_mode(config, ranks, num_parameters, machine.gpu_gib)
     check_declared(config, mode)  # before 'auto' is bf16 on a machine without fp8, which options for fp8 allow
@@ -149,9 +148,8 @@ def settle(
         precision = dataclasses.replace(precision, requested="auto")
     config = size.config
     check_machine(config, machine, mode, precision, num_parameters)
-    if config.model.use_te:
-        with contextlib.suppress(te_llama.UnsupportedArchitecture):  # said when the model is looked at
-            check_te_decoder(config, te_llama.decoder_sizes(hf_config), num_shards(mode, ranks))
+    if config.model.use_te and size.sizes is not None:  # an unsupported one is refused when the model is looked at
+        check_te_decoder(config, size.sizes, num_shards(mode, ranks))
     if ranks.world_size > 1:
         notes.append(f"sharding: {mode}{f', because {reason}' if reason else ''}")
     return Settled(
@@ -162,7 +160,7 @@ def settle(
         mode=mode,
         optimizer_kind=optimizer_kind,
         size=size,
-        num_asked_micro_batches=asked.optim.gradient_accumulation_steps,
+        num_asked_micro_batches=requested.optim.gradient_accumulation_steps,
         measures_precision=may_be_either and resumed is None and measured is None,
         notes=tuple(notes),
     )

@@ -26,9 +26,9 @@ def choose_mode(
     config: Config, ranks: LaunchRanks, num_parameters: int, gpu_memory_gib: float | None
 ) -> tuple[str, str | None]:
     """The mode of a run and, under auto, the reason. `gpu_memory_gib`: of the smallest GPU, None on CPUs."""
-    asked = config.parallel.sharding_mode
-    if asked != "auto":
-        return asked, None
+    requested = config.parallel.sharding_mode
+    if requested != "auto":
+        return requested, None
     if ranks.world_size == 1:
         return "single", "there is one process"
     if gpu_memory_gib is None:

@@ -174,8 +174,8 @@ def rows_of(
                 fitted = run.fitted(gpu_gib)
             if fitted is not None:
                 with contextlib.suppress(UserError):  # what a run would refuse does not fit either
-                    asked = fitted.config if mode == "single" else fitted.config.with_options(sharding_mode=mode)
-                    settle(asked, hf_config, machine, num_parameters=num_parameters)
+                    run_config = fitted.config if mode == "single" else fitted.config.with_options(sharding_mode=mode)
+                    settle(run_config, hf_config, machine, num_parameters=num_parameters)
                     rows.append(Row(way, run, fitted))
                     continue
             rows.append(Row(way, run, None))

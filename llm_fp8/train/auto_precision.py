@@ -32,14 +32,14 @@ from llm_fp8.utils.te_internals import forget_delayed_scales
 NUM_MEASURED = 2  # micro-batches of each precision, after one that is not timed
 
 
-def choose_precision(asked: Config, plan: RunPlan, data: PreparedData) -> tuple[RunPlan, dict[str, float]]:
+def choose_precision(requested: Config, plan: RunPlan, data: PreparedData) -> tuple[RunPlan, dict[str, float]]:
     """The plan in the faster precision, and the tokens per second of each; rank 0's figures decide. Collective."""
     tokens_per_s = gathered(measure_precisions(plan, data))[0]
     fastest = max(tokens_per_s, key=tokens_per_s.__getitem__)
     figures = ", ".join(f"{name} {figure:,.0f} tokens/s" for name, figure in tokens_per_s.items())
     plan.say(f"auto: {figures}: {fastest}")
     num_parameters = plan.size.num_parameters
-    settled = settle(asked, plan.hf_config, plan.machine, measured=fastest, num_parameters=num_parameters)
+    settled = settle(requested, plan.hf_config, plan.machine, measured=fastest, num_parameters=num_parameters)
     precision = with_recipe(settled.precision, settled.config.precision, plan.device)
     return dataclasses.replace(plan, **vars(settled) | {"precision": precision, "notes": plan.notes}), tokens_per_s
 
@@ -48,14 +48,14 @@ def measure_precisions(plan: RunPlan, data: PreparedData) -> dict[str, float]:
     """Tokens per second of this process in fp8 and in bf16, in forward and backward of a micro-batch. Collective."""
     random_states = rng_state(plan.accelerator.process_index)
     setup, batches = build_setup(dataclasses.replace(plan, say=lambda text: None), in_bf16=True), first_step(data.train)
-    found = {name: _tokens_per_s(setup, batches, name) for name in ("fp8", "bf16")}
+    tokens_per_s = {name: _tokens_per_s(setup, batches, name) for name in ("fp8", "bf16")}
     del setup
     plan.strategy.layers = None
     forget_delayed_scales()
     gc.collect()
     torch.cuda.empty_cache()
     restore_rng_state(random_states)
-    return found
+    return tokens_per_s
 
 
 def _tokens_per_s(setup: TrainingSetup, batches: list[Batch], name: str) -> float:

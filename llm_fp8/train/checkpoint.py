@@ -90,11 +90,6 @@ class Checkpoint:
         """Optimizer steps that were completed."""
         return int(self.meta["step"])
 
-    @property
-    def micro_batch_rows(self) -> int:
-        """Rows of a micro-batch of its run, merged ones if they were."""
-        return int(self.meta["options"]["batch_size"])
-
     @cached_property
     def kinds(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """Dtype and shape of its tensors, by their names."""

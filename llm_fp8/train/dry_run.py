@@ -53,17 +53,17 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
         torch.distributed.destroy_process_group()
     if ranks.rank != 0:
         return 0
-    said = [*([note] if note else []), data.description, *settled.notes]
+    lines = [*([note] if note else []), data.description, *settled.notes]
     if precision.fallback_reason:
-        said.append(fallback_warning(precision))
+        lines.append(fallback_warning(precision))
     if machine.gpu_gib is not None:
         estimate = settled.size.estimate()
         gpus = f"{machine.gpu}, assumed" if machine.is_assumed else "GPUs of this machine"
         on_each = f"{estimate.needed_gib:.2f} GiB of {machine.gpu_gib:.1f} on each of {ranks.world_size} ({gpus})"
         parts = estimate.parts | {"CUDA, allocator, communication": estimate.beside_gib}
-        said += [f"memory: {on_each}", *(f"  {part:32} {part_gib:8.2f} GiB" for part, part_gib in parts.items())]
-        said += [] if estimate.is_whole else ["  activations are not counted: they are known of TE decoders alone"]
+        lines += [f"memory: {on_each}", *(f"  {part:32} {part_gib:8.2f} GiB" for part, part_gib in parts.items())]
+        lines += [] if estimate.is_whole else ["  activations are not counted: they are known of TE decoders alone"]
     num_steps, rows = total_steps(config, data, resumed), data.train.global_batch_size
-    said.append(f"dry run: {num_steps:,} steps of {rows:,} sequences; no weight was loaded and no run written")
-    print("\n".join(said), flush=True)
+    lines.append(f"dry run: {num_steps:,} steps of {rows:,} sequences; no weight was loaded and no run written")
+    print("\n".join(lines), flush=True)
     return 0

@@ -64,8 +64,8 @@ def diagnose(config: Config, trace: Path | None = None) -> dict[str, Any]:
     """
     plan = plan_without_output(config)
     with explained_failures(lambda: plan.folder):
-        found = measure(*build_stepper(plan), trace)
-    return found | {"problems": problems(found)}
+        measured = measure(*build_stepper(plan), trace)
+    return measured | {"problems": problems(measured)}
 
 
 def build_stepper(plan: RunPlan) -> tuple[Stepper, TrainLoader]:
