@@ -31,7 +31,6 @@ from torch.optim import Optimizer
 
 from llm_fp8.config.options import Config, ParallelConfig
 from llm_fp8.distributed.strategy import DistributedStrategy
-from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.optim.adamw_master import draw_lower_bits_
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import read_json
@@ -149,14 +148,14 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, precision: Any = None) -> tuple[nn.Module, Any]:
         """Return DeepSpeed's engine, which is called as the model, and its AdamW, which now holds master weights."""
-        assert isinstance(model, TrainingModel)
+        causal_lm: Any = model.model  # inside the module that returns the loss
         self.accelerator.gradient_accumulation_steps = self.settings["gradient_accumulation_steps"]  # or it warns
         with reading("--deepspeed_config", file_of(self.options.deepspeed_config, self.mode), "it into DeepSpeed"):
             self._zero, _ = self.accelerator.prepare(model, optimizer)
         if self.stage == 3:  # the loss reads this weight without calling its module
             from deepspeed.runtime.zero import register_external_parameter
 
-            register_external_parameter(model, model.model.get_output_embeddings().weight)
+            register_external_parameter(model, causal_lm.get_output_embeddings().weight)
         if self.settings["bf16"]["enabled"]:
             zero = self._zero.optimizer
             masters = next(getattr(zero, name) for name in _MASTER_WEIGHTS if hasattr(zero, name))
