@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from llm_fp8.utils.errors import reading
+from llm_fp8.utils.errors import UserError, reading
 
 EMBEDDED = "embedded"
 """Name of the model and of the dataset in this repository."""
@@ -298,8 +298,16 @@ class LoraConfig:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The names in --lora_targets, in order."""
-        return names_in(self.lora_targets)
+        """The names in --lora_targets, in order; `UserError` where there is none, or all-linear beside other layers."""
+        names = names_in(self.lora_targets)
+        if not names or (ALL_LINEAR in names and not {*names} <= {ALL_LINEAR, EXPERTS}):
+            raise UserError(f"--lora_targets must name layers, as in q_proj,v_proj, or be {ALL_LINEAR}[,{EXPERTS}].")
+        return names
+
+    @property
+    def scaling(self) -> float:
+        """The factor of an adapter's output; without --lora_alpha, alpha is twice the rank."""
+        return 2.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
 
 
 ShardingMode = Literal[
@@ -383,9 +391,21 @@ class Config:
         return self.model.use_te if self.data.packing is None else self.data.packing
 
     @property
-    def exports_drawn_weights(self) -> bool:
-        """True if the run exports random weights that no checkpoint has, with adapters merged into them."""
-        return (self.model.random_init or self.model.model_name == EMBEDDED) and self.run.export
+    def trains_adapters(self) -> bool:
+        """True if adapters are trained beside layers of a model whose own weights are frozen."""
+        return self.lora.lora_rank > 0
+
+    @property
+    def draws_weights(self) -> bool:
+        """True if the run starts from random weights that no checkpoint has."""
+        return self.model.random_init or self.model.model_name == EMBEDDED
+
+    @property
+    def default_learning_rate(self) -> float:
+        """The peak of a run without --learning_rate."""
+        if self.draws_weights:
+            return SCRATCH_LEARNING_RATE
+        return LORA_LEARNING_RATE if self.trains_adapters else OptimConfig().learning_rate
 
 
 def names_in(listed: str | None) -> tuple[str, ...]:

@@ -18,11 +18,8 @@ import yaml
 from llm_fp8.config.accelerate_env import LAUNCH_FILE, apply_launch_settings, check_launch
 from llm_fp8.config.options import (
     AUTO_BATCH_SIZE,
-    EMBEDDED,
-    LORA_LEARNING_RATE,
     MOST_USED,
     OTHER_NAMES,
-    SCRATCH_LEARNING_RATE,
     SECTIONS,
     Config,
     ParallelConfig,
@@ -204,9 +201,7 @@ def _read(argv: list[str], parser: OptionsParser) -> tuple[Config, frozenset[str
         parser.error("it names another --config, which is not read")
     parser.origin = ""
     options = vars(parser.parse_args([*words, *argv]))
-    named = frozenset(options)
-    if options.get("random_init") or options.get("model_name", EMBEDDED) == EMBEDDED:
-        options.setdefault("learning_rate", SCRATCH_LEARNING_RATE)
-    elif options.get("lora_rank"):
-        options.setdefault("learning_rate", LORA_LEARNING_RATE)
-    return Config().with_options(**options), named
+    config = Config().with_options(**options)
+    if "learning_rate" not in options:
+        config = config.with_options(learning_rate=config.default_learning_rate)
+    return config, frozenset(options)

@@ -9,7 +9,7 @@ from dataclasses import fields
 from fnmatch import fnmatchcase
 
 from llm_fp8.config import options
-from llm_fp8.config.options import ALL_LINEAR, EXPERTS, SECTIONS, Config, names_in
+from llm_fp8.config.options import ALL_LINEAR, SECTIONS, Config, names_in
 from llm_fp8.config.recipes import (
     DEFAULT,
     FP8_SIZE_MULTIPLE,
@@ -89,7 +89,7 @@ def _check_recipe(config: Config) -> None:
             raise UserError(f"--fp8_params cannot go with --fp8_scenario {recipe.name}, only with {able}.")
         if not (config.model.use_te or backend == "torchao"):
             raise UserError("--fp8_params has no effect without --use_te or --fp8_backend torchao; add one.")
-        if config.lora.lora_rank and config.exports_drawn_weights:
+        if config.trains_adapters and config.draws_weights and config.run.export:
             raise UserError("--fp8_params keeps random weights of a frozen model in fp8 alone; add --no_export.")
 
 
@@ -111,8 +111,6 @@ def _check_names(config: Config) -> None:
     ):
         if unknown := [name for name in names if known and name not in known]:
             raise UserError(f"{flag}: '{unknown[0]}' is not among {', '.join(known)}{did_you_mean(unknown[0], known)}.")
-    if not targets or (ALL_LINEAR in targets and not {*targets} <= {ALL_LINEAR, EXPERTS}):
-        raise UserError(f"--lora_targets must name layers, as in q_proj,v_proj, or be {ALL_LINEAR}[,{EXPERTS}].")
 
 
 def check_mode(config: Config, mode: str) -> None:

@@ -51,11 +51,6 @@ class Adapter(NamedTuple):
     delta: Callable[[], Tensor] | None = None  # what they add to the weights of experts
 
 
-def scaling_of(options: LoraConfig) -> float:
-    """The factor of an adapter's output; without --lora_alpha, alpha is twice the rank."""
-    return 2.0 if options.lora_alpha is None else options.lora_alpha / options.lora_rank
-
-
 def needs_unfused_mlp(options: LoraConfig) -> bool:
     """True where an adapter needs the TE decoder's MLP unfused."""
     in_mlp = {"gate_proj", "up_proj", "down_proj", ALL_LINEAR}
@@ -143,7 +138,7 @@ def peft_config(options: LoraConfig, modules: Iterable[str], parameters: Iterabl
     """PEFT's description of the adapters (adapter_config.json) of these linear layers and parameters."""
     from peft import LoraConfig as PeftLoraConfig
 
-    alpha: Any = float(scaling_of(options) * options.lora_rank)
+    alpha: Any = float(options.scaling * options.lora_rank)
     return PeftLoraConfig(
         r=options.lora_rank,
         lora_alpha=int(alpha) if alpha.is_integer() else alpha,
@@ -234,7 +229,7 @@ class FusedAdapters(nn.Module):
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
         self.columns: list[tuple[int, int]] = []
         self.layer_names: dict[str, str] = {}  # adapter -> its Hugging Face layer
-        self.rank, self.scaling, self.dropout = options.lora_rank, scaling_of(options), options.lora_dropout
+        self.rank, self.scaling, self.dropout = options.lora_rank, options.scaling, options.lora_dropout
         for part in parts:
             layer_name, (out_features, in_features) = part.hf_name.removesuffix(".weight"), part.shape
             name = layer_name.rpartition(".")[2]
@@ -242,6 +237,11 @@ class FusedAdapters(nn.Module):
             self.lora_B[name] = nn.Parameter(torch.empty(out_features, self.rank, dtype=dtype, device=device))
             self.columns.append((part.start, part.stop))
             self.layer_names[name] = layer_name
+
+    @property
+    def gemm_weights(self) -> list[Tensor]:
+        """All its matrices."""
+        return list(self.parameters())
 
     def forward(self, inputs: Tensor, output: Tensor) -> Tensor:
         """inputs [..., in]; output [..., out of the fused module], which is overwritten and returned."""

@@ -11,8 +11,8 @@ with `P` the linear weights including lm_head, of routed experts those that comp
 softmax and RoPE are left out, as usual), `L` layers with attention and `h = num_attention_heads * head_dim`. An
 unpacked sequence of `S` positions is one document: the familiar `num_tokens * (6 P + 6 L S h)`. These are *model* FLOPs
 as in PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B; only the causal half of attention): recomputation is
-not counted, padding is. With LoRA the linear weights are frozen and need no wgrad: `4 n`, and `6 n` for the adapters'
-entries.
+not counted, padding is. Beside adapters the linear weights are frozen and need no wgrad: `4 n`, and `6 n` for the
+entries of the adapters.
 
 **Utilisation** (MFU) is model FLOP/s over the GPU's dense peak. An fp8 step mixes fp8 and bf16 GEMMs, so it is given
 against both peaks. A GPU that is not in the table has no utilisation.

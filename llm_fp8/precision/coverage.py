@@ -87,7 +87,7 @@ def measure_coverage(
 ) -> Fp8Coverage:
     """Count the linear weights of `model`, converted already. GEMMs of `fp8_modules` run in fp8, others in `compute`.
 
-    `reasons`: name -> why a module is not in fp8, where known. `gemms`: `llm_fp8.models.lora.gemms_per_weight`. Of a
+    `reasons`: name -> why a module is not in fp8, where known. `gemms`: the fewest of each frozen module. Of a
     trained weight's GEMMs the recipe computes `most_in_fp8` in fp8.
     """
     in_fp8, routed, reasons = set(fp8_modules), routed_modules(model), never_in_fp8(model) | reasons
@@ -126,8 +126,8 @@ def linear_weights(module: nn.Module) -> list[Tensor]:
     """The GEMM weights [out, in] that this module itself holds: torch's and TE's linear modules, and adapters."""
     if hasattr(module, "base_layer"):
         return []  # PEFT's: what it shows as its own is the layer's inside
-    if isinstance(getattr(module, "lora_A", None), nn.ParameterDict):
-        return [*module.lora_A.values(), *module.lora_B.values()]  # type: ignore[operator]
+    if hasattr(module, "gemm_weights"):
+        return module.gemm_weights  # type: ignore[return-value]
     if hasattr(module, "fc1_weight"):
         return [module.fc1_weight, module.fc2_weight]  # type: ignore[list-item]
     return [module.weight] if hasattr(module, "in_features") else []  # type: ignore[list-item]

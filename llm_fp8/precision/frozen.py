@@ -1,4 +1,4 @@
-"""Frozen weights held in fp8 only: what LoRA's frozen model is multiplied with in an fp8 run, and nothing else of it.
+"""Frozen weights held in fp8 only: of the model beside adapters an fp8 run keeps what its GEMMs read, and nothing else.
 
 Otherwise a module keeps the bf16 weight (2 bytes per element) beside its fp8 casts (1 byte for each of two layouts,
 which Hopper's GEMMs need). The casts of a frozen weight never change, so the GEMMs read the same bits. Under delayed

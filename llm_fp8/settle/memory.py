@@ -152,12 +152,12 @@ class RunSize:
     @property
     def adapted(self) -> frozenset[str]:
         """Linear layers with an adapter."""
-        targets = self.config.lora.targets if self.config.lora.lora_rank else ()
+        targets = self.config.lora.targets if self.config.trains_adapters else ()
         return frozenset(DECODER_LINEARS if ALL_LINEAR in targets else targets)
 
     @property
     def shards_in_fp8(self) -> bool:
-        """True where Transformer Engine's weights are sharded in fp8: by --fp8_params, and LoRA's frozen ones, if they
+        """True where Transformer Engine's weights are sharded in fp8: by --fp8_params, and frozen ones, if they
         have one scale each, whole rows on each GPU, and nothing needs them in bf16.
         """
         config, row, sizes = self.config, RECIPES.get(self.recipe), self.sizes
@@ -284,7 +284,7 @@ class RunSize:
             recipes = (self.recipe, "bf16") if self.config.precision.fp8_bf16_modules else (self.recipe,)
             return max(saved_bytes(spec, recipe, self.adapted, lora.lora_rank) for recipe in recipes)
         h, q, kv, f = spec.hidden_size, spec.q_size, spec.kv_size, spec.intermediate_size
-        elements = 8 * h + 5 * q + 4 * f + 3 * (q + kv) * spec.qk_norm + (2 * h + q + kv) * (lora.lora_rank > 0)
+        elements = 8 * h + 5 * q + 4 * f + 3 * (q + kv) * spec.qk_norm + (2 * h + q + kv) * self.config.trains_adapters
         masks = (5 * h + q + f) * (lora.lora_dropout > 0)
         return float(_BF16 * elements + masks + self.config.data.max_seq_length)
 

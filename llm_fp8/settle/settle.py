@@ -56,10 +56,10 @@ class Settled:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """The dtype of the model's weights: `parameter_dtype`, or under LoRA the compute dtype, since a frozen model
-        needs no master weights; fp32 where that is fp16, whose range is small.
+        """The dtype of the model's weights: `parameter_dtype`, or beside adapters the compute dtype, since a frozen
+        model needs no master weights; fp32 where that is fp16, whose range is small.
         """
-        if self.config.lora.lora_rank == 0:
+        if not self.config.trains_adapters:
             return self.parameter_dtype
         return torch.bfloat16 if self.precision.compute_dtype == torch.bfloat16 else torch.float32
 

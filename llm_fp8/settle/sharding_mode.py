@@ -56,18 +56,18 @@ def resolve_optimizer(config: Config, mode: str, compute: str = "bf16", device_t
     if mode.startswith("fsdp") and not needs_fp32:
         # Shards of gradients are summed in the parameters' dtype, and weights sharded in fp8 have fp32 masters.
         parallel = config.parallel
-        needs_fp32 = parallel.sync_every_micro_batch or parallel.fp8_params or config.lora.lora_rank > 0
+        needs_fp32 = parallel.sync_every_micro_batch or parallel.fp8_params or config.trains_adapters
     return "adamw_fp32" if needs_fp32 else "adamw_master"
 
 
 def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config) -> float:
     """Bytes per parameter of weights, gradients and optimizer state on one of `num_shards` GPUs that share a copy,
-    between micro-batches; under LoRA of the frozen weights only.
+    between micro-batches; of frozen weights alone where adapters are trained.
     """
     if mode == "fsdp_offload":
         return 0.0
     gathered = _GATHERED_WEIGHT_BYTES if mode == "fsdp_grad" else 0
-    if config.lora.lora_rank:
+    if config.trains_adapters:
         return _GATHERED_WEIGHT_BYTES / (num_shards if mode.startswith("fsdp") else 1) + gathered
     if mode in _DEEPSPEED_BYTES:
         sharded, unsharded = _DEEPSPEED_BYTES[mode]
@@ -82,12 +82,13 @@ def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config)
 def keeps_unsharded_gradients(mode: str, config: Config) -> bool:
     """Return True if an fsdp mode keeps unsharded gradients on every GPU from one micro-batch to the next."""
     accumulates = config.optim.gradient_accumulation_steps > 1 and not config.parallel.sync_every_micro_batch
-    return mode.startswith("fsdp") and accumulates and not config.lora.lora_rank
+    return mode.startswith("fsdp") and accumulates and not config.trains_adapters
 
 
 def holds_frozen_in_fp8(config: Config, mode: str) -> bool:
-    """Return True if LoRA's frozen weights are held in fp8 only, provided that the run is in fp8 and its recipe allows
-    it in this mode; the last steps, or the export of drawn weights, may need them in bf16.
+    """Return True if frozen weights are held in fp8 only, provided that the run is in fp8 and its recipe allows it in
+    this mode; the last steps, or the export of drawn weights, may need them in bf16.
     """
-    needed = config.precision.fp8_until < 1 or config.exports_drawn_weights or mode == "fsdp_offload"
-    return config.lora.lora_rank > 0 and config.model.use_te and not needed
+    exports_drawn = config.draws_weights and config.run.export
+    needed = config.precision.fp8_until < 1 or exports_drawn or mode == "fsdp_offload"
+    return config.trains_adapters and config.model.use_te and not needed

@@ -40,7 +40,7 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
     check_model(config, hf_config, tokenizer)
     if not config.model.use_te:
         probe(config, hf_config, own_device(), precision.compute_dtype)
-    if config.lora.lora_rank:
+    if config.trains_adapters:
         add_adapters(model_on_meta(hf_config), config.lora, torch.bfloat16)  # which knows the names of --lora_targets
     data = prepare_data(
         config,

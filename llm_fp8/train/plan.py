@@ -76,7 +76,7 @@ class RunPlan(Settled):
     @property
     def keeps_lower_bits(self) -> bool:
         """True where those bits go into the remainders of the optimizer."""
-        return self.rounds_weights and self.optimizer_kind == "adamw_master" and self.config.lora.lora_rank == 0
+        return self.rounds_weights and self.optimizer_kind == "adamw_master" and not self.config.trains_adapters
 
     @property
     def parallel_record(self) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.models.export import export_adapter, export_hf
-from llm_fp8.models.lora import scaling_of
 from llm_fp8.models.side_files import Origin
 from llm_fp8.observability.metrics import GIB, describe_full_gpu
 from llm_fp8.observability.provenance import collect_provenance
@@ -103,7 +102,7 @@ def export_final(loop: TrainingLoop, tokenizer: PreTrainedTokenizerBase, step: i
         "command": f"`{shlex.join(sys.argv)}`",
     }
     if rank := config.lora.lora_rank:
-        card["LoRA"] = f"rank {rank}, scaling {scaling_of(config.lora):g}, {config.lora.lora_targets}"
+        card["LoRA"] = f"rank {rank}, scaling {config.lora.scaling:g}, {config.lora.lora_targets}"
     origin = Origin(plan.source.location, loop.state.data.eos_ids)
     is_main, full_tensor = plan.accelerator.is_main_process, plan.strategy.full_tensor
     shared: dict[str, Any] = {"card": card, "full_tensor": full_tensor, "is_main": is_main, "origin": origin}

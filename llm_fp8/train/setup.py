@@ -47,7 +47,7 @@ class TrainingSetup:
     @property
     def exports_adapter(self) -> bool:
         """True where final/ will hold an adapter; one for random weights would be useless."""
-        return self.plan.config.lora.lora_rank > 0 and self.plan.stored is not None
+        return self.plan.config.trains_adapters and self.plan.stored is not None
 
 
 def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool = False) -> TrainingSetup:
@@ -106,7 +106,7 @@ def _decoder_with_adapters(plan: RunPlan, on_meta: bool) -> Model:
     else:
         shared |= {"seed": plan.config.optim.seed, "keep_lower_bits": plan.keeps_lower_bits}
         model = build_model(options, plan.hf_config, plan.stored, **shared)
-    if lora.lora_rank:
+    if plan.config.trains_adapters:
         if note := without_adapter(model.module, lora):
             plan.say(note)
         add_adapters(model, lora, plan.parameter_dtype)
@@ -132,7 +132,7 @@ def _attach_precision(plan: RunPlan, model: PreTrainedModel, layers: nn.ModuleLi
     left = {} if plan.config.model.use_te else precision.convert(model, layers, plan.config.parallel.fp8_params)
     use_grouped_experts(model)  # inside what casts experts' weights
     precision.attach(model, layers)
-    if plan.config.lora.lora_rank and plan.strategy.caches_weight_casts:
+    if plan.config.trains_adapters and plan.strategy.caches_weight_casts:
         precision.keep_casts_of_frozen_weights()
     return precision, left | precision.misfits
 

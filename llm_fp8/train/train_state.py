@@ -18,7 +18,6 @@ from torch import Tensor
 from llm_fp8.config.options import DECIDES, EVALUATION_OPTIONS, SCALE_OPTIONS, TRAINING_OPTIONS, Config, names_in
 from llm_fp8.data.prepare import PreparedData
 from llm_fp8.distributed.process_group import largest
-from llm_fp8.models.lora import scaling_of
 from llm_fp8.models.source import text_config
 from llm_fp8.models.weights import weights_digest
 from llm_fp8.train.checkpoint import LATEST, STRATEGY_STATE, Checkpoint, CheckpointManager
@@ -53,7 +52,7 @@ def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
         "packing": config.packing,
     }
     if rank := lora.lora_rank:  # the adapters, and the frozen model that a checkpoint does not hold
-        shared["lora"] = [rank, scaling_of(lora), lora.lora_dropout, *sorted(lora.targets)]
+        shared["lora"] = [rank, lora.scaling, lora.lora_dropout, *sorted(lora.targets)]
         shared["frozen_model"] = f"seed {config.optim.seed}" if stored is None else weights_digest(stored.files)
     return shared
 

@@ -222,7 +222,7 @@ def test_every_option_is_read_somewhere():
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 names.add(node.value)
     through_properties = {"fp8_bf16_modules", "dataset_weights", "lora_targets", "columns", "allow_changed", "packing"}
-    through_properties |= {"use_wandb", "report_to", "wandb_project"}
+    through_properties |= {"use_wandb", "report_to", "wandb_project", "lora_alpha"}
     assert set(Config().options) - names <= through_properties
 
 
