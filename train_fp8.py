@@ -27,8 +27,8 @@ def main() -> int:
     config, idle_fp8_keys = parse_launch(sys.argv[1:], os.environ, description=(__doc__ or "").split("\n\n")[0])
     # After the parser: --help and mistakes answer without loading the rest.
     with importing():
-        from llm_fp8.train.loop import RunResults
-        from llm_fp8.train.run import run_training
+        from llm_fp8.run.run import run_training
+        from llm_fp8.run.timeline import RunResults
 
     return run_training(config, RunResults(PhaseClock(IMPORTED_S), idle_fp8_keys))
 

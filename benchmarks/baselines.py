@@ -44,8 +44,8 @@ from llm_fp8.models.source import load_config, load_tokenizer, resolve_source
 from llm_fp8.observability.metrics import GIB, step_flops
 from llm_fp8.optim.optimizers import adamw_arguments
 from llm_fp8.precision.torchao import TorchaoBackend, build_config
+from llm_fp8.step.stepper import StepClock
 from llm_fp8.tools.bench import BASELINES
-from llm_fp8.train.stepper import StepClock
 from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.json_files import json_line, write_json_atomic, write_text_atomic
 from llm_fp8.utils.script import run_script

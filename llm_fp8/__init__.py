@@ -11,7 +11,7 @@ _PLACES = {
     "CertificateCallback": "llm_fp8.tools.hf_trainer_callback",
     "UserError": "llm_fp8.utils.errors",
     "certify_step": "llm_fp8.tools.hf_trainer_callback",
-    "fine_tune": "llm_fp8.train.fine_tune",
+    "fine_tune": "llm_fp8.run.fine_tune",
 }
 
 # What importing torchao says of kernels that nothing here uses; transformers imports it wherever it is installed.

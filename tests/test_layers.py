@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "llm_fp8"
 
 BELOW_TE_LLAMA = {"kernels", "config", "utils"}
-ABOVE_TE_LLAMA = {"tools", "train", "settle", "distributed", "precision", "models"}
-IMPORT_TRANSFORMER_ENGINE = {"te_llama.py", "precision", "distributed", "kernels", "tools"}
+ABOVE_TE_LLAMA = {"tools", "run", "settle", "step", "distributed", "precision", "models"}
+IMPORT_TRANSFORMER_ENGINE = {"te_llama.py", "precision", "step", "distributed", "kernels", "tools"}
 IMPORT_TRANSFORMER_ENGINE_IN_UTILS = {"te_internals.py"}
 
 

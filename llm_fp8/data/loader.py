@@ -215,6 +215,13 @@ class TrainLoader:
         """Continue from `state` at the next `iter()`; `UserError` if it belongs to other data."""
         self._position = self._position_in(state)
 
+    def first_step(self) -> list[Batch]:
+        """The micro-batches of the next step, which the loader will give again."""
+        position = self.state_dict()
+        batches = next(iter(self))
+        self.load_state_dict(position)
+        return batches
+
     def _position_in(self, state: Position) -> Position:
         if state["rows"]["data"] != self._sequences.data:
             what = "dataset, split, tokenizer, max_seq_length, packing, held-out share or seed"

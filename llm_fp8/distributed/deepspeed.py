@@ -162,6 +162,9 @@ class DeepSpeedStrategy(DistributedStrategy):
             draw_lower_bits_(masters, torch.initial_seed())
         return self._zero, self._zero.basic_optimizer
 
+    def main_grads(self, model: nn.Module) -> None:
+        """ZeRO has gradients of its own."""
+
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
         self._zero.set_gradient_accumulation_boundary(is_boundary=last)

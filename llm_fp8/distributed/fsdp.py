@@ -27,8 +27,7 @@ from torch.optim import Optimizer
 
 from llm_fp8.config.options import ParallelConfig
 from llm_fp8.distributed.fsdp_internals import MemorySavingReduceScatter, UnshardedGradients, units_of
-from llm_fp8.distributed.strategy import DistributedStrategy
-from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
+from llm_fp8.distributed.strategy import DistributedStrategy, FindMainGrad
 from llm_fp8.optim.adamw_master import join_master, remainder_of
 from llm_fp8.utils.te_internals import keep_weight_casts
 from llm_fp8.utils.torch_internals import local_of, materialize_, sharded_like
@@ -76,19 +75,23 @@ class FsdpStrategy(DistributedStrategy):
         materialize_(model, torch.device("cpu") if offloads else device, device, later)
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, precision: Any = None) -> tuple[nn.Module, Any]:
-        self.wgrad_accumulation = FusedWgradAccumulation(model, UnshardedGradients(model).find)
         return model, optimizer
+
+    def main_grads(self, model: nn.Module) -> FindMainGrad:
+        return UnshardedGradients(model).find
+
+    def reduces_by_hooks(self, last: bool) -> bool:
+        return False
 
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
-        assert isinstance(model, FSDPModule) and self.wgrad_accumulation is not None
+        assert isinstance(model, FSDPModule)
         if self._stream is not None:  # a CUDA graph is captured on another stream
             self._stream = torch.cuda.current_stream()
         model.set_requires_gradient_sync(last or self.options.sync_every_micro_batch)
         # Weights change between steps alone, so gathered ones serve all micro-batches.
         model.set_reshard_after_backward(last or self.mode != "fsdp_grad")
-        with self.wgrad_accumulation.micro_batch():
-            yield
+        yield
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
         """On the accelerator's device, which the collective needs."""

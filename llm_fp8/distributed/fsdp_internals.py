@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from llm_fp8.distributed.wgrad_fusion import release_main_grad
+from llm_fp8.utils.te_internals import release_main_grad
 
 
 def units_of(model: nn.Module) -> Iterator[FSDPModule]:

@@ -5,7 +5,7 @@ model, optimizer = strategy.prepare(model, optimizer)
 for each step:
     for each micro-batch:
         with strategy.micro_batch(model, last=...):
-            strategy.backward(loss)        loss: this rank's part of the global mean, see llm_fp8.train.loop
+            strategy.backward(loss)        loss: this rank's part of the global mean, see llm_fp8.run.timeline
     grad_norm = strategy.step(optimizer, parameters, max_norm)
 """
 
@@ -14,9 +14,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -26,10 +26,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from llm_fp8.config.options import ParallelConfig
-from llm_fp8.distributed.wgrad_fusion import FusedWgradAccumulation
 from llm_fp8.optim.adamw_master import join_master, remainder_of
 from llm_fp8.optim.optimizers import clip_and_step, initialize_state, optimizer_tensors, set_completed_steps
 from llm_fp8.utils.torch_internals import materialize_
+
+FindMainGrad: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+"""A module's weight -> the tensor that its forward passes see in its place, and its gradient so far, if any."""
 
 
 class DistributedStrategy:
@@ -45,7 +47,6 @@ class DistributedStrategy:
         self.mode = mode
         self.accelerator = accelerator
         self.options = options
-        self.wgrad_accumulation: FusedWgradAccumulation | None = None  # set by `prepare`, where a mode has it
         self.layers: nn.ModuleList | None = None  # set by `shard`
         self.context_group: Any = None  # the ranks that share sequences
         if (size := options.context_parallel_size) > 1:
@@ -63,21 +64,23 @@ class DistributedStrategy:
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, precision: Any = None) -> tuple[nn.Module, Any]:
         """The model to call and the optimizer to step. --fp8_params needs the `Precision` of `model`."""
-        model, optimizer = self.accelerator.prepare(model, optimizer, device_placement=[True, False])
-        self.wgrad_accumulation = FusedWgradAccumulation(model)
-        return model, optimizer
+        return self.accelerator.prepare(model, optimizer, device_placement=[True, False])
+
+    def main_grads(self, model: nn.Module) -> FindMainGrad | None:
+        """Where the GEMMs of a prepared `model` find the gradients to add to; None where they may not."""
+        return lambda weight: (weight, weight.grad)
+
+    def reduces_by_hooks(self, last: bool) -> bool:
+        """Return True if a micro-batch's gradients are reduced when autograd, and not a GEMM, has accumulated them."""
+        return self._reduces(last) and self.accelerator.num_processes > 1
+
+    def _reduces(self, last: bool) -> bool:
+        return last or self.options.sync_every_micro_batch
 
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
         """Encloses forward and backward of a micro-batch; gradients are reduced in the `last` one of a step only."""
-        synchronise = last or self.options.sync_every_micro_batch
-        with contextlib.ExitStack() as stack:
-            if not synchronise:
-                stack.enter_context(self.accelerator.no_sync(model))
-            # DDP's all-reduce starts when autograd, and not a GEMM, has accumulated a gradient.
-            needs_autograd = synchronise and self.accelerator.num_processes > 1
-            if self.wgrad_accumulation is not None and not needs_autograd:
-                stack.enter_context(self.wgrad_accumulation.micro_batch())
+        with contextlib.nullcontext() if self._reduces(last) else self.accelerator.no_sync(model):
             yield
 
     def backward(self, loss: Tensor) -> None:
@@ -135,20 +138,21 @@ class PlainCopiesStrategy(DistributedStrategy):
         if not isinstance(model, DistributedDataParallel):
             return strategy, model
         plain = cls(strategy.mode, strategy.accelerator, strategy.options)
-        plain.wgrad_accumulation, plain.layers = strategy.wgrad_accumulation, strategy.layers
+        plain.layers = strategy.layers
         return plain, model.module  # DDP's hooks go with it, when the first graph is captured at the latest
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, precision: Any = None) -> tuple[nn.Module, Any]:
-        self.wgrad_accumulation = FusedWgradAccumulation(model)
         return model, self.accelerator.prepare(optimizer, device_placement=[False])
+
+    def reduces_by_hooks(self, last: bool) -> bool:
+        return False
 
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
-        assert self.wgrad_accumulation is not None and self.layers is not None
+        assert self.layers is not None
         reduces = last and self.accelerator.num_processes > 1
-        with self.wgrad_accumulation.micro_batch():
-            with averaged_over_ranks(model, self.layers) if reduces else contextlib.nullcontext():
-                yield
+        with averaged_over_ranks(model, self.layers) if reduces else contextlib.nullcontext():
+            yield
 
 
 @contextlib.contextmanager

@@ -41,7 +41,6 @@ from transformers import PretrainedConfig
 import te_llama
 from llm_fp8.config.options import ALL_LINEAR, AUTO_BATCH_SIZE, DECODER_LINEARS, Config
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE, RECIPES, token_multiple
-from llm_fp8.distributed.activation_checkpoint import recomputed_layers
 from llm_fp8.kernels.cross_entropy import default_chunk_tokens
 from llm_fp8.models.source import text_config
 from llm_fp8.observability.metrics import GIB, RESERVE_GIB
@@ -52,6 +51,7 @@ from llm_fp8.settle.sharding_mode import (
     resolve_optimizer,
     state_bytes,
 )
+from llm_fp8.step.activation_checkpoint import recomputed_layers
 from llm_fp8.utils.errors import UserError
 
 MODES_COUNTED = ("single", "ddp", "fsdp_grad", "fsdp_full")

@@ -1,11 +1,11 @@
 """Import of Transformer Engine, preparations for it, and its private names, which no other file uses. Read in 2.20.
 
 name                                                   noticed by
-module._is_fsdp2                                       tests/distributed/test_wgrad_fusion_gpu.py
+module._is_fsdp2                                       tests/step/test_wgrad_fusion_gpu.py
 layernorm_mlp._get_act_func_supported_list             tests/kernels/test_swiglu_gpu.py
 dot_product_attention._attention_backends              tests/tools/verify
-FP8GlobalStateManager.reduce_and_update_fp8_tensors    tests/distributed/test_micro_batch_graphs_gpu.py
-module._fp8_workspaces                                 tests/train/test_train_gpu.py
+FP8GlobalStateManager.reduce_and_update_fp8_tensors    tests/step/test_micro_batch_graphs_gpu.py
+module._fp8_workspaces                                 tests/run/test_train_gpu.py
 """
 
 from __future__ import annotations
@@ -119,3 +119,8 @@ def attention_backend() -> str | None:
 
     names = {"fused": "fused (cuDNN)", "flash": "flash-attn", "unfused": "unfused"}
     return next((name for kind, name in names.items() if _attention_backends[f"use_{kind}_attention"]), None)
+
+
+def release_main_grad(weight: Any) -> None:
+    """Drop the reference to the main gradient of `weight`, if it has one."""
+    vars(weight).pop("main_grad", None)

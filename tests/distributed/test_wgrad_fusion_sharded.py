@@ -23,6 +23,7 @@ from llm_fp8.distributed.strategy import DistributedStrategy, PlainCopiesStrateg
 from llm_fp8.models.fill import fill_weights
 from llm_fp8.models.model import Model, decoder_layers
 from llm_fp8.models.parity import relative_difference
+from llm_fp8.step.wgrad_fusion import FusedWgradAccumulation
 from tests.support import stand_in_te
 from tests.support.ranks import CountedAllGather, on_ranks
 from tests.support.small import tiny_config
@@ -68,12 +69,13 @@ def train(rank: int, mode: str, dtype: torch.dtype, in_gemms: bool, sync_every_m
         engine.shard(model, decoder_layers(model))
         model, optimizer = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
         if not in_gemms and mode == "ddp":
-            engine.wgrad_accumulation = None
+            engine.main_grads = lambda model: None
         gathers = CountedAllGather(model)
         losses, gradients = [], {}
         for step in range(STEPS):
             for number in range(MICRO_BATCHES):
-                with engine.micro_batch(model, last=number == MICRO_BATCHES - 1):
+                last = number == MICRO_BATCHES - 1
+                with engine.micro_batch(model, last), FusedWgradAccumulation(model, engine).micro_batch(last):
                     ids = tokens(step, number, rank)
                     loss = model(input_ids=ids, labels=ids).loss
                     engine.backward(loss / RANKS / MICRO_BATCHES)

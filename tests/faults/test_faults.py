@@ -68,7 +68,7 @@ MOMENTS: dict[str, tuple[str, Callable[[Path], bool]]] = {
     "in a save": ("packed", lambda folder: _saves_again(folder)),
     "between saves": ("lora", lambda folder: num_steps(folder) > 6),
 }
-"""The scenario, and when it is killed. What signals stop is in tests/train: test_stop.py and test_resume.py."""
+"""The scenario, and when it is killed. What signals stop is in tests/run: test_stop.py and test_resume.py."""
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

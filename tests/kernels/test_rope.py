@@ -16,10 +16,10 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import te_llama
-from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.models.fill import fill_weights
-from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.model import Model
+from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.step.loss_model import TrainingModel
 from tests.support.batches import BATCHES, S
 from tests.support.families import family_config
 from tests.support.rope_reference import CASES, assert_same_split, positions_of, split_rope_reference

@@ -9,12 +9,12 @@ import torch
 from transformers import AutoConfig
 
 import te_llama
-from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.models.fill import fill_weights
-from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.model import Model
 from llm_fp8.models.parity import relative_difference
 from llm_fp8.observability.kernel_trace import kernel_class, kernel_times, record_kernels
+from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.step.loss_model import TrainingModel
 from tests.support.batches import BATCHES, S
 from tests.support.families import family_config
 from tests.support.rope_reference import CASES, GRADIENT_LAYOUTS, Case, assert_same_split, split_rope_reference

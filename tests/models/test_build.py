@@ -23,10 +23,10 @@ from llm_fp8.models import build, bundled_architectures
 from llm_fp8.models.build import choose_attention, decoder_size, model_from_config
 from llm_fp8.models.export import export_hf
 from llm_fp8.models.fill import build_model
-from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.model import decoder_layers
-from llm_fp8.models.probe import probe
 from llm_fp8.models.source import load_config, load_tokenizer, require_positions, resolve_source, stored_dtype
+from llm_fp8.settle.probe import probe
+from llm_fp8.step.loss_model import TrainingModel
 from llm_fp8.utils import hf_internals
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import chosen_attention
@@ -219,7 +219,7 @@ def test_the_loss_is_that_of_logits_which_are_more_than_the_heads(model_type, ch
 
 
 def test_logits_that_the_loss_does_not_know_are_refused(monkeypatch):
-    monkeypatch.setattr("llm_fp8.models.loss_model._SOFTCAPS", ())
+    monkeypatch.setattr("llm_fp8.step.loss_model._SOFTCAPS", ())
     with pytest.raises(UserError, match="--model_name"):
         probe(parse_config([]), another_family("gemma2", final_logit_softcapping=3.0), CPU, torch.float32)
 

@@ -11,16 +11,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from llm_fp8.config.options import LoraConfig, PrecisionConfig
 from llm_fp8.data.collate import Layout
-from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.models.build import decoder_size, model_on_meta
 from llm_fp8.models.experts import expert_weights, routed_modules
 from llm_fp8.models.export import export_adapter, hf_tensors
 from llm_fp8.models.lora import adapters_of, add_adapters, initialize_adapters_, without_adapter
-from llm_fp8.models.loss_model import ROUTER_LOSS, TrainingModel
 from llm_fp8.models.model import Model, decoder_layers
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan
+from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.step.loss_model import ROUTER_LOSS, TrainingModel
 from tests.support.batches import random_rows
 from tests.support.families import EXPERTS
 from tests.support.small import CARD, records, steps, train, write_model

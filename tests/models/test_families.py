@@ -20,8 +20,8 @@ from llm_fp8.config.parser import parse_config
 from llm_fp8.data.collate import Layout
 from llm_fp8.models.build import model_from_config
 from llm_fp8.models.lora import add_adapters
-from llm_fp8.models.loss_model import TrainingModel
-from llm_fp8.models.probe import probe
+from llm_fp8.settle.probe import probe
+from llm_fp8.step.loss_model import TrainingModel
 from llm_fp8.utils.errors import UserError
 from tests.support import hub_families as hub
 from tests.support.batches import random_rows
@@ -181,7 +181,7 @@ def test_a_document_has_the_loss_that_it_has_alone(kind, monkeypatch):
                 total = total + loss + sum(auxiliary.values())
             torch.testing.assert_close(total, alone, rtol=1e-5, atol=0)
     assert probe(PACKING, hf_config, CPU, torch.float32) == "rows"
-    monkeypatch.setattr("llm_fp8.models.loss_model.wrap_forward", lambda *_: None)
+    monkeypatch.setattr("llm_fp8.step.loss_model.wrap_forward", lambda *_: None)
     for option in ("--packing", "--no_packing") if "longrope" in str(hf_config) else ():
         with pytest.raises(UserError, match="--model_name .*apart"):
             probe(parse_config([option]), hf_config, CPU, torch.float32)

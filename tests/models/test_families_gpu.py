@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llm_fp8.config.parser import parse_config
-from llm_fp8.models.probe import probe
+from llm_fp8.settle.probe import probe
 from llm_fp8.utils.errors import UserError
 from tests.support.hub_families import CPU, hub_config
 

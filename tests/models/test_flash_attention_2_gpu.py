@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.parity import relative_difference
+from llm_fp8.step.loss_model import TrainingModel
 from llm_fp8.utils.packages import package_version
 from tests.support import gpu_training
 from tests.support.batches import BATCHES, S

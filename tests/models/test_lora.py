@@ -36,7 +36,7 @@ from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import linear_weights, measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.precision.te import TEBackend
-from llm_fp8.train.checkpoint import Checkpoint
+from llm_fp8.run.checkpoint import Checkpoint
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import exit_code, start_ranks
 from tests.support.reference import NUM_STEPS, OPTIONS, documents, learning_rate, mean_loss, reference_options

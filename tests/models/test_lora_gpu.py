@@ -13,10 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import te_llama
 from llm_fp8.config.options import LoraConfig, OptimConfig
-from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.models.fill import fill_weights
 from llm_fp8.models.lora import adapters_of, add_adapters, gemms_per_weight, initialize_adapters_, needs_unfused_mlp
-from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.model import Model, decoder_layers
 from llm_fp8.models.parity import relative_difference
 from llm_fp8.models.weights import StoredCheckpoint
@@ -25,6 +23,8 @@ from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import linear_weights, measure_coverage
 from llm_fp8.precision.frozen import hold_in_fp8
+from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.step.loss_model import TrainingModel
 from tests.support.batches import S, packed_batch
 from tests.support.families import family_config
 from tests.support.gpu_steps import BF16, MICRO_BATCHES, fp8, recorded_step, step

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 
 import te_llama
 from llm_fp8.models.fill import fill_weights
-from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.model import Model
 from llm_fp8.models.parity import check_parity, relative_difference
 from llm_fp8.models.weights import StoredCheckpoint
+from llm_fp8.step.loss_model import TrainingModel
 from llm_fp8.utils.errors import UserError
 from tests.support.batches import BATCHES, S, packed_batch, padded_batch
 from tests.support.families import FAMILIES, family_config

@@ -19,8 +19,8 @@ from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import ModuleState
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.precision.te import TEBackend
-from llm_fp8.train.plan import RunPlan
-from llm_fp8.train.run import run_training
+from llm_fp8.run.plan import RunPlan
+from llm_fp8.run.run import run_training
 from llm_fp8.utils.script import run_script
 from tests.support.processes import exit_code, start_ranks
 from tests.support.small import steps
@@ -221,7 +221,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, tuple[int, f
     def profiled():
         yield profile
 
-    monkeypatch.setattr("llm_fp8.train.loop.profiled", profiled)
+    monkeypatch.setattr("llm_fp8.run.timeline.profiled", profiled)
     monkeypatch.setattr(RunPlan, "certifies", property(lambda plan: plan.config.run.certify is not False))
 
 

@@ -9,11 +9,11 @@ import sys
 import pytest
 import torch
 
-from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.models.model import decoder_layers
 from llm_fp8.observability.kernel_trace import gemm_kernels
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify
 from llm_fp8.precision.coverage import ModuleState
+from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.utils.te_internals import attention_backend
 from tests.support.gpu_steps import BF16, MICRO_BATCHES, SCENARIOS, build, fp8, recorded_step
 from tests.support.gpu_training import ROOT, certificate_of, common, train
@@ -91,7 +91,7 @@ from llm_fp8.precision.te import TEBackend
 from llm_fp8.utils.te_internals import require_te
 {patch}
 from llm_fp8.config.parser import parse_config
-from llm_fp8.train.run import run_training
+from llm_fp8.run.run import run_training
 from llm_fp8.utils.script import run_script
 run_script(lambda: run_training(parse_config(sys.argv[1:])))
 """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.models.model import decoder_layers
+from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.te_internals import attention_backend
 from tests.support.batches import packed_batch, padded_batch

@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.recipes import gemms_in_fp8
-from llm_fp8.distributed.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.models.model import decoder_layers
 from llm_fp8.precision.certificate import ExpectedKernels, certify
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import bf16_modules, measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.precision.torchao import TorchaoBackend, build_config
+from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import run_ranks
 from tests.support.small import final_weights, precision_on, records, run_json, steps, tiny_config, train

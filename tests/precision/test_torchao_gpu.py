@@ -83,7 +83,7 @@ from torchao.float8.float8_linear import Float8Linear
 Float8Linear.forward = lambda self, x: torch.nn.functional.linear(x, self.weight, self.bias)
 from llm_fp8.config.parser import parse_config
 from llm_fp8.utils.script import run_script
-from llm_fp8.train.run import run_training
+from llm_fp8.run.run import run_training
 run_script(lambda: run_training(parse_config(sys.argv[1:])))
 """
     command = [sys.executable, "-c", program, *plain(model_folder, tmp_path / "run", *FP8, "--max_steps", "12")]

@@ -22,7 +22,6 @@ from llm_fp8.config.options import (
     PrecisionConfig,
     RunConfig,
 )
-from llm_fp8.distributed.activation_checkpoint import recomputed_layers
 from llm_fp8.models.build import count_parameters
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.settle.memory import (
@@ -35,6 +34,7 @@ from llm_fp8.settle.memory import (
     saved_bytes,
     settle_memory,
 )
+from llm_fp8.step.activation_checkpoint import recomputed_layers
 from llm_fp8.utils.errors import UserError
 from te_llama import decoder_sizes
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llm_fp8.train.checkpoint import CheckpointManager
+from llm_fp8.run.checkpoint import CheckpointManager
 from llm_fp8.utils.errors import EXIT_USER_ERROR
 from tests.support.processes import wait_until
 from tests.support.small import run_json, steps

@@ -8,11 +8,11 @@ from transformers import AutoModelForCausalLM
 import te_llama
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.models.fill import fill_weights
-from llm_fp8.models.loss_model import TrainingModel
 from llm_fp8.models.model import Model, decoder_layers
 from llm_fp8.observability.kernel_trace import kernel_times, record_kernels
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import measure_coverage
+from llm_fp8.step.loss_model import TrainingModel
 from tests.support.batches import S, packed_batch
 from tests.support.families import family_config
 from tests.support.small import precision_on

@@ -27,10 +27,10 @@ from llm_fp8.models.build import auto_class, is_multimodal, read_by_kernels
 from llm_fp8.models.experts import routed_modules
 from llm_fp8.models.export import export_adapter, export_hf
 from llm_fp8.models.lora import adapters_of, add_adapters, initialize_adapters_, without_adapter
-from llm_fp8.models.loss_model import TrainingModel
-from llm_fp8.models.probe import probe
 from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
 from llm_fp8.precision.coverage import linears_left
+from llm_fp8.settle.probe import probe
+from llm_fp8.step.loss_model import TrainingModel
 from llm_fp8.utils.errors import UserError
 from tests.support.reference import mean_loss
 from tests.support.small import CARD, built_model, stored_weights

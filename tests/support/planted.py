@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llm_fp8.train.loop import TrainingLoop
+from llm_fp8.run.timeline import Timeline
 from tests.support.processes import exit_code, start_ranks
 
 STEP, RANK, MICRO_BATCH = 3, 1, 2
@@ -20,7 +20,7 @@ SCALES = ("scaling_fwd", "scaling_bwd")
 
 
 @contextlib.contextmanager
-def _planted(loop: TrainingLoop, place: str, value: float) -> Iterator[None]:
+def _planted(loop: Timeline, place: str, value: float) -> Iterator[None]:
     """For one step: `value` in an entry of the embeddings of a micro-batch, of their gradient, or of an fp8 scale."""
     if place in SCALES:
         scales = [tensor for name, tensor in loop.precision.state_tensors().items() if name.endswith(f"{place}.scale")]
@@ -52,16 +52,16 @@ def _planted(loop: TrainingLoop, place: str, value: float) -> Iterator[None]:
 
 def plant(place: str, value: float) -> None:
     """Make this process, if it is `RANK`, plant `value` at `STEP` of the run that it will train."""
-    take_step = TrainingLoop.take_step
+    take_step = Timeline.take_step
 
-    def take_and_plant(loop: TrainingLoop, batches: list[Any], start: Any) -> Any:
+    def take_and_plant(loop: Timeline, batches: list[Any], start: Any) -> Any:
         if loop.step + 1 != STEP or loop.accelerator.process_index != RANK:
             return take_step(loop, batches, start)
         print(f"rank {RANK} planted {value} at rows {[row for batch in batches for row in batch.row_ids]}", flush=True)
         with _planted(loop, place, value):
             return take_step(loop, batches, start)
 
-    TrainingLoop.take_step = take_and_plant  # type: ignore[method-assign]
+    Timeline.take_step = take_and_plant  # type: ignore[method-assign]
 
 
 def check_that_the_run_stops(folder: Path, place: str, value: float, *options: str) -> None:

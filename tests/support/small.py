@@ -20,10 +20,10 @@ from llm_fp8.models.model import Model
 from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
 from llm_fp8.models.weights import checkpoint_of
 from llm_fp8.precision.plan import PrecisionPlan, with_recipe
+from llm_fp8.run.run import run_training
+from llm_fp8.run.timeline import RunResults
 from llm_fp8.settle.machine import Machine, look
 from llm_fp8.settle.settle import resolve_precision
-from llm_fp8.train.loop import RunResults
-from llm_fp8.train.run import run_training
 from llm_fp8.utils.json_files import read_jsonl
 from llm_fp8.utils.ranks import LaunchRanks
 

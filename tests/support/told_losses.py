@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from llm_fp8.train.evaluation import EvalHistory
+from llm_fp8.run.evaluation import EvalHistory
 
 
 def telling(losses: Mapping[int, float]) -> Callable[[EvalHistory, int, float], None]:

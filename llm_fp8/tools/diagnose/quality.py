@@ -23,10 +23,9 @@ from llm_fp8.kernels.softmax import IGNORE_INDEX
 from llm_fp8.models.layer_forward import wrap_forward
 from llm_fp8.models.source import load_tokenizer
 from llm_fp8.precision.coverage import linear_weights
+from llm_fp8.run.run import load_data
+from llm_fp8.run.setup import TrainingSetup, build_setup, warm_up_scales
 from llm_fp8.tools.diagnose.step import plan_without_output
-from llm_fp8.train.run import load_data
-from llm_fp8.train.scale_warmup import warm_up_scales
-from llm_fp8.train.setup import TrainingSetup, build_setup
 from llm_fp8.utils.errors import UserError
 
 NUM_BATCHES = 4

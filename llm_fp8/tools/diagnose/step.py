@@ -31,14 +31,13 @@ from llm_fp8.models.source import check_model, load_tokenizer
 from llm_fp8.observability.kernel_trace import KernelTime, gemm_kernels, time_by_class
 from llm_fp8.observability.metrics import GIB, device_peak_tflops, speed_metrics
 from llm_fp8.observability.step_profile import profiled
-from llm_fp8.optim.optimizers import build_optimizer, build_scheduler, unwrap
+from llm_fp8.optim.optimizers import unwrap
 from llm_fp8.precision.certificate import certify
-from llm_fp8.train.plan import RunPlan, announce, plan_run
-from llm_fp8.train.run import load_data
-from llm_fp8.train.run_dir import explained_failures
-from llm_fp8.train.scale_warmup import prepare_with_scales
-from llm_fp8.train.setup import build_setup
-from llm_fp8.train.stepper import Stepper
+from llm_fp8.run.plan import RunPlan, announce, plan_run
+from llm_fp8.run.run import load_data
+from llm_fp8.run.run_dir import explained_failures
+from llm_fp8.run.setup import TrainingSetup, build_setup, build_stepper
+from llm_fp8.step.stepper import Stepper
 from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.te_internals import attention_backend
@@ -64,29 +63,24 @@ def diagnose(config: Config, trace: Path | None = None) -> dict[str, Any]:
     """
     plan = plan_without_output(config)
     with explained_failures(lambda: plan.folder):
-        measured = measure(*build_stepper(plan), trace)
+        measured = measure(*build(plan), trace)
     return measured | {"problems": problems(measured)}
 
 
-def build_stepper(plan: RunPlan) -> tuple[Stepper, TrainLoader]:
-    """The run's steps and its own data, without reporter and checkpoints."""
+def build(plan: RunPlan) -> tuple[TrainingSetup, Stepper, TrainLoader]:
+    """The run's parts, steps and data, without reporter and checkpoints."""
     config = plan.config
     set_seed(config.optim.seed)
     tokenizer, _ = load_tokenizer(config.model, plan.source)
     check_model(config, plan.hf_config, tokenizer)
     data = load_data(plan, tokenizer)
     setup = build_setup(plan)
-    parameters = setup.training_model.named_parameters()
-    optimizer = build_optimizer(config.optim, plan.optimizer_kind, parameters, plan.draws_lower_bits)
-    model, optimizer = prepare_with_scales(setup, optimizer, data.train)
     num_steps = NUM_WARMUP_STEPS + NUM_TIMED_STEPS + 2  # and one for the memory, one for the kernels
-    scheduler = build_scheduler(optimizer, config.optim, num_steps)
-    return Stepper(setup, model, optimizer, scheduler), data.train
+    return setup, build_stepper(setup, data.train, num_steps), data.train
 
 
-def measure(stepper: Stepper, loader: TrainLoader, trace: Path | None) -> dict[str, Any]:
+def measure(setup: TrainingSetup, stepper: Stepper, loader: TrainLoader, trace: Path | None) -> dict[str, Any]:
     """Take steps: first to warm up, then for the time, the memory and the kernels."""
-    setup = stepper.setup
     plan = setup.plan
     stepper.model.train()
     steps = iter(loader)
@@ -147,7 +141,7 @@ def memory_by_kind(stepper: Stepper, take: Callable[[], object]) -> dict[str, fl
     def mark(*_: object) -> None:
         marks.append((torch.cuda.memory_allocated() / GIB, held_gib(parameter.grad for parameter in parameters)))
 
-    model: nn.Module = stepper.setup.training_model
+    model: nn.Module = stepper.training_model
     hooks = [model.register_forward_pre_hook(mark), model.register_forward_hook(mark)]
     torch.cuda.reset_peak_memory_stats()
     take()

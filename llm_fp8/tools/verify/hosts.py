@@ -26,9 +26,9 @@ import torch.distributed as dist
 from llm_fp8.config.parser import parse_config, parse_launch
 from llm_fp8.distributed.process_group import decided_by_main, gathered, own_device, start_process_group
 from llm_fp8.observability.provenance import collect_provenance
+from llm_fp8.run.run import run_training
+from llm_fp8.run.timeline import RunResults
 from llm_fp8.tools.verify.checks import Result
-from llm_fp8.train.loop import RunResults
-from llm_fp8.train.run import run_training
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, listed, reading
 from llm_fp8.utils.packages import VERIFY
 from llm_fp8.utils.ranks import LaunchRanks, first_to_end

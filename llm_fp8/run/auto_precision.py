@@ -1,0 +1,89 @@
+"""--mixed_precision auto: two micro-batches of the run's first data in bf16 and in fp8, and the faster one is taken.
+
+The model of the measurement is dropped, and random states and the position in the data are put back: the run's losses
+are those of a run that asks for the precision. Bf16 is measured on the same model with Transformer Engine's autocast
+closed. DDP's reductions are left out. Where the GPU is idle and steps may run as CUDA graphs, only the time of the
+kernels counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+
+import torch
+
+from llm_fp8.config.options import Config
+from llm_fp8.data.collate import Batch
+from llm_fp8.data.prepare import PreparedData
+from llm_fp8.distributed.process_group import gathered
+from llm_fp8.observability.step_profile import profiled
+from llm_fp8.precision.plan import with_recipe
+from llm_fp8.run.plan import RunPlan
+from llm_fp8.run.setup import TrainingSetup, build_setup
+from llm_fp8.run.train_state import restore_rng_state, rng_state
+from llm_fp8.settle.settle import settle
+from llm_fp8.step.micro_batch_graphs import WORTH_GRAPHS
+from llm_fp8.step.stepper import StepClock
+from llm_fp8.utils.te_internals import forget_delayed_scales
+
+NUM_MEASURED = 2  # micro-batches of each precision, after one that is not timed
+
+
+def choose_precision(requested: Config, plan: RunPlan, data: PreparedData) -> tuple[RunPlan, dict[str, float]]:
+    """The plan in the faster precision, and the tokens per second of each; rank 0's figures decide. Collective."""
+    tokens_per_s = gathered(measure_precisions(plan, data))[0]
+    fastest = max(tokens_per_s, key=tokens_per_s.__getitem__)
+    figures = ", ".join(f"{name} {figure:,.0f} tokens/s" for name, figure in tokens_per_s.items())
+    plan.say(f"auto: {figures}: {fastest}")
+    num_parameters = plan.size.num_parameters
+    settled = settle(requested, plan.hf_config, plan.machine, measured=fastest, num_parameters=num_parameters)
+    precision = with_recipe(settled.precision, settled.config.precision, plan.device)
+    return dataclasses.replace(plan, **vars(settled) | {"precision": precision, "notes": plan.notes}), tokens_per_s
+
+
+def measure_precisions(plan: RunPlan, data: PreparedData) -> dict[str, float]:
+    """Tokens per second of this process in fp8 and in bf16, in forward and backward of a micro-batch. Collective."""
+    random_states = rng_state(plan.accelerator.process_index)
+    setup = build_setup(dataclasses.replace(plan, say=lambda text: None), in_bf16=True)
+    batches = data.train.first_step()
+    tokens_per_s = {name: _tokens_per_s(setup, batches, name) for name in ("fp8", "bf16")}
+    del setup
+    plan.strategy.layers = None
+    forget_delayed_scales()
+    gc.collect()
+    torch.cuda.empty_cache()
+    restore_rng_state(random_states)
+    return tokens_per_s
+
+
+def _tokens_per_s(setup: TrainingSetup, batches: list[Batch], name: str) -> float:
+    precision, model, device = setup.precision, setup.training_model, setup.plan.device
+    clock, num_tokens = StepClock(device), 0
+
+    def take(batch: Batch) -> None:
+        with precision.context(first_microbatch=None):
+            on_device = batch.to(device)
+            loss, _ = model(on_device) if name == "fp8" else precision.without_fp8(model, on_device)
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    model.train()
+    taken = itertools.cycle(batches)
+    take(next(taken))
+    start = clock.stamp()
+    for batch in itertools.islice(taken, NUM_MEASURED):
+        take(batch)
+        num_tokens += batch.num_tokens
+    end = clock.stamp()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = clock.seconds(start, end)
+    if setup.plan.takes_graphs and not (setup.plan.strategy.shards_parameters and len(batches) > 1):
+        with profiled() as profile:
+            take(next(taken))
+        work_s = NUM_MEASURED * profile.work_s
+        if work_s < (1 - WORTH_GRAPHS) * seconds:  # steps will run as CUDA graphs, without the host's time
+            seconds = work_s
+    return num_tokens / seconds

@@ -1,0 +1,139 @@
+"""A run before its model exists: its decisions (`llm_fp8.settle`), the source of its weights, and the libraries'
+objects that everything else is built with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from llm_fp8.config.options import Config
+from llm_fp8.config.recipes import precision_name
+from llm_fp8.distributed.build import build_accelerator, build_strategy
+from llm_fp8.distributed.process_group import own_device
+from llm_fp8.distributed.strategy import DistributedStrategy
+from llm_fp8.models.fp8_checkpoint import Fp8Format
+from llm_fp8.models.source import ModelSource, load_config, resolve_source, stored_dtype
+from llm_fp8.models.weights import StoredCheckpoint, checkpoint_of, untie
+from llm_fp8.observability.trackers import require_trackers
+from llm_fp8.precision.plan import PrecisionPlan, with_recipe
+from llm_fp8.run.checkpoint import Checkpoint
+from llm_fp8.settle.machine import look
+from llm_fp8.settle.probe import probe
+from llm_fp8.settle.settle import Settled, settle
+from llm_fp8.step.loss_model import PackedForm
+from llm_fp8.utils.console import say as print_line
+from llm_fp8.utils.ranks import LaunchRanks
+from llm_fp8.utils.te_internals import require_te
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan(Settled):
+    """A settled run, and what exists of it before the model."""
+
+    source: ModelSource
+    accelerator: Accelerator
+    strategy: DistributedStrategy
+    export_dtype: torch.dtype  # that of the stored weights, else `parameter_dtype`
+    stored: StoredCheckpoint | None  # the weights that are loaded; None where they are drawn
+    packed_form: PackedForm | None
+    """How packed documents are given to transformers' decoder; None where it is TE's, or nothing is packed."""
+    say: Callable[[str], None]  # prints a line on the main process
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.run.output_dir or "runs")  # it is named when the precision is known
+
+    @property
+    def stored_fp8(self) -> Fp8Format | None:
+        """How the stored weights are scaled; None where they are not fp8, or none are loaded."""
+        return None if self.stored is None else self.stored.fp8
+
+    @property
+    def stores_lower_bits(self) -> bool:
+        """True where weights begin with bits that bf16 lacks."""
+        return self.export_dtype in (torch.float32, torch.float16) or self.stored_fp8 is not None
+
+    @property
+    def draws_lower_bits(self) -> bool:
+        """True where master weights get random lower bits; the model computes with the upper half."""
+        return self.precision.compute_name == "bf16" and not self.stores_lower_bits
+
+    @property
+    def rounds_weights(self) -> bool:
+        """True where stored weights have bits that the model's bf16 ones lack."""
+        return self.weight_dtype == torch.bfloat16 and self.stores_lower_bits
+
+    @property
+    def keeps_lower_bits(self) -> bool:
+        """True where those bits go into the remainders of the optimizer."""
+        return self.rounds_weights and self.optimizer_kind == "adamw_master" and not self.config.trains_adapters
+
+    @property
+    def parallel_record(self) -> dict[str, Any]:
+        return {"sharding_mode": self.strategy.mode, "num_processes": self.accelerator.num_processes}
+
+
+def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = None) -> RunPlan:
+    """Settle the run on this machine and build what comes before its model; `UserError` for what the machine, its
+    packages or its memory do not allow. Collective.
+
+    `config` passed `check_options`, and the process group exists.
+    """
+    device = own_device()
+    source = resolve_source(config.model)
+    hf_config = load_config(source)
+    machine = look(config.precision, ranks)
+    settled = settle(config, hf_config, machine, None if resumed is None else resumed.meta)
+    config = settled.config
+    precision = with_recipe(settled.precision, config.precision, device)
+    if ranks.rank == 0:  # the only process that talks to trackers
+        require_trackers(config.run.trackers)
+    packed_form = None
+    if config.model.use_te:
+        require_te("--use_te")
+    else:
+        packed_form = probe(config, hf_config, device, precision.compute_dtype)
+    stored = checkpoint_of(source, hf_config)
+    accelerator = build_accelerator(config, ranks, precision)
+    values = vars(settled) | {"precision": precision, "notes": (*settled.notes, *untie(hf_config, stored))}
+    return RunPlan(
+        **values,
+        source=source,
+        accelerator=accelerator,
+        strategy=build_strategy(settled.mode, config, accelerator, ranks, precision.compute_dtype),
+        export_dtype=stored_dtype(hf_config, settled.parameter_dtype),  # building the model changes the entry
+        stored=stored,
+        packed_form=packed_form,
+        say=print_line if accelerator.is_main_process else lambda text: None,
+    )
+
+
+def fallback_warning(precision: PrecisionPlan) -> str:
+    requested, effective = precision.requested_scenario, precision.effective_scenario
+    return f"WARNING: --fp8_scenario {requested} FELL BACK to {effective}: {precision.fallback_reason}"
+
+
+def announce(plan: RunPlan) -> None:
+    """Print sharding, precision and optimizer, with a warning where fp8 fell back."""
+    precision, say = plan.precision, plan.say
+    for note in plan.notes:
+        say(note)
+    if precision.fallback_reason:
+        say(fallback_warning(precision))
+    say(f"precision: {precision.name} (asked for: {precision_name(precision.requested, precision.requested_scenario)})")
+    if precision.backend == "torchao":
+        say(f"fp8 by torchao{', EMULATED on the CPU in higher precision' if precision.emulated else ''}")
+    trained, frozen = (str(each).removeprefix("torch.") for each in (plan.parameter_dtype, plan.weight_dtype))
+    rank = plan.config.lora.lora_rank
+    adapters = f"adapters of rank {rank} in {trained}, frozen model in {frozen}"
+    say(f"optimizer: {plan.optimizer_kind}, {adapters if rank else f'parameters in {trained}'}")

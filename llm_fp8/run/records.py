@@ -1,0 +1,177 @@
+"""A run's outputs: run.json, summary.json, final/ and the closing lines on the terminal."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from llm_fp8.models.export import export_adapter, export_hf
+from llm_fp8.models.side_files import Origin
+from llm_fp8.observability.metrics import GIB, describe_full_gpu
+from llm_fp8.observability.provenance import collect_provenance
+from llm_fp8.observability.step_profile import describe_gpu_idle, gpu_idle
+from llm_fp8.optim.optimizers import bytes_on_host, effective_warmup_steps
+from llm_fp8.run.setup import TrainingSetup
+from llm_fp8.run.timeline import RunResults, Timeline
+from llm_fp8.utils.json_files import read_json, write_json_atomic
+
+
+def _precision_record(setup: TrainingSetup, results: RunResults) -> dict[str, Any]:
+    plan = setup.plan
+    return {
+        **plan.precision.to_dict(),
+        "coverage": setup.coverage.to_dict(),
+        "optimizer": plan.optimizer_kind,
+        "parameter_dtype": str(plan.parameter_dtype),
+        **({"measured_tokens_per_s": results.measured_tokens_per_s} if results.measured_tokens_per_s else {}),
+        **({"idle_fp8_config_keys": results.idle_fp8_keys} if results.idle_fp8_keys else {}),
+    }
+
+
+def record_run(timeline: Timeline) -> None:
+    """Write run.json, to which a resumed run adds an entry in `resumes`, and start the trackers with it."""
+    setup, plan, config = timeline.setup, timeline.setup.plan, timeline.setup.plan.config
+    if not plan.accelerator.is_main_process:
+        return
+    on_host = bytes_on_host(timeline.stepper.optimizer)
+    record: dict[str, Any] = {
+        "config": config.to_dict(),
+        "precision": _precision_record(setup, timeline.results),
+        "effective": {
+            "packing": config.packing,
+            "attn_implementation": setup.attention,
+            **plan.parallel_record,
+            **({"optimizer_gib_on_host": on_host / GIB} if on_host else {}),
+            "global_batch_size": timeline.loader.global_batch_size,
+            "num_asked_micro_batches": plan.num_asked_micro_batches,
+            "tokens_per_step": timeline.loader.global_batch_size * config.data.max_seq_length,
+            "num_warmup_steps": effective_warmup_steps(config.optim.num_warmup_steps, timeline.total_steps),
+            "total_steps": timeline.total_steps,
+            **({"fp8_steps": timeline.fp8_steps} if timeline.fp8_steps < timeline.total_steps else {}),
+        },
+        "resumed_after_step": timeline.step,
+        "model": {
+            "location": plan.source.location,
+            "dequantised_from": None if plan.stored_fp8 is None else plan.stored_fp8.describe(),
+            "num_parameters": setup.num_parameters,
+            "num_trainable_parameters": setup.num_trainable_parameters,
+            "config": setup.model.module.config.to_dict(),
+        },
+        "data": dict(vars(timeline.state.data.report)),
+        "provenance": collect_provenance(sys.argv),
+    }
+    path, written = plan.folder / "run.json", record
+    if timeline.step > 0 and path.exists():
+        written = read_json(path)
+        resume = {section: value for section, value in record.items() if section not in ("model", "data")}
+        written["resumes"] = [*written.get("resumes", []), resume]
+    write_json_atomic(path, written)
+    timeline.reporter.start_trackers(record)
+
+
+def record_stream(timeline: Timeline) -> None:
+    """Say what was read of a stream, which nobody knows before, and write it to run.json, or the last of `resumes`."""
+    report, plan = timeline.state.data.report, timeline.setup.plan
+    if timeline.loader.steps_per_epoch is None and plan.accelerator.is_main_process:
+        plan.say("\n".join(["data, pass after pass:", *report.describe()]))
+        record = read_json(path := plan.folder / "run.json")
+        [record, *record.get("resumes", ())][-1]["data"] = dict(vars(report))
+        write_json_atomic(path, record)
+
+
+def export_final(timeline: Timeline, tokenizer: PreTrainedTokenizerBase, step: int, tokens_seen: int) -> Path:
+    """Write final/: a Hugging Face checkpoint or a PEFT adapter, with tokenizer and model card. Collective."""
+    setup, results = timeline.setup, timeline.results
+    plan, config, folder = setup.plan, setup.plan.config, setup.plan.folder / "final"
+    certificates = (each.describe().removeprefix("certificate: ") for each in results.certificates.values())
+    card = {
+        "base model": plan.source.name,
+        "dataset": config.data.dataset_name,
+        "precision": timeline.precision_name,
+        "optimizer steps": step,
+        "tokens": tokens_seen,
+        "learning rate": config.optim.learning_rate,
+        "row length": config.data.max_seq_length,
+        "certificate": "; ".join(certificates) or "none",
+        "command": f"`{shlex.join(sys.argv)}`",
+    }
+    if rank := config.lora.lora_rank:
+        card["LoRA"] = f"rank {rank}, scaling {config.lora.scaling:g}, {config.lora.lora_targets}"
+    origin = Origin(plan.source.location, timeline.state.data.eos_ids)
+    is_main, full_tensor = plan.accelerator.is_main_process, plan.strategy.full_tensor
+    shared: dict[str, Any] = {"card": card, "full_tensor": full_tensor, "is_main": is_main, "origin": origin}
+    if setup.exports_adapter:
+        # PEFT would look for a relative path from wherever it is started.
+        place = plan.source.location
+        base_model = os.path.abspath(place) if os.path.isdir(place) else place
+        export_adapter(setup.model, tokenizer, folder, options=config.lora, base_model=base_model, **shared)
+    else:
+        export_hf(setup.model, tokenizer, folder, dtype=plan.export_dtype, **shared)
+    return folder
+
+
+def _certificates_of(timeline: Timeline) -> dict[str, Any]:
+    """The process's certificates; a run that is resumed after --fp8_until has the first in its folder."""
+    before, found = timeline.setup.plan.folder / "certificate.json", dict[str, Any](certificate=None)
+    if timeline.setup.precision.has_ended and before.exists():
+        found["certificate"] = read_json(before)
+    return found | {name: certificate.to_dict() for name, certificate in timeline.results.certificates.items()}
+
+
+def summary_of(timeline: Timeline, exported: Path | None) -> dict[str, Any]:
+    """The entries of summary.json that the reporter does not have."""
+    setup, results, history = timeline.setup, timeline.results, timeline.history
+    recorded = results.recorded
+    summary = {
+        "precision": _precision_record(setup, results),
+        "attention_backend": results.attention_backend,
+        **setup.plan.parallel_record,
+        "recorded_step": None if recorded is None else recorded.to_dict(),
+        "gpu_idle": None if recorded is None else gpu_idle(recorded, timeline.reporter.own_steps()),
+        "cuda_graphs": {"used": timeline.stepper.uses_graphs, "notes": results.graph_notes},
+        **_certificates_of(timeline),
+        "tokens_seen": timeline.tokens_seen,
+        "num_parameters": setup.num_parameters,
+        "num_trainable_parameters": setup.num_trainable_parameters,
+        "exported": None if exported is None else str(exported),
+        "phases_s": results.clock.seconds,
+        "wall_time_s": time.time() - results.started_s,
+    }
+    if history.kept_step is not None:
+        checkpoint = str(timeline.state.checkpoints.of_step(history.kept_step))
+        summary["best"] = {"step": history.kept_step, "eval_loss": history.best_loss, "checkpoint": checkpoint}
+    if timeline.step < timeline.total_steps and history.stops_early:
+        since = f"{history.num_without_improvement} evaluations in a row"
+        summary["stopped_early"] = f"{since} did not improve on {history.best_loss:.4f}"
+    return summary
+
+
+def closing_words(timeline: Timeline, exported: Path | None) -> None:
+    """Print the outcome and where the files are."""
+    plan, summary = timeline.setup.plan, timeline.results.summary
+    say = plan.say
+    steps, own = summary["steps"], timeline.reporter.own_steps()
+    taken = f"{len(own)} steps" if len(own) == steps else f"{len(own)} steps, {steps} with those before,"
+    say(f"done: {taken} in {summary['wall_time_s']:.0f} s, precision {timeline.precision_name}")
+    if "stopped_early" in summary:
+        say(f"stopped early: {summary['stopped_early']}")
+    if certificates := timeline.results.certificates.values():
+        if idle := describe_gpu_idle(summary["gpu_idle"], plan.strategy.mode):
+            say(idle)
+        say("\n".join(certificate.describe() for certificate in certificates))
+    elif plan.certifies:
+        say("certificate: none, because this process trained no step that could be recorded")
+    if full := describe_full_gpu(own):
+        say(full)
+    say(f"  {plan.folder}: metrics.jsonl (figures of every step), run.json (configuration, versions), summary.json")
+    if best := summary.get("best"):
+        say(f"  best checkpoint {best['checkpoint']} (eval loss {best['eval_loss']:.4g})")
+    if exported is not None:
+        kind = "PEFT adapter" if timeline.setup.exports_adapter else "Hugging Face checkpoint"
+        say(f"  {kind} {exported} (weights of step {summary['exported_step']})")

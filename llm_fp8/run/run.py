@@ -1,0 +1,219 @@
+"""A whole run, phase after phase: plan, data, model, checks, loop, evaluation, export, records.
+
+From `main` to the backward pass: `run_training` -> `Timeline.train` -> `Stepper.take_step` -> `micro_batch`, which
+calls the model and `DistributedStrategy.backward`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from accelerate.utils import set_seed
+from transformers import PreTrainedTokenizerBase
+
+from llm_fp8.config.options import Config
+from llm_fp8.data.prepare import PreparedData, prepare_data
+from llm_fp8.distributed.process_group import end_process_group, start_process_group
+from llm_fp8.models.export import export_size_bytes
+from llm_fp8.models.side_files import Origin, save_side_files
+from llm_fp8.models.source import check_model, load_tokenizer
+from llm_fp8.observability.metrics import GIB
+from llm_fp8.observability.reporter import RunReporter
+from llm_fp8.optim.optimizers import bytes_on_host, effective_warmup_steps
+from llm_fp8.run.auto_precision import choose_precision
+from llm_fp8.run.checkpoint import Checkpoint, CheckpointManager
+from llm_fp8.run.dry_run import dry_run
+from llm_fp8.run.evaluation import EvalHistory
+from llm_fp8.run.graceful_stop import GracefulStop
+from llm_fp8.run.plan import RunPlan, announce, plan_run
+from llm_fp8.run.records import closing_words, export_final, record_run, record_stream, summary_of
+from llm_fp8.run.run_dir import (
+    begin_in,
+    check_free_space,
+    explained_failures,
+    find_checkpoint,
+    with_default_folder,
+    with_output_dir,
+)
+from llm_fp8.run.setup import TrainingSetup, build_setup, build_stepper
+from llm_fp8.run.timeline import RunResults, Timeline
+from llm_fp8.run.train_state import (
+    RunState,
+    changed_options,
+    check_compatible,
+    refuse_finished,
+    run_fingerprint,
+    run_options,
+    total_steps,
+)
+from llm_fp8.utils.console import quiet_libraries
+from llm_fp8.utils.errors import reading
+from llm_fp8.utils.ranks import LaunchRanks
+
+
+def run_training(config: Config, results: RunResults | None = None) -> int:
+    """Train, fill `results`, and return the exit code: 0, or that of the signal that stopped the run. `config` passed
+    `check_options`.
+    """
+    results = results or RunResults()
+    phase_ends = results.clock.end
+    phase_ends("imports")
+    quiet_libraries()
+    ranks = LaunchRanks.from_environment(os.environ)
+    if ranks.rank == 0:
+        for sentence in results.idle_fp8_keys:
+            print(f"WARNING: {sentence}", flush=True)
+    if config.run.dry_run:
+        return dry_run(config, ranks)
+    is_own_group = not torch.distributed.is_initialized()
+    start_process_group(ranks)
+    with contextlib.ExitStack() as held:
+        config = with_output_dir(config, ranks, held)
+        resumed = find_checkpoint(config, ranks)
+        plan = plan_run(config, ranks, resumed)
+        phase_ends("devices")
+
+        held.enter_context(explained_failures(lambda: plan.folder))  # noqa: F821  # it is called before the end alone
+        set_seed(config.optim.seed)
+        tokenizer, note = load_tokenizer(config.model, plan.source)
+        if note:
+            plan.say(note)
+        check_model(config, plan.hf_config, tokenizer)
+        if resumed is not None:
+            check_compatible(resumed, run_fingerprint(plan))
+        phase_ends("config_and_tokenizer")
+
+        data = load_data(plan, tokenizer)
+        num_steps = total_steps(plan.config, data, resumed)
+        if resumed is not None:
+            refuse_finished(plan.config, resumed, num_steps)
+        phase_ends("data")
+
+        if plan.measures_precision:
+            plan, results.measured_tokens_per_s = choose_precision(config, plan, data)
+            phase_ends("auto_precision")
+        plan = with_default_folder(plan, held)
+        announce(plan)
+        options = run_options(plan.config, data, num_steps)
+        if resumed is not None and (changed := changed_options(plan.config, resumed, options)):
+            plan.say(f"resuming with other options: {', '.join(changed)}")
+        checks = config.model.use_te and plan.stored is not None and resumed is None
+        setup = build_setup(plan, data.train.first_step()[0] if checks else None)
+        if setup.num_trainable_parameters < setup.num_parameters:
+            plan.say(f"trainable parameters: {setup.num_trainable_parameters:,} of {setup.num_parameters:,}")
+        phase_ends("weights")
+
+        check_export(setup, data, tokenizer)
+        phase_ends("checks")
+
+        checkpoints = CheckpointManager(plan.folder, plan.config.run.save_total_limit, is_main=ranks.rank == 0)
+        if ranks.rank == 0:
+            begin_in(plan.folder)  # nothing is written there before
+        state = RunState(setup, data, checkpoints, run_fingerprint(plan), options)
+        timeline = build_timeline(state, resumed, results)
+        phase_ends("optimizer")
+
+        # From here on there is something to save: before, a signal ends the process at once.
+        with GracefulStop() as stop, timeline.reporter:
+            record_run(timeline)
+            on_gpu = plan.device.type == "cuda"
+            where = torch.cuda.get_device_name(plan.device) if on_gpu else "the CPU"
+            if ranks.world_size > 1:
+                where = f"{ranks.world_size} {'x' if on_gpu else 'processes on'} {where}"
+            warmup = f"warm-up: {effective_warmup_steps(config.optim.num_warmup_steps, num_steps)}"
+            plan.say(f"training {num_steps - timeline.step} steps ({warmup}) on {where}, results in {plan.folder}")
+            phase_ends("records")
+            try:
+                timeline.train(stop.agreed)
+            finally:
+                checkpoints.finish()
+            finish(timeline, stop, tokenizer)
+    exit_code, accelerator = 0 if timeline.is_complete else stop.exit_code, plan.accelerator
+    del plan, setup, state, timeline  # the model goes before the process group
+    end_process_group(accelerator, is_own_group)
+    return exit_code
+
+
+def load_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
+    """The run's data; ranks that share sequences have the same ones."""
+    context = plan.strategy.context_group
+    data = prepare_data(
+        plan.config,
+        tokenizer,
+        rank=plan.accelerator.process_index,
+        world_size=plan.accelerator.num_processes,
+        pin_memory=plan.device.type == "cuda",
+        main_process_first=plan.accelerator.local_main_process_first,
+        split_batch=None if context is None else context.split,
+        asked_batch_size=plan.asked_batch_size,
+    )
+    plan.say(data.description)
+    return data
+
+
+def check_export(setup: TrainingSetup, data: PreparedData, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse an impossible export."""
+    plan, config = setup.plan, setup.plan.config
+    if config.run.export and plan.accelerator.is_main_process:
+        adapters_only = setup.exports_adapter
+        check_free_space(plan.folder, export_size_bytes(setup.model, plan.export_dtype, adapters_only=adapters_only))
+        advice = "Correct its files, or train with --no_export."
+        with reading("--model_name", plan.source.name, "what an export writes", advice), TemporaryDirectory() as place:
+            origin = Origin(plan.source.location, data.eos_ids)
+            save_side_files(setup.model.module, tokenizer, Path(place), plan.export_dtype, origin)
+
+
+def build_timeline(state: RunState, resumed: Checkpoint | None, results: RunResults) -> Timeline:
+    """Optimizer, first fp8 scales, schedule and loop, restored where the run is resumed. Collective."""
+    setup, data, plan = state.setup, state.data, state.setup.plan
+    config = plan.config
+    num_steps = state.options["total_steps"]
+    step, tokens = (0, 0) if resumed is None else (resumed.step, resumed.meta["tokens_seen"])
+    has_scales = resumed is not None and state.has_the_scales(resumed)
+    stepper = build_stepper(setup, None if has_scales else data.train, num_steps, step)
+    if on_host := bytes_on_host(stepper.optimizer):
+        plan.say(f"optimizer state: {on_host / GIB:.1f} GiB in host memory (--offload_optimizer)")
+    eval_data = None if data.eval is None else data.eval.data
+    history = EvalHistory(config.run.keep_best, config.run.early_stopping_patience, eval_data)
+    if resumed is not None:
+        state.restore(resumed, stepper.optimizer)
+        plan.say(f"resumed from {resumed.folder} after step {step}")
+        state.restore_history(history, resumed)
+    reporter = RunReporter(plan.accelerator, config, num_steps, step, evaluates_again=history.last_step != step)
+    return Timeline(stepper, data.train, reporter, num_steps, state, results, history, step, tokens)
+
+
+def finish(timeline: Timeline, stop: GracefulStop, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Evaluation, export and summary after the last step; of a run that was stopped, the summary alone."""
+    plan, config = timeline.setup.plan, timeline.setup.plan.config
+    record_stream(timeline)
+    if not timeline.is_complete:
+        stopped = {"stopped_by": stop.requested, "checkpoint": str(timeline.state.checkpoints.of_step(timeline.step))}
+        timeline.results.summary = timeline.reporter.finish(summary_of(timeline, None) | stopped)
+        go_on = f"continue with --resume_from latest --output_dir {plan.folder}"
+        plan.say(f"stopped by {stop.requested}; {go_on}")
+        return
+    stop.what_follows = "all steps are done; finishing export and evaluation"
+    exported, step, tokens_seen = None, timeline.step, timeline.tokens_seen
+    if config.run.export and not timeline.history.keeps_best:
+        # Before the last evaluation, which may be killed or run out of memory.
+        exported = export_final(timeline, tokenizer, step, tokens_seen)
+    if timeline.history.last_step != timeline.step and timeline.evaluate():
+        timeline.save()
+        timeline.state.checkpoints.finish()
+    if config.run.export and exported is None:
+        best_step = timeline.history.kept_step
+        if best_step is not None and best_step != timeline.step:
+            if best := timeline.state.held(best_step):
+                timeline.state.restore(best, timeline.stepper.optimizer)
+                step, tokens_seen = best.step, best.meta["tokens_seen"]
+            else:
+                plan.say(f"WARNING: the checkpoint of the best step, {best_step}, is gone; final/ holds the last one")
+        exported = export_final(timeline, tokenizer, step, tokens_seen)
+    summary = summary_of(timeline, exported) | ({"exported_step": step} if exported else {})
+    timeline.results.summary = timeline.reporter.finish(summary)
+    closing_words(timeline, exported)

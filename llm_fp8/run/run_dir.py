@@ -1,0 +1,188 @@
+"""The folder of a run: its default name, the checks before a run, its lock, failures."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from llm_fp8.config.options import Config, RunConfig
+from llm_fp8.distributed.process_group import decided_by_main, gathered, is_loss_of_a_peer
+from llm_fp8.observability.metrics import GIB
+from llm_fp8.run.checkpoint import LATEST, Checkpoint, CheckpointManager
+from llm_fp8.run.plan import RunPlan
+from llm_fp8.utils.console import say
+from llm_fp8.utils.errors import (
+    UserError,
+    existing_part,
+    is_out_of_memory,
+    listed,
+    lost_worker,
+    reading,
+    reason_not_written,
+)
+from llm_fp8.utils.ranks import LaunchRanks, agree_on
+
+LOCK = ".lock"
+"""The file that a run's main process locks; empty until the run begins to write, and then it stays."""
+_SAVED = ("summary.json", "final", "checkpoints/step-*")
+"""Results of a run that are worth keeping: where there are none, a later run begins anew in its folder."""
+_WRITTEN = ("run.json", "metrics.jsonl", "certificate.json", "certificate_after_fp8.json", "checkpoints")
+"""Other files that a run writes or clears away: it is refused where they may be somebody else's."""
+_UNFINISHED = ".*.[0-9]*.tmp"
+"""Files and exports that a killed process did not finish (`write_text_atomic`, `export_hf`)."""
+
+
+def with_output_dir(config: Config, ranks: LaunchRanks, held: contextlib.ExitStack) -> Config:
+    """`config` with the main process's output folder, locked until `held` closes; `UserError` where it cannot be
+    written, is in use or holds another run, or processes have other options. Those that the launcher restarted continue
+    from the newest checkpoint. Collective.
+    """
+    first, *others = gathered(config.options)
+    if differing := [f"--{name}" for name in first if any(other[name] != first[name] for other in others)]:
+        raise UserError(f"the processes were started with different {listed(differing)}; give all the same options.")
+    output_dir, resume_from = decided_by_main(lambda: _checked(config.run, ranks, held))
+    return config.with_options(output_dir=output_dir, resume_from=resume_from)
+
+
+def _checked(run: RunConfig, ranks: LaunchRanks, held: contextlib.ExitStack) -> tuple[str | None, str | None]:
+    """--output_dir and --resume_from of the run; no folder where `with_default_folder` is to name one."""
+    output_dir, resume_from = run.output_dir, run.resume_from
+    if output_dir is None and ranks.restart_count > 0:
+        output_dir = agree_on("output_dir", "") or None
+    folder = Path(output_dir or "runs")
+    with reading("--output_dir", folder, "the folder"):
+        existing = existing_part(folder)
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            raise UserError(f"--output_dir {folder}: {existing} is not a folder that can be written.")
+        if output_dir is not None:
+            held.enter_context(run_lock(folder))  # what is looked at from here on stays as it is
+            if ranks.restart_count == 0:
+                _refuse_other_run(folder, resume_from)
+            checkpoints = CheckpointManager(folder, limit=1)
+            checkpoints.clean_up()
+            if ranks.restart_count > 0 and checkpoints.newest_first():
+                resume_from = LATEST
+    return output_dir, resume_from
+
+
+def with_default_folder(plan: RunPlan, held: contextlib.ExitStack) -> RunPlan:
+    """`plan` with a folder named after time, model and the precision that runs, locked until `held` closes, where none
+    was given. Collective.
+    """
+    if plan.config.run.output_dir is not None:
+        return plan
+    words = re.sub(r"[^A-Za-z0-9.]+", "-", f"{plan.config.model.model_name} {plan.precision.name}").strip("-")
+    name = str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{words}")
+
+    def locked() -> str:
+        held.enter_context(run_lock(Path(folder := agree_on("output_dir", name))))
+        return folder
+
+    output_dir = decided_by_main(locked)
+    return dataclasses.replace(plan, config=plan.config.with_options(output_dir=output_dir))
+
+
+def find_checkpoint(config: Config, ranks: LaunchRanks) -> Checkpoint | None:
+    """The checkpoint to continue from, the same on every host, if any. Collective."""
+    folder = config.run.output_dir or "runs"
+    resumed = CheckpointManager(folder, limit=1).find(config.run.resume_from)
+    if len(set(gathered(None if resumed is None else resumed.step))) > 1:
+        raise UserError(f"--output_dir {folder}: hosts find different checkpoints there; share the folder.")
+    if resumed is None and ranks.rank == 0 and (config.run.resume_from is not None or _was_begun(Path(folder))):
+        say(f"{folder} holds no checkpoint: the run begins anew")
+    return resumed
+
+
+def _was_begun(folder: Path) -> bool:
+    """Return True if a run has begun in this folder."""
+    return (folder / LOCK).is_file() and (folder / LOCK).stat().st_size > 0
+
+
+def _refuse_other_run(folder: Path, resume_from: str | None) -> None:
+    """Raise `UserError` where the output folder holds a run that this one does not continue, or parts of anything."""
+    has_checkpoints = any(folder.glob("checkpoints/step-*"))
+    if resume_from == LATEST and has_checkpoints:
+        return
+    if resume_from not in (None, LATEST) and folder.resolve() in Path(str(resume_from)).resolve().parents:
+        return
+    names = _SAVED if _was_begun(folder) else (*_SAVED, *_WRITTEN)
+    if found := next((path.name for name in names for path in folder.glob(name)), None):
+        more = " or add --resume_from latest" if has_checkpoints else ""
+        whose = "a run without a checkpoint (--save_every)" if resume_from == LATEST else "another run"
+        raise UserError(f"--output_dir {folder} holds {whose}: {found}; choose another{more}.")
+
+
+@contextlib.contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Hold an output folder; `UserError` where another process does. Nothing of it stays where no run began."""
+    before, path = existing_part(folder), folder / LOCK
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+") as lock:
+        lock.seek(0)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = lock.read() or "a run that is about to begin"
+            raise UserError(f"--output_dir {folder} is in use by {holder}; choose another folder.") from None
+        except OSError as error:  # a disk without locks
+            print(f"WARNING: --output_dir {folder} cannot be locked ({error.strerror}).", flush=True)
+        if not path.exists() or not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+            raise UserError(f"--output_dir {folder} was given up by another run just now; start again.")
+        if _was_begun(folder):
+            _sign(folder)
+        try:
+            yield
+        finally:
+            if not _was_begun(folder):
+                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # up to the first that is not empty
+                    for made in (folder.absolute(), *folder.absolute().parents):
+                        if made == before.absolute():
+                            break
+                        made.rmdir()
+
+
+def _sign(folder: Path) -> None:
+    """Write into the lock who holds it, by which the folder is one of ours from then on."""
+    (folder / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}")
+
+
+def begin_in(folder: Path) -> None:
+    """Remove what a killed run left half written in the folder of this one, which begins to write."""
+    for path in folder.glob(_UNFINISHED):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _sign(folder)
+
+
+def check_free_space(folder: Path, needed_bytes: int) -> None:
+    """Raise `UserError` now where the export, hours later, would not fit on `folder`'s disk."""
+    free_bytes = shutil.disk_usage(existing_part(folder)).free
+    if free_bytes < needed_bytes:
+        needed, free = f"{needed_bytes / GIB:.3g} GiB", f"{free_bytes / GIB:.3g} GiB"
+        raise UserError(f"--output_dir {folder}: final/ takes {needed} of {free} free; choose another or --no_export.")
+
+
+@contextlib.contextmanager
+def explained_failures(folder_of_run: Callable[[], Path]) -> Iterator[None]:
+    """Turn a full disk or the loss of another process into a `UserError`."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, OSError) and (reason := reason_not_written(error)):
+            named = isinstance(error.filename, str)  # libraries' caches name no file
+            what = f"{error.filename if named else folder_of_run()} (--output_dir, HF_HOME or TMPDIR): {reason}"
+        elif is_loss_of_a_peer(error) and not is_out_of_memory(error):
+            what = f"another process of this run is gone, see what it said: {str(error).splitlines()[0][:200]}"
+        elif reason := lost_worker(error):
+            raise UserError(f"{reason}.") from error
+        else:
+            raise
+        raise UserError(f"{what}. Continue with --resume_from latest --output_dir {folder_of_run()}.") from error

@@ -1,0 +1,188 @@
+"""From a plan to the parts of a run: the model is built, adapted (LoRA), converted to fp8, recomputed, sharded, filled.
+
+What a run finds out later is in `llm_fp8.run.timeline.RunResults`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from llm_fp8.config.recipes import gemms_in_fp8
+from llm_fp8.data.collate import Batch
+from llm_fp8.data.loader import TrainLoader
+from llm_fp8.models.build import build_structure
+from llm_fp8.models.fill import build_model
+from llm_fp8.models.grouped_experts import use_grouped_experts
+from llm_fp8.models.lora import add_adapters, gemms_per_weight, initialize_adapters_, needs_unfused_mlp, without_adapter
+from llm_fp8.models.model import Model, is_adapter
+from llm_fp8.optim.optimizers import build_optimizer, build_scheduler
+from llm_fp8.precision.certificate import ExpectedKernels
+from llm_fp8.precision.context import Precision
+from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
+from llm_fp8.run.load import load_weights
+from llm_fp8.run.plan import RunPlan
+from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.step.loss_model import TrainingModel
+from llm_fp8.step.scale_warmup import PASSES, warm_up_delayed_scales
+from llm_fp8.step.stepper import Stepper
+from llm_fp8.utils.hf_internals import chosen_attention
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """A run's parts, built: everything that its options, the machine and the launch decide."""
+
+    plan: RunPlan
+    model: Model
+    training_model: TrainingModel  # its module with the loss
+    precision: Precision  # attached to `model`
+    coverage: Fp8Coverage
+    expected: ExpectedKernels  # what the kernels of a step must be, by options and coverage
+    attention: str  # 'te', or transformers' name of the implementation
+    num_parameters: int
+    num_trainable_parameters: int
+    num_adapter_parameters: int
+
+    @property
+    def exports_adapter(self) -> bool:
+        """True where final/ will hold an adapter; one for random weights would be useless."""
+        return self.plan.config.trains_adapters and self.plan.stored is not None
+
+
+def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool = False) -> TrainingSetup:
+    """Build the model of `plan` on its device, with its weights, sharded over the processes. Collective.
+
+    `first_batch`: the parity check's, which is left out without. `in_bf16`: frozen weights are not held in fp8.
+    """
+    config, strategy = plan.config, plan.strategy
+    holds = plan.holds_frozen_in_fp8 and not in_bf16
+    built = _decoder_with_adapters(plan, on_meta=strategy.shards_parameters or holds)
+    model, layers = built.module, built.layers
+    attention: str = "te" if config.model.use_te else chosen_attention(model.config)
+    if attention == "eager" and config.model.attn_implementation == "auto":
+        plan.say("attention: eager, which is slow: transformers has no sdpa for this model")
+    precision, reasons = _attach_precision(plan, model, layers)
+    gemms = gemms_per_weight(built)
+    num_gemms = gemms_in_fp8(plan.precision.effective_scenario)
+    coverage = measure_coverage(model, precision.fp8_modules, plan.precision.compute_name, reasons, gemms, num_gemms)
+    plan.say(coverage.describe())
+    recomputed = _recompute_layers(plan, layers)
+    dtype = plan.precision.compute_dtype
+    training_model = TrainingModel(model, config.data.max_seq_length, dtype, plan.packed_form)
+    if training_model.router_note:
+        plan.say(training_model.router_note)
+    strategy.shard(training_model, layers, precision.fp8_modules if holds else ())
+    load_weights(plan, built, training_model, precision, first_batch, holds)
+    initialize_adapters_(model, config.optim.seed)
+    if strategy.context_group is not None:
+        strategy.context_group.attach(layers)
+    if left_out := built.describe_left_out():
+        plan.say(left_out)
+    if plan.stored is not None and (plan.rounds_weights or plan.stored_fp8 is not None):
+        plan.say(_describe_rounding(plan))
+    precision.backend.compile_layers(layers, recomputed=bool(recomputed))
+    return TrainingSetup(
+        plan=plan,
+        model=built,
+        training_model=training_model,
+        precision=precision,
+        coverage=coverage,
+        expected=ExpectedKernels.of_model(precision, coverage, recomputed, gemms),
+        attention=attention,
+        num_parameters=sum(parameter.numel() for parameter in training_model.parameters()),
+        num_trainable_parameters=sum(p.numel() for p in training_model.parameters() if p.requires_grad),
+        num_adapter_parameters=sum(p.numel() for name, p in model.named_parameters() if is_adapter(name)),
+    )
+
+
+def warm_up_scales(setup: TrainingSetup, loader: TrainLoader) -> None:
+    """Find the first scales of delayed scaling, where the run has it. Collective."""
+    if not setup.precision.scales_lag:
+        return
+    plan, batches = setup.plan, loader.first_step()
+    # The stepper divides by the tokens of all processes, and `DistributedStrategy.backward` multiplies by their number.
+    of_rank = torch.tensor(float(sum(batch.num_supervised_tokens for batch in batches)), device=plan.device)
+    num_supervised = float(plan.accelerator.reduce(of_rank, reduction="mean"))
+    warm_up_delayed_scales(setup.training_model, setup.precision, batches[0].to(plan.device), num_supervised)
+    plan.say(f"delayed scaling: first scales from {PASSES} passes over the first micro-batch")
+
+
+def build_stepper(setup: TrainingSetup, loader: TrainLoader | None, num_steps: int, step: int = 0) -> Stepper:
+    """Optimizer, first fp8 scales and schedule, after `step` of `num_steps` steps. Without a `loader` the scales are in
+    the checkpoint that is restored next. Collective.
+    """
+    plan, options, strategy = setup.plan, setup.plan.config.optim, setup.plan.strategy
+    parameters = setup.training_model.named_parameters()
+    optimizer = build_optimizer(options, plan.optimizer_kind, parameters, plan.draws_lower_bits)
+    # Before `prepare`, which may take every backward pass for training's; FSDP's parameters have their form only after.
+    if loader is not None and not strategy.shards_parameters:
+        warm_up_scales(setup, loader)
+    model, optimizer = strategy.prepare(setup.training_model, optimizer, setup.precision)
+    if loader is not None and strategy.shards_parameters:
+        warm_up_scales(setup, loader)
+    return Stepper(
+        setup.training_model,
+        model,
+        optimizer,
+        build_scheduler(optimizer, options, num_steps, step),
+        strategy,
+        setup.precision,
+        max_grad_norm=options.max_grad_norm,
+        graphs=True if plan.config.model.cuda_graphs else None if plan.takes_graphs else False,
+    )
+
+
+def _decoder_with_adapters(plan: RunPlan, on_meta: bool) -> Model:
+    """The model; adapters, and with `on_meta` all parameters, have no values yet."""
+    options, lora = plan.config.model, plan.config.lora
+    shared: dict[str, Any] = {"parameter_dtype": plan.weight_dtype, "compute_dtype": plan.precision.compute_dtype}
+    shared |= {"device": plan.device, "unfused_mlp": needs_unfused_mlp(lora)}
+    if on_meta:
+        model = build_structure(options, plan.hf_config, plan.stored, **shared)
+    else:
+        shared |= {"seed": plan.config.optim.seed, "keep_lower_bits": plan.keeps_lower_bits}
+        model = build_model(options, plan.hf_config, plan.stored, **shared)
+    if plan.config.trains_adapters:
+        if note := without_adapter(model.module, lora):
+            plan.say(note)
+        add_adapters(model, lora, plan.parameter_dtype)
+    return model
+
+
+def _describe_rounding(plan: RunPlan) -> str:
+    """Say how stored weights are rounded that the model's parameters cannot hold as they are."""
+    if plan.stored_fp8 is not None:
+        rounded = ", rounded to bfloat16" if plan.rounds_weights and not plan.keeps_lower_bits else ""
+        return f"stored weights are {plan.stored_fp8.describe()}: training starts from value times scale{rounded}"
+    stored = str(plan.export_dtype).removeprefix("torch.")
+    if plan.keeps_lower_bits:
+        return f"stored weights are {stored}: training starts from their exact values"
+    return f"WARNING: stored weights are {stored} and are rounded to bfloat16"
+
+
+def _attach_precision(plan: RunPlan, model: PreTrainedModel, layers: nn.ModuleList) -> tuple[Precision, dict[str, str]]:
+    """Convert a Hugging Face decoder for fp8; the precision, and name -> reason for each linear layer left alone."""
+    # FSDP hands modules their parameters in the compute dtype.
+    module_dtype = plan.precision.compute_dtype if plan.strategy.shards_parameters else plan.parameter_dtype
+    precision = Precision(plan.precision, plan.config.precision, plan.device, module_dtype)
+    left = {} if plan.config.model.use_te else precision.convert(model, layers, plan.config.parallel.fp8_params)
+    use_grouped_experts(model)  # inside what casts experts' weights
+    precision.attach(model, layers)
+    if plan.config.trains_adapters and plan.strategy.caches_weight_casts:
+        precision.keep_casts_of_frozen_weights()
+    return precision, left | precision.misfits
+
+
+def _recompute_layers(plan: RunPlan, layers: nn.ModuleList) -> Sequence[nn.Module]:
+    """Turn on activation checkpointing where --gradient_checkpointing asks for it; returns its decoder layers."""
+    if (every := plan.config.model.gradient_checkpointing) == 0:
+        return ()
+    uses_te = plan.config.model.use_te or plan.precision.te_recipe is not None
+    reentrant = uses_te and plan.strategy.reentrant_te_checkpoints
+    return enable_gradient_checkpointing(layers, every, uses_te, reentrant, plan.takes_graphs)

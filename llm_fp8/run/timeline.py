@@ -1,0 +1,311 @@
+"""A run's timeline: between the steps of a `Stepper` it reports, certifies, evaluates, saves and stops.
+
+Losses and norms stay on the device until `log_every` steps are over or a save or evaluation comes; a non-finite one
+ends the run there, before it can reach a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from llm_fp8.data.collate import Batch
+from llm_fp8.data.loader import TrainLoader
+from llm_fp8.distributed.process_group import gathered, largest
+from llm_fp8.models.build import decoder_size
+from llm_fp8.observability.metrics import StepTokens, device_peak_tflops, memory_metrics, speed_metrics
+from llm_fp8.observability.nvml import EnergyMeter
+from llm_fp8.observability.reporter import RunReporter
+from llm_fp8.observability.step_profile import StepProfile, profiled
+from llm_fp8.precision.certificate import Certificate, certify, worst
+from llm_fp8.run.evaluation import EvalHistory, evaluate_loss
+from llm_fp8.run.train_state import RunState
+from llm_fp8.step.stepper import Stepper, StepResult
+from llm_fp8.utils.errors import FailedCheck, UserError, listed
+from llm_fp8.utils.json_files import write_json_atomic
+from llm_fp8.utils.start import PhaseClock
+from llm_fp8.utils.te_internals import attention_backend
+
+STEPS_BEFORE_PROFILE = 4
+"""Steps of a process before the one whose kernels are recorded: soon, but after those that compile and allocate."""
+SAVE_AFTER_S = 1800.0  # the age of a checkpoint at which another is due
+
+
+@dataclass
+class RunResults:
+    """Results that a run collects while it runs; everything else about it is frozen."""
+
+    clock: PhaseClock = field(default_factory=PhaseClock)  # started when the script began
+    idle_fp8_keys: list[str] = field(default_factory=list)
+    """Sentences on what the launcher's fp8_config asked for and nothing here acts on."""
+    started_s: float = field(default_factory=time.time)
+    attention_backend: str | None = None  # Transformer Engine's choice; known after the first step
+    measured_tokens_per_s: dict[str, float] | None = None  # by precision (--mixed_precision auto)
+    recorded: StepProfile | None = None
+    graph_notes: list[str] = field(default_factory=list)  # what became of CUDA graphs (--cuda_graphs)
+    certificates: dict[str, Certificate] = field(default_factory=dict)
+    """'certificate', and 'certificate_after_fp8' of the steps after --fp8_until; as their files are named."""
+    summary: dict[str, Any] = field(default_factory=dict)  # of summary.json, once it is written
+    last_loss: float | None = None  # of the last step that was read, on every rank
+
+
+@dataclass
+class Timeline:
+    """A run from its `step` and `tokens_seen` on, which are its checkpoint's where it is resumed."""
+
+    stepper: Stepper
+    loader: TrainLoader
+    reporter: RunReporter
+    total_steps: int
+    state: RunState
+    results: RunResults
+    history: EvalHistory
+    step: int = 0
+    tokens_seen: int = 0
+
+    def __post_init__(self) -> None:
+        self.setup, self.precision = self.state.setup, self.stepper.precision
+        plan = self.setup.plan
+        self.accelerator = plan.accelerator
+        self.energy = EnergyMeter(self.accelerator)
+        self.fp8_steps = self.total_steps
+        """Steps of the run in fp8, if it is in fp8 (--fp8_until)."""
+        if self.precision.in_fp8:
+            self.fp8_steps = max(1, round(plan.config.precision.fp8_until * self.total_steps))
+        if self.step >= self.fp8_steps < self.total_steps:
+            self.stepper.end_fp8()
+        self.profile_step = self._next_profile_step()
+        self._saved_s = time.monotonic()
+        self._size = decoder_size(plan.hf_config, self.setup.num_adapter_parameters)
+        self._peak = device_peak_tflops(plan.device)
+        self._pending: list[tuple[int, float, StepResult]] = []  # step, epoch, and what is still on the device
+        self._profile_figures: dict[int, dict[str, float]] = {}  # by step
+
+    @property
+    def precision_name(self) -> str:
+        """The precision of the run's steps so far, in words."""
+        plan = self.precision.plan
+        after = f" until step {self.fp8_steps}, then {plan.compute_name}" if self.precision.has_ended else ""
+        return f"{plan.name}{after}"
+
+    def _next_profile_step(self) -> int:
+        """The step to record of those that compute as the next one does; 0 for none."""
+        end = self.fp8_steps if self.step < self.fp8_steps else self.total_steps
+        return min(self.step + STEPS_BEFORE_PROFILE + 1, end) if self.setup.plan.certifies else 0
+
+    def _end_fp8(self) -> None:
+        """Compute in bf16 from the next step on."""
+        self.read_pending()  # by fp8's figures
+        self.stepper.end_fp8()
+        self.profile_step = self._next_profile_step()
+        self.reporter.print(f"--fp8_until: {self.precision.plan.compute_name} from step {self.step + 1} on")
+
+    def train(self, stop_requested: Callable[[], bool]) -> None:
+        """Train to `total_steps`, until evaluations say to stop, or until `stop_requested`, which saves too."""
+        if self.is_complete:
+            return  # resumed after the last step, for evaluation and export
+        config = self.setup.plan.config
+        options, eval_every = config.run, 0 if self.state.data.eval is None else config.run.eval_every
+        if self._due(eval_every) and 0 < self.step != self.history.last_step:  # a signal came before this evaluation
+            if self.evaluate():
+                self.save()
+            if self.history.stops_early:
+                return
+        self.stepper.model.train()
+        first = self.step + 1
+        stamp = self.restart_clocks()
+        for batches in self.loader:
+            records = self.step + 1 == self.profile_step
+            self.stepper.may_capture(not records)
+            with profiled() if records else contextlib.nullcontext() as profile:
+                stamp = self.take_step(batches, stamp)
+            if self.step == first:
+                self.stepper.drop_graphs_if_memory_is_short()
+                self._note_attention()
+            if profile is not None:
+                stamp = self._after_profiled_step(profile, num_micro_batches=len(batches))
+            if self.step == self.fp8_steps < self.total_steps:
+                self._end_fp8()
+                stamp = self.restart_clocks()
+            if self._due(config.parallel.empty_cache_freq) and self.accelerator.device.type == "cuda":
+                torch.cuda.empty_cache()
+            stopping = stop_requested()
+            done = stopping or self.step >= self.total_steps
+            logs, evaluates = self._due(options.log_every), self._due(eval_every) and not done
+            saves = stopping or self._due(options.save_every or 0) or (logs and not done and self._checkpoint_due())
+            if logs or evaluates or saves or done:
+                self.read_pending()
+            if logs and self.stepper.may_take_graphs and self.results.recorded and self.step > self.profile_step:
+                self._take_graphs_if_idle(self.results.recorded, len(batches))
+                stamp = self.restart_clocks()
+            if evaluates:
+                saves = self.evaluate() or saves
+                done = self.history.stops_early
+            if saves or (done and (options.save_every or self._checkpoint_due())):
+                self.save()
+            if done:
+                self.stepper.make_room()  # for the export
+                return
+            if evaluates or saves:
+                stamp = self.restart_clocks()  # Their time is not the next step's.
+
+    @property
+    def is_complete(self) -> bool:
+        return self.step >= self.total_steps or self.history.stops_early
+
+    def take_step(self, batches: list[Batch], start: Any) -> Any:
+        """Take the next step, which begins at the stamp `start`; returns the stamp of its end."""
+        result = self.stepper.take_step(batches, start)
+        self.step += 1
+        self._pending.append((self.step, self.loader.epoch, result))
+        return result.end
+
+    def restart_clocks(self) -> Any:
+        """Restart step time and energy while the GPU is idle; returns the stamp."""
+        self.energy.restart(self.step)
+        return self.stepper.clock.stamp()
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def read_pending(self) -> None:
+        """Copy the results of the steps since the last call to the host, check and report them."""
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        device, coefficients = self.accelerator.device, self.setup.training_model.coefficients
+        # In fp64, which holds counts exactly. The host waits here alone.
+        on_device = [value.to(device, torch.float64) for *_, result in pending for value in result.values.values()]
+        rows = torch.stack(on_device).view(len(pending), -1).tolist()
+        read = [dict(zip(result.values, row, strict=True)) for (*_, result), row in zip(pending, rows, strict=True)]
+        memory = memory_metrics(device)
+        if memory and self.accelerator.num_processes > 1:
+            memory["peak_memory_gib_max_rank"] = max(gathered(memory["peak_memory_gib"]))
+        energy = self.energy.read({step: int(v["num_tokens"]) for (step, *_), v in zip(pending, read, strict=True)})
+        in_fp8, num_processes = self.precision.in_fp8, self.accelerator.num_processes
+        fp8 = in_fp8 and self.precision.plan.has_fp8_peak
+        for (step, epoch, result), values in zip(pending, read, strict=True):
+            self._require_finite(step, result, values["loss"], values["grad_norm"])
+            self.results.last_loss = values["loss"]
+            tokens = StepTokens(*(int(values.pop(name)) for name in StepTokens.names()))
+            values |= {name: values[name] / factor for name, factor in coefficients.items()}
+            seconds = self.stepper.clock.seconds(result.start, result.end)
+            self.tokens_seen += tokens.num_real_tokens
+            self.results.clock.seconds.setdefault("first_step", seconds)
+            record = {
+                "step": step,
+                "epoch": epoch,
+                "tokens_seen": self.tokens_seen,
+                **values,
+                "learning_rate": result.learning_rate,
+                **speed_metrics(tokens, seconds, self._size, num_processes, self._peak, fp8),
+                **memory,
+                **energy,
+                **self._profile_figures.pop(step, {}),
+                "fp8_linear_flop_share": self.setup.coverage.fp8_linear_flop_share if in_fp8 else 0.0,
+            }
+            self.reporter.step(record)  # those before a non-finite one show what led to it
+
+    def _after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> Any:
+        """Report and certify the profiled step; returns a new stamp, so that time and energy leave profiling out."""
+        self._profile_figures[self.step] = profile.figures()
+        self.energy.restart(self.step)
+        self.read_pending()  # the certificate may end the run
+        self._certify(profile, num_micro_batches)
+        if not self.precision.has_ended:
+            self.results.recorded = profile
+        if self.stepper.may_take_graphs:
+            self._take_graphs_if_idle(profile, num_micro_batches)
+        return self.restart_clocks()
+
+    def _take_graphs_if_idle(self, profile: StepProfile, num_micro_batches: int) -> None:
+        """Let the stepper look whether CUDA graphs shorten steps, and say so. Collective."""
+        if self.step == self.total_steps:
+            return
+        # Two steps alone are measured by the recorded one, so a small share is looked at again when more are.
+        asks_again, steps = self.step == self.profile_step, self.reporter.own_steps()
+        note = self.stepper.take_graphs_if_idle(profile, steps, num_micro_batches, self.step, asks_again)
+        if note is not None:
+            self.results.graph_notes.append(note)
+            self.reporter.print(note)
+        if self.stepper.uses_graphs:
+            self.profile_step = self._next_profile_step()
+
+    def _note_attention(self) -> None:
+        """Say and record which attention Transformer Engine took, which it chooses in the first step."""
+        if not self.setup.plan.config.model.use_te:
+            return
+        backend = self.results.attention_backend = attention_backend()
+        self.reporter.print(f"attention: {backend}{' (WARNING: slow)' if backend == 'unfused' else ''}")
+
+    def _certify(self, profile: StepProfile, num_micro_batches: int) -> None:
+        """Judge the step's kernels and keep the verdict, as a file too; `FailedCheck` on every rank where any rank's
+        step failed.
+        """
+        plan = self.setup.plan
+        own = certify(
+            self.setup.expected.without_fp8 if self.precision.has_ended else self.setup.expected,
+            profile.kernels,
+            self.precision.module_state(),
+            num_micro_batches=num_micro_batches,
+            attention=self.results.attention_backend or self.setup.attention,
+            rank=self.accelerator.process_index,
+        )
+        name = "certificate_after_fp8" if self.precision.has_ended else "certificate"
+        certificate, path = worst(gathered(own)), plan.folder / f"{name}.json"
+        if self.accelerator.is_main_process:
+            write_json_atomic(path, certificate.to_dict())
+            self.reporter.track({name: certificate.to_dict()})
+        if certificate.verdict == "failed":
+            sentence = certificate.failure(path)
+            self.reporter.finish({"failed": sentence, name: certificate.to_dict(), **plan.parallel_record})
+            self.accelerator.wait_for_everyone()  # The launcher ends the others as soon as one is gone.
+            raise FailedCheck(sentence)
+        if certificate.verdict == "undetermined":
+            self.reporter.print(f"WARNING: this run could not be certified: {'; '.join(certificate.reasons)}")
+        self.results.certificates[name] = certificate
+
+    def evaluate(self) -> bool:
+        """Evaluate and report; returns whether --keep_best needs a checkpoint of this step, the best so far."""
+        if self.state.data.eval is None:
+            return False
+        self.stepper.make_room()
+        figures = evaluate_loss(self.accelerator, self.stepper.model, self.precision, self.state.data.eval)
+        self.reporter.evaluation({"step": self.step, **figures})
+        self.history.add(self.step, gathered(figures["eval_loss"])[0])  # that of the main rank
+        return self.history.kept_step == self.step
+
+    def save(self) -> None:
+        """Write a checkpoint."""
+        folder = self.state.save(self.step, self.stepper.optimizer, self.history, self.tokens_seen)
+        self._saved_s = time.monotonic()
+        verb = "saving" if self.setup.plan.config.parallel.async_save else "saved"
+        self.reporter.print(f"{verb} {folder}")
+
+    def _checkpoint_due(self) -> bool:
+        """Return True if the main rank's last checkpoint is `SAVE_AFTER_S` old, or is not the run's end. Collective."""
+        if self.setup.plan.config.run.save_every == 0:
+            return False
+        is_due = time.monotonic() - self._saved_s >= SAVE_AFTER_S or (
+            self.is_complete and self.state.checkpoints.paths()
+        )
+        return bool(largest(self.accelerator.is_main_process and bool(is_due)))
+
+    def _require_finite(self, step: int, result: StepResult, loss: float, grad_norm: float) -> None:
+        # fp16 loss scaling expects overflows: the scaler skips such a step and lowers the scale.
+        if math.isfinite(loss) and (math.isfinite(grad_norm) or self.accelerator.scaler is not None):
+            return
+        # Every rank is here: losses and norms are of all.
+        ranks = gathered((self.accelerator.process_index, math.isfinite(result.rank_loss.item()), result.row_ids))
+        suspects = [rank for rank in ranks if not rank[1]] or ranks
+        rows = [f"{', '.join(map(str, row_ids[:16]))} (rank {rank})" for rank, _, row_ids in suspects]
+        raise UserError(
+            f"step {step}: the loss is {loss} and the gradient norm {grad_norm}; dataset rows: {listed(rows)}. "
+            "Lower --learning_rate, or in fp8 keep outer layers in bf16 (--fp8_bf16_modules layers.-2:)."
+        )

@@ -1,0 +1,216 @@
+"""A run's state in a checkpoint: weights, optimizer, fp8 scales, random states, position in the data; and what a run
+that continues from one must share with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llm_fp8.config.options import DECIDES, EVALUATION_OPTIONS, SCALE_OPTIONS, TRAINING_OPTIONS, Config, names_in
+from llm_fp8.data.prepare import PreparedData
+from llm_fp8.distributed.process_group import largest
+from llm_fp8.models.source import text_config
+from llm_fp8.models.weights import weights_digest
+from llm_fp8.run.checkpoint import LATEST, STRATEGY_STATE, Checkpoint, CheckpointManager
+from llm_fp8.run.evaluation import EvalHistory
+from llm_fp8.run.plan import RunPlan
+from llm_fp8.run.setup import TrainingSetup
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.json_files import read_json
+
+ARCHITECTURE_KEYS = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters", "sliding_window",
+    "tie_word_embeddings",
+)  # fmt: skip
+"""Entries of a model's config that a checkpoint and the run that continues it must share."""
+
+SCALES = "fp8."  # begins the names of delayed scaling's tensors
+
+
+def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
+    """Collect the entries that a checkpoint and the run that continues it must share."""
+    config, lora, precision, stored = plan.config, plan.config.lora, plan.precision, plan.stored
+    decoder = text_config(plan.hf_config)
+    entries = decoder.to_dict()  # an attribute that differs between layers cannot be read
+    shared = {
+        **{key: entries.get(decoder.attribute_map.get(key, key)) for key in ARCHITECTURE_KEYS},
+        "layout": "te" if config.model.use_te else "hf",
+        "optimizer": plan.optimizer_kind,
+        "saved by": plan.strategy.saved_by,
+        "precision": precision.name if precision.effective == "fp8" else precision.effective,
+        "max_seq_length": config.data.max_seq_length,
+        "packing": config.packing,
+    }
+    if rank := lora.lora_rank:  # the adapters, and the frozen model that a checkpoint does not hold
+        shared["lora"] = [rank, lora.scaling, lora.lora_dropout, *sorted(lora.targets)]
+        shared["frozen_model"] = f"seed {config.optim.seed}" if stored is None else weights_digest(stored.files)
+    return shared
+
+
+def run_options(config: Config, data: PreparedData, num_steps: int) -> dict[str, Any]:
+    """Collect the options that a checkpoint records: all but those of reports and saves, steps, rows."""
+    sections = config.to_dict()
+    sections["run"] = {name: sections["run"][name] for name in EVALUATION_OPTIONS}
+    options = {name: value for section in sections.values() for name, value in section.items()}
+    return options | {"total_steps": num_steps, "global_batch_size": data.train.global_batch_size}
+
+
+def total_steps(config: Config, data: PreparedData, resumed: Checkpoint | None) -> int:
+    """Optimizer steps of the whole run; --num_epochs counts from the rows that earlier steps took."""
+    if config.optim.max_steps is not None:
+        return config.optim.max_steps
+    if resumed is None:
+        return data.train.steps_left(config.optim.num_epochs)
+    return resumed.step + data.train.steps_left(config.optim.num_epochs, resumed.meta["loader"])
+
+
+def check_compatible(checkpoint: Checkpoint, fingerprint: Mapping[str, Any]) -> None:
+    """Raise `UserError` naming every entry in which a checkpoint's fingerprint differs from the resuming run's."""
+    saved = checkpoint.meta["fingerprint"]
+    current = json.loads(json.dumps(fingerprint))  # tuples become lists, as they did in the file
+    if names := [name for name in {**saved, **current} if saved.get(name) != current.get(name)]:
+        raise UserError(
+            f"--resume_from {checkpoint.folder} does not belong to this run: "
+            f"{'; '.join(f'{name} was {saved.get(name)!r} and is {current.get(name)!r}' for name in names)}."
+        )
+
+
+def changed_options(config: Config, checkpoint: Checkpoint, options: Mapping[str, Any]) -> list[str]:
+    """The `run_options` in which a run differs from that of the checkpoint it resumes from, each with both values.
+
+    Raises `UserError` where one of `TRAINING_OPTIONS` differs and --allow_changed does not name it, or an option that
+    decides it.
+    """
+    allowed = [DECIDES.get(name, name) for name in names_in(config.run.allow_changed)]
+    saved = checkpoint.meta["options"]
+    names = [name for name, value in options.items() if name in saved and saved[name] != value]
+    changed = {name: f"{name} {saved[name]} -> {options[name]}" for name in names}
+    if refused := [name for name in TRAINING_OPTIONS if name in changed and name not in allowed]:
+        deciding = {name: [option for option in changed if DECIDES.get(option) == name] or [name] for name in refused}
+        raise UserError(
+            f"--resume_from {checkpoint.folder} was trained with other options ("
+            f"{', '.join(changed[name] for name in refused)}); "
+            f"add --allow_changed {','.join(itertools.chain(*deciding.values()))}."
+        )
+    return list(changed.values())
+
+
+def refuse_finished(config: Config, resumed: Checkpoint, num_steps: int) -> None:
+    """Raise `UserError` where the run has come to its end and `num_steps` add nothing to it, or where `latest` would
+    go back before that end.
+    """
+    path, step, patience = Path(str(config.run.output_dir)), resumed.step, config.run.early_stopping_patience
+    summary = read_json(path / "summary.json") if (path / "summary.json").exists() else {}
+    finished_step = -1 if {"stopped_by", "failed"} & summary.keys() else summary.get("steps", -1)
+    has_stopped = finished_step >= 0 and 0 < patience <= resumed.meta["evaluations"]["num_without_improvement"]
+    if step < finished_step and config.run.resume_from == LATEST:
+        raise UserError(
+            f"--resume_from latest: the run is finished after step {finished_step}, and its last checkpoint is of step "
+            f"{step}; to train from there again and replace final/, give --resume_from {resumed.folder}."
+        )
+    if has_stopped or step > num_steps or step == num_steps <= finished_step:
+        option = "num_epochs" if config.optim.max_steps is None else "max_steps"
+        more = "early_stopping_patience" if has_stopped else f"{option} and add --allow_changed {option}"
+        done = f"{step} of {num_steps} steps are done and the run is finished"
+        raise UserError(f"--resume_from {resumed.folder}: {done}; raise --{more}.")
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Saves and restores a run."""
+
+    setup: TrainingSetup
+    data: PreparedData
+    checkpoints: CheckpointManager
+    fingerprint: dict[str, Any]
+    options: dict[str, Any]  # from `run_options`
+
+    def tensors(self, optimizer: Any) -> dict[str, Tensor]:
+        """Name -> live tensor, without the random states."""
+        scales = {f"{SCALES}{name}": tensor for name, tensor in self.setup.precision.state_tensors().items()}
+        return self.setup.plan.strategy.state(self.setup.model.module, optimizer) | scales
+
+    def has_the_scales(self, checkpoint: Checkpoint) -> bool:
+        """Return True if the checkpoint's scales and amax histories are those that a run with these options keeps."""
+        saved = checkpoint.meta["options"]
+        return all(saved.get(name) == self.options.get(name) for name in SCALE_OPTIONS)
+
+    def save(self, step: int, optimizer: Any, history: EvalHistory, tokens_seen: int) -> Path:
+        """Write a checkpoint after `step`, with --async_save while training goes on; returns its folder."""
+        plan = self.setup.plan
+        scaler = plan.accelerator.scaler
+        meta = {
+            "tokens_seen": tokens_seen,
+            "evaluations": history.state_dict(),
+            "fingerprint": self.fingerprint,
+            "options": self.options,
+            "loader": self.data.train.state_dict(),
+            "fp16_scaler": None if scaler is None else scaler.state_dict(),
+        }
+        return self.checkpoints.save(
+            step,
+            self.tensors(optimizer) | rng_state(plan.accelerator.process_index),
+            meta,
+            plan.strategy if plan.strategy.saves_itself else None,
+            history.kept_step,
+            in_background=plan.config.parallel.async_save,
+        )
+
+    def restore(self, checkpoint: Checkpoint, optimizer: Any) -> None:
+        """Restore everything in place that is not the loop's own. Collective."""
+        plan, meta = self.setup.plan, checkpoint.meta
+        # Ranks that the checkpoint doesn't know keep their initial seeds.
+        own_rng = rng_state(plan.accelerator.process_index)
+        rng = {name: tensor for name, tensor in own_rng.items() if name in checkpoint.kinds}
+        plan.strategy.load_state(checkpoint.folder / STRATEGY_STATE, optimizer)
+        tensors = self.tensors(optimizer) | rng
+        if not self.has_the_scales(checkpoint):
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(SCALES)}
+        checkpoint.load(tensors)
+        plan.strategy.after_load(self.setup.model.module, optimizer, checkpoint.step)
+        self.data.train.load_state_dict(meta["loader"])
+        if plan.accelerator.scaler is not None and meta["fp16_scaler"]:
+            plan.accelerator.scaler.load_state_dict(meta["fp16_scaler"])
+        restore_rng_state(rng)
+
+    def restore_history(self, history: EvalHistory, checkpoint: Checkpoint) -> None:
+        """Go on from the evaluations before the checkpoint; say where they cannot count. Collective."""
+        say = self.setup.plan.say
+        if not history.load_state_dict(checkpoint.meta["evaluations"]) and (history.keeps_best or history.patience):
+            say("evaluation is on other data than before this checkpoint: only the evaluations to come count")
+        if history.kept_step is not None and self.held(history.kept_step) is None:
+            say(f"--keep_best: the checkpoint of step {history.kept_step} is gone: only steps to come count")
+            history.best_step, history.best_loss = None, math.inf
+
+    def held(self, step: int) -> Checkpoint | None:
+        """The checkpoint of `step`, where every rank sees it complete. Collective."""
+        found = {checkpoint.folder: checkpoint for checkpoint in self.checkpoints.newest_first()}
+        checkpoint = found.get(self.checkpoints.of_step(step))
+        return None if largest(checkpoint is None) else checkpoint
+
+
+def rng_state(rank: int) -> dict[str, Tensor]:
+    """The states of torch's random generators of the CPU and of the current GPU; names carry the rank."""
+    states = {f"rng/rank-{rank}/torch_cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"rng/rank-{rank}/torch_cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_rng_state(states: Mapping[str, Tensor]) -> None:
+    """Put the random generators into the states that `rng_state` gave."""
+    for name, state in states.items():
+        if name.endswith("torch_cpu"):
+            torch.set_rng_state(state)
+        elif torch.cuda.is_available():
+            torch.cuda.set_rng_state(state)

@@ -1,0 +1,158 @@
+"""A small model of the same architecture shows, before anything is loaded, whether the run would be right.
+
+It has the config's own layers, up to the first of each kind, with narrow MLPs, a small vocabulary and random weights:
+
+1. Two documents that are packed or padded must have the hidden states that each has alone. Attention that sees more,
+   a convolution or a recurrence that runs on, or what the place in a row or the longest document decides are found
+   out. The way of packing that keeps documents apart is the one that the run takes (`loss_model.PackedForm`).
+2. transformers' logits must be those whose cross entropy the loss computes.
+3. There must be a backward pass: kernels may refuse theirs on a GPU that has the forward pass.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+import te_llama
+from llm_fp8.config.options import Config
+from llm_fp8.data.collate import Layout
+from llm_fp8.data.tokenise import Document
+from llm_fp8.models.build import choose_attention, model_from_config
+from llm_fp8.models.model import decoder_layers, text_decoder
+from llm_fp8.models.source import text_config
+from llm_fp8.step.loss_model import PackedForm, TrainingModel
+from llm_fp8.utils.errors import UserError, is_out_of_memory, reading
+from llm_fp8.utils.hf_internals import chosen_attention
+
+LENGTHS = (11, 14)  # of the documents: no multiple of what compresses or chunks tokens
+ROW = sum(LENGTHS) + 7  # of which the rest is unused
+SWITCHES = ("original_max_position_embeddings", "floor_scale")  # longer documents are computed otherwise
+MOST_LAYERS = 16
+VOCABULARY = 64
+WINDOW = 8  # sliding windows and chunks are this long, which a document must notice
+LIMIT = {torch.float32: 0.01, torch.bfloat16: 0.05}  # of a token's relative difference: rounding is 1e-6, mixing > 0.1
+
+
+def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> PackedForm | None:
+    """How packed documents are given to the model of `hf_config`; None without --packing. `dtype` is the run's compute
+    dtype. Raises `UserError` where every way mixes them, or padding does, or where the loss would not be the model's.
+    """
+    flag = f"--model_name {config.model.model_name}"
+    attention = choose_attention(config.model.attn_implementation, hf_config, device, dtype)
+    dtype = torch.bfloat16 if attention == "flash_attention_2" else torch.float32
+    hf_config, longest = copy.deepcopy(hf_config), config.data.max_seq_length
+    for entries in (vars(decoder := text_config(hf_config)), *te_llama.rope_tables(decoder)):
+        entries |= {name: LENGTHS[0] + 1 for name in SWITCHES if (entries.get(name) or math.inf) <= longest}
+    generator, reasons = torch.Generator().manual_seed(0), list[str]()
+    documents = [torch.randint(1, VOCABULARY, (length,), generator=generator).numpy() for length in LENGTHS]
+    with torch.no_grad():
+        what = "text by a small model of this architecture"
+        advice = "Correct its config.json if it is wrong; else do as its kernels say, or take another model."
+        with reading("--model_name", config.model.model_name, what, advice):
+            model = small_model(hf_config, attention, device, dtype)
+            logits = model(input_ids=torch.from_numpy(documents[-1])[None].to(device), use_cache=False).logits
+            training_model = TrainingModel(model, ROW, dtype)
+            alone = [_alone(training_model, torch.from_numpy(ids).to(device)) for ids in documents]
+            with torch.enable_grad():  # flash-linear-attention refuses its own on some GPUs
+                _alone(training_model, torch.from_numpy(documents[-1]).to(device)).sum().backward()
+        if difference := _differs(training_model.logits(alone[-1]), logits, dtype):
+            words = f"changes its logits in a way that the loss here does not (by {difference:.2g})"
+            raise UserError(f"{flag} {words}; take another.")
+        rows = [[Document(ids, ids > -1, row_id=0)] for ids in documents]
+        forms: list[PackedForm | None] = [None]
+        if config.packing:
+            rows, alone = [[*rows[0], *rows[1]], rows[0]], [*alone, alone[0]]
+            forms = ["flash", "line"] if attention == "flash_attention_2" else ["rows", "line"]
+        batch = Layout(len(rows), ROW, pad_token_id=0, packed=config.packing)(rows).to(device)
+        for training_model.packed_form in forms:
+            try:
+                together = training_model.hidden(batch)[batch.input_ids != 0]
+            except (ValueError, ImportError, RuntimeError) as error:  # what transformers says of a missing package
+                if is_out_of_memory(error):
+                    raise
+                reasons.append(" ".join(str(error).split()))
+                continue
+            if not _differs(together, torch.cat(alone, dim=1)[0], dtype):
+                return training_model.packed_form
+    kind = f"a model of type '{text_config(hf_config).model_type}' with {chosen_attention(model.config)} attention"
+    why = f" ({reasons[0]})" if reasons else ""
+    advice = "drop --packing" if config.packing else "take another"
+    raise UserError(f"{flag}: {kind} does not keep the documents of a batch apart{why}; {advice}.")
+
+
+def small_model(
+    hf_config: PretrainedConfig, attention: str | None, device: torch.device, dtype: torch.dtype
+) -> PreTrainedModel:
+    """The first layers of the model of `hf_config`, at least one of each kind, with random weights."""
+    hf_config = copy.deepcopy(hf_config)
+    narrow = text_config(hf_config)
+    for name, value in vars(narrow).items():
+        if re.search("intermediate_size|ffn_dim|ngram_vocab_size", name) and value:
+            setattr(narrow, name, [16] * len(value) if isinstance(value, list) else 16)
+        elif re.fullmatch("sliding_window|attention_chunk_size|compress_rates?", name) and value:
+            shorter = {key: min(one, WINDOW) for key, one in value.items()} if isinstance(value, dict) else WINDOW
+            setattr(narrow, name, shorter)
+    with no_init_weights(), init_empty_weights(include_buffers=False), torch.device(device):
+        model = model_from_config(hf_config, dtype=dtype, attn_implementation=attention).module
+    layers = decoder_layers(model)
+    kinds = [_kind(layer) for layer in layers]
+    depth = max(kinds.index(kind) for kind in kinds) + 1
+    decoder: Any = text_decoder(model)
+    setattr(decoder, "layers" if hasattr(decoder, "layers") else "h", layers[: min(depth, MOST_LAYERS)])
+    embedding: Any = model.get_input_embeddings()
+    rows = (len(embedding.weight), getattr(narrow, "vocab_size_per_layer_input", None))  # other ids index other tables
+    tables: list[Any] = [one for one in model.modules() if isinstance(one, nn.Embedding) and len(one.weight) in rows]
+    for table in [embedding, *tables, model.get_output_embeddings()]:
+        if table is not None and len(table.weight) > VOCABULARY:
+            table.weight = nn.Parameter(table.weight[:VOCABULARY])
+            table.padding_idx = None
+    numbers = torch.randn(2**16 + 1, generator=torch.Generator().manual_seed(1)).to(device)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(_numbers(parameter, numbers)))
+    model.eval()
+    for module in model.modules():
+        if hasattr(module, "A_log"):  # a recurrence, which may have another kernel for training
+            module.training = True
+    return model
+
+
+def _numbers(like: Tensor, numbers: Tensor) -> Tensor:
+    """Random values of the shape of `like`: of a matrix such that norms are kept, of a vector in [0.2, 0.8]."""
+    repeated = numbers.repeat(-(-like.numel() // len(numbers)))[: like.numel()].view(like.shape)
+    values = repeated * like.shape[-1] ** -0.5 if like.ndim > 1 else 0.2 + 0.6 * repeated.sigmoid()
+    return values.to(like.dtype)
+
+
+def _kind(layer: nn.Module) -> tuple[Any, ...]:
+    """Tell layers apart by their modules and these modules' plain attributes, the layer's number left out."""
+    simple = (bool, int, float, str, type(None))
+    return tuple(
+        (name, type(module), *((key, value) for key, value in vars(module).items() if isinstance(value, simple)
+         and not re.search("idx|index|layer_id|layer_number", key)))
+        for name, module in layer.named_modules()
+    )  # fmt: skip
+
+
+def _alone(model: TrainingModel, ids: Tensor) -> Tensor:
+    """Hidden states [1, n, h] of one document."""
+    return model.decode(ids[None], position_ids=torch.arange(len(ids), device=ids.device)[None])
+
+
+def _differs(value: Tensor, reference: Tensor, dtype: torch.dtype) -> float:
+    """The largest relative difference of a token, where it is beyond rounding; else 0. In bf16 it is the second
+    largest, since rounding may send a token to another expert.
+    """
+    errors = (value - reference).float().norm(dim=-1) / reference.float().norm(dim=-1).clamp_min(1e-12)
+    rank = 1 if dtype == torch.float32 else 2
+    worst = float(errors.flatten().nan_to_num(torch.inf).topk(rank).values[-1])
+    return 0.0 if worst < LIMIT[dtype] else worst

@@ -1,0 +1,150 @@
+"""The module that the loop calls: batch in, summed loss and auxiliary losses out, for both decoders.
+
+The loss is inside the module, so that wrappers (DDP, FSDP) see one forward call per micro-batch and the logits
+([tokens, vocabulary], gigabytes) never leave it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from llm_fp8.data.collate import Batch
+from llm_fp8.kernels.cross_entropy import linear_cross_entropy_sum
+from llm_fp8.kernels.softmax import cap_
+from llm_fp8.models.experts import router_loss
+from llm_fp8.models.layer_forward import wrap_forward
+from llm_fp8.models.model import decoder_layers, is_te_model, text_decoder
+from llm_fp8.models.source import text_config
+from llm_fp8.utils.errors import UserError
+
+ROUTER_LOSS = "router_aux_loss"
+
+
+PackedForm = Literal["rows", "flash", "line"]
+"""How packed documents are given to a Hugging Face decoder. rows: rows of max_seq_length, each with a mask that
+transformers derives from position ids. flash: one line with flash attention's `cu_seq_lens_q` and the like. line: the
+same with `seq_idx` besides, for convolutions and recurrences. `llm_fp8.settle.probe` finds out which keeps them apart.
+"""
+_SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
+"""Config entries that multiply the logits, or divide them."""
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
+
+
+class TrainingModel(nn.Module):
+    """A causal LM that returns the summed cross entropy of a `Batch`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        max_seq_length: int,
+        compute_dtype: torch.dtype,
+        packed_form: PackedForm | None = "rows",
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._decoder = (text_decoder(model),)  # a tuple, so that its parameters are not registered twice
+        module: Any
+        for module in self._decoder[0].modules():
+            if "longrope" in str(getattr(module, "rope_type", "")) and "forward" not in vars(module):  # or it is done
+                wrap_forward(module, functools.partial(_rope_by_document, module.config.rope_parameters))
+        self.max_seq_length = max_seq_length
+        self.compute_dtype = compute_dtype
+        self.router_loss, self.router_note = router_loss(model)
+        self._router_logits: tuple[Tensor, ...] = ()
+        self.uses_te_decoder = is_te_model(decoder_layers(model)[0])
+        self.packed_form = packed_form  # None: no batch is packed
+        config = text_config(model.config)
+        factors = (getattr(config, name, None) or 1.0 for name in _SCALES)
+        self.logit_scale = math.prod(f**power for f, power in zip(factors, _SCALES.values(), strict=True))
+        self.softcap: float | None = next(filter(None, (getattr(config, name, None) for name in _SOFTCAPS)), None)
+        head = model.get_output_embeddings()
+        if not isinstance(head, nn.Linear) or head.bias is not None:
+            kind = type(model).__name__
+            raise UserError(f"--model_name {model.config.name_or_path}: {kind} has no linear lm_head without bias.")
+
+    def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Cross entropy summed over the supervised tokens of `batch` (fp32 scalar), and auxiliary losses by name.
+
+        An auxiliary loss is a weighted sum over tokens too, so that the training loss is the sum of all of them. There
+        is none in evaluation.
+        """
+        hidden, head = self._scaled(self.hidden(batch)), self.model.get_output_embeddings().weight
+        dtype = self.compute_dtype
+        loss_sum = linear_cross_entropy_sum(hidden, head, batch.labels, softcap=self.softcap, compute_dtype=dtype)
+        if self.router_loss is None or not self.training:
+            return loss_sum, {}
+        logits, self._router_logits = self._router_logits, ()
+        return loss_sum, {ROUTER_LOSS: self.router_loss(logits, batch)}
+
+    @property
+    def loss_names(self) -> tuple[str, ...]:
+        """The names of what `forward` returns, in its order."""
+        return ("loss", *self.coefficients)
+
+    @property
+    def coefficients(self) -> dict[str, float]:
+        """Name of each auxiliary loss -> its weight, by which `forward` has multiplied it."""
+        return {} if self.router_loss is None else {ROUTER_LOSS: self.router_loss.coefficient}
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Compute the logits whose cross entropy the loss is."""
+        return cap_(self._scaled(hidden) @ self.model.get_output_embeddings().weight.t(), self.softcap)
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        return hidden if self.logit_scale == 1 else hidden * self.logit_scale
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """The last hidden states, shape of `batch.input_ids` plus [h]."""
+        if self.uses_te_decoder:
+            return self._te_hidden(batch)
+        if batch.cu_seqlens is None:
+            return self.decode(batch.input_ids, position_ids=batch.position_ids, attention_mask=batch.attention_mask)
+        if self.packed_form == "rows":
+            sequences = batch.input_ids.view(-1, self.max_seq_length)
+            hidden = self.decode(sequences, position_ids=batch.position_ids.view_as(sequences))
+            return hidden.view(*batch.input_ids.shape, -1)
+        arguments: dict[str, Any] = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.cu_seqlens)
+        arguments |= dict.fromkeys(("max_length_q", "max_length_k"), batch.max_seqlen)
+        if self.packed_form == "line":
+            arguments["seq_idx"] = (batch.position_ids == 0).cumsum(-1, dtype=torch.int32) - 1
+        return self.decode(batch.input_ids, position_ids=batch.position_ids, **arguments)
+
+    def _te_hidden(self, batch: Batch) -> Tensor:
+        cu_seqlens = batch.cu_seqlens
+        if cu_seqlens is None:
+            assert batch.attention_mask is not None
+            lengths = batch.attention_mask.sum(dim=1, dtype=torch.int32)
+            cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        # transformers passes a 4-D mask on unchanged: an empty one keeps it from building a [T, T] mask for nothing.
+        no_mask = torch.empty(0, 0, 0, 0, device=batch.input_ids.device)
+        return self.decode(
+            batch.input_ids, attention_mask=no_mask, cu_seq_lens_q=cu_seqlens, max_length_q=batch.max_seqlen
+        )
+
+    def decode(self, input_ids: Tensor, **arguments: object) -> Tensor:
+        """The last hidden states of `input_ids`, with other arguments of the decoder."""
+        output = self._decoder[0](input_ids=input_ids, use_cache=False, **arguments)
+        if self.router_loss is not None and self.training:
+            self._router_logits = output.router_logits
+        return output.last_hidden_state
+
+
+def _rope_by_document(rope: Any, forward: Any, hidden: Tensor, position_ids: Tensor, layer_type: str = "") -> Any:
+    """longrope's cos and sin [..., S, d] at `position_ids` [..., S], which each document has as alone; in transformers
+    the longest document of a batch decides for all. Other types depend on no length below `te_llama.num_positions`.
+    """
+    of_type = {"layer_type": layer_type} if layer_type else {}
+    limit = (rope[layer_type] if layer_type else rope).get("original_max_position_embeddings", 1)
+    document = (position_ids == 0).cumsum(-1)
+    last = F.pad(torch.zeros_like(position_ids), (0, 1)).scatter_reduce(-1, document, position_ids, "amax")
+    is_long = (last >= limit).gather(-1, document)[..., None]
+    short = forward(hidden, position_ids.clamp(max=limit - 1), **of_type)
+    long = forward(hidden, F.pad(position_ids, (1, 0), value=limit), **of_type)
+    return tuple(torch.where(is_long, b[..., 1:, :], a) for a, b in zip(short, long, strict=True))

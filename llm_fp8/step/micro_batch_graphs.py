@@ -1,0 +1,248 @@
+"""CUDA graphs of whole micro-batches (--cuda_graphs): forward and backward pass of the TE decoder, captured once and
+replayed. For micro-batches so small that the GPU ends a kernel before the host has launched the next one.
+
+A graph repeats its kernels at the same addresses. What a micro-batch reads and writes therefore stays where it is:
+
+    tokens, labels, documents   copied to fixed tensors. The number of documents is fixed too: documents without tokens
+                                fill `cu_seqlens` up to one of `BUCKETS`, for each of which there are graphs
+    gradients                   allocated once and lent to the parameters as `.grad` in each step, since the step drops
+                                them. A first micro-batch begins them anew
+    weights in fp8              Transformer Engine's own: made in a first micro-batch that runs eagerly, cast again in
+                                place by every later one that is first
+    scales, amax histories      updated in place after each micro-batch, outside the graph: several GPUs reduce amax
+                                values for it, and one may replay a graph where another runs eagerly
+
+So a first and a later micro-batch have a graph each, and on several GPUs a last one, in whose graph gradients are
+reduced. Eager micro-batches do the same at the same addresses, so both kinds may follow each other in a step, with the
+same bits. Where graphs hold communication, all ranks replay that of one bucket, the largest of theirs, or none does.
+
+Graphs keep the memory of a micro-batch's activations. Where there is none beside it for an eager micro-batch or an
+evaluation, these drop all graphs first, which are captured again when they are next needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from llm_fp8.data.collate import Batch
+from llm_fp8.distributed.process_group import gathered, largest
+from llm_fp8.observability.metrics import GIB, RESERVE_GIB
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.torch_internals import local_of
+
+BUCKETS = (32, 64, 128, 256, 512, 1024, 1536, 2048)
+"""Numbers of documents for which there are graphs, as Transformer Engine plans cuDNN's attention for them."""
+
+WORTH_GRAPHS = 0.15  # idle share of a step from which on micro-batches run as CUDA graphs
+
+RunMicroBatch: TypeAlias = Callable[[Batch, Tensor, bool, bool], Tensor]
+"""Forward and backward of a batch: batch, the step's number of supervised tokens (0-dim, on the device), whether it is
+the step's first and last -> its losses, detached.
+"""
+Graph: TypeAlias = Callable[[], None]  # replays the kernels
+Key: TypeAlias = tuple[int, bool, bool]  # bucket, and whether the micro-batch is the first and the last of its step
+
+
+class Capture:
+    """Makes graphs, which share one pool of memory: they never run at the same time, and keep gradients alone in it."""
+
+    def __init__(self) -> None:
+        self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], None]) -> Graph:
+        """The kernels that `work` launches; they do not run yet."""
+        gc.collect()  # a node of autograd left from an eager pass would draw that pass's stream into the capture
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as the one that reads NVML, may call CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
+    def begin_anew(self) -> None:
+        """Free the memory of the graphs, of which none is left, and let the next ones have a pool of their own."""
+        torch.cuda.synchronize()  # a replay may still run, on a stream that expandable segments do not wait for
+        torch.cuda.empty_cache()
+        self._pool = torch.cuda.graph_pool_handle()
+
+
+class MicroBatchGraphs:
+    """Runs this rank's micro-batches: each kind (`Key`) eagerly the first time, which compiles its kernels and lets
+    Transformer Engine allocate what it keeps, and from then on by its graph.
+    """
+
+    def __init__(
+        self,
+        run: RunMicroBatch,
+        parameters: Sequence[Parameter],
+        overwritten: Iterable[Tensor],
+        capture: Capture,
+        after_each: Callable[[], None],
+        collective: bool,
+    ) -> None:
+        """`parameters`: the trained ones. `overwritten`: those whose gradient the GEMMs of a first micro-batch
+        overwrite, where it is contiguous (`FusedWgradAccumulation.weights`). `after_each` is called after every
+        micro-batch and never captured. `collective`: whether graphs hold communication.
+        """
+        self._run, self._capture, self._after_each = run, capture, after_each
+        self._collective = collective
+        self._parameters = parameters
+        self._gradients = self._make_gradients()
+        by_gemms = {id(weight) for weight in overwritten}
+        self._summed = [g for p, g in zip(parameters, self._gradients, strict=False) if id(p) not in by_gemms]
+        device = parameters[0].device
+        self._num_supervised = torch.ones((), dtype=torch.int64, device=device)
+        self._losses: Tensor | None = None  # made by the first micro-batch, which is eager
+        self._inputs: dict[int, Batch] = {}
+        self._seen: set[Key] = set()
+        self._graphs: dict[Key, Graph] = {}
+        self.are_dropped = False  # True: before eager passes, which have no memory beside them
+        self.may_capture = True  # False: what has no graph yet runs eagerly
+
+    def __call__(self, batch: Batch, num_supervised: Tensor, first: bool, last: bool) -> Tensor:
+        """`RunMicroBatch` for a packed batch, on the host or the device. The losses, fp32, are overwritten by the next
+        call.
+        """
+        if first:
+            self._lend_gradients()
+        self._num_supervised.copy_(num_supervised)
+        self._take(batch, first, last)
+        self._after_each()
+        assert self._losses is not None
+        return self._losses
+
+    def make_room(self) -> None:
+        """Drop the graphs where an eager pass, which comes next, has no memory beside them."""
+        if self._graphs and self.are_dropped:
+            self._graphs.clear()
+            self._capture.begin_anew()
+
+    def _lend_gradients(self) -> None:
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+
+    def _take(self, batch: Batch, first: bool, last: bool) -> None:
+        bucket = bucket_of(batch)
+        if self._collective:
+            of_all = largest(BUCKETS[-1] + 1 if bucket is None else bucket)
+            bucket = of_all if of_all in BUCKETS else None
+        if bucket is None:
+            self.make_room()
+            return self._eager(batch, first, last)
+        inputs, key = self._load(batch, bucket), (bucket, first, last)
+        if key not in self._graphs and key in self._seen and self.may_capture:
+            self._graphs[key] = self._capture_or_explain(lambda: self._captured(inputs, first, last))
+        if key in self._graphs:
+            self._replay(self._graphs[key])
+        else:
+            self.make_room()
+            self._eager(inputs, first, last)
+            self._seen.add(key)
+
+    def _capture_or_explain(self, work: Callable[[], None]) -> Graph:
+        """The graph of `work`. A capture that failed leaves the libraries in its middle: `UserError`, on every rank."""
+        graph, failures = None, list[str | None]([None])
+        try:
+            graph = self._capture(work)
+        except RuntimeError as error:  # as torch raises those of CUDA, and that memory is out
+            failures = [str(error.__context__ or error).partition("\n")[0]]  # the first one; another ends the capture
+        if self._collective:
+            failures = gathered(failures[0])
+        if (failure := next(filter(None, failures), None)) is not None or graph is None:
+            what = f"no CUDA graph of a micro-batch could be captured ({failure})"
+            raise UserError(f"{what}; add --no_cuda_graphs, and continue with --resume_from latest.")
+        return graph
+
+    def _make_gradients(self) -> list[Tensor]:
+        return [torch.zeros_like(p, memory_format=torch.contiguous_format) for p in self._parameters]
+
+    def _captured(self, inputs: Batch, first: bool, last: bool) -> None:
+        self._eager(inputs, first, last)
+
+    def _replay(self, graph: Graph) -> None:
+        graph()
+
+    def _eager(self, batch: Batch, first: bool, last: bool) -> None:
+        if first and self._summed:  # begin the gradients anew
+            torch._foreach_zero_(self._summed)
+        losses = self._run(batch, self._num_supervised, first, last)
+        if self._losses is None:
+            self._losses = torch.empty_like(losses)
+        self._losses.copy_(losses)
+
+    def _load(self, batch: Batch, bucket: int) -> Batch:
+        """Copy a batch into the fixed tensors of its bucket; returns these."""
+        tensors = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
+        documents = tensors.pop("cu_seqlens")
+        if bucket not in self._inputs:
+            device = self._num_supervised.device
+            fixed = {name: torch.empty_like(value, device=device) for name, value in tensors.items()}
+            fixed["cu_seqlens"] = documents.new_empty(bucket + 1, device=device)
+            self._inputs[bucket] = dataclasses.replace(batch, **fixed)  # type: ignore[arg-type]
+        inputs = self._inputs[bucket]
+        for name, value in tensors.items():
+            getattr(inputs, name).copy_(value, non_blocking=True)
+        assert inputs.cu_seqlens is not None
+        inputs.cu_seqlens.fill_(batch.num_tokens)  # where the last document ends, all that follow begin and end
+        inputs.cu_seqlens[: len(documents)].copy_(documents, non_blocking=True)
+        return inputs
+
+
+class ShardedMicroBatchGraphs(MicroBatchGraphs):
+    """Graphs under fsdp_grad and fsdp_full, for steps of one micro-batch; FSDP2's collectives are in the graphs.
+
+    FSDP2 makes a step's gradients anew: those of the first graph are kept, and the other graphs copy theirs to them.
+    """
+
+    def __init__(
+        self, run: RunMicroBatch, parameters: Sequence[Parameter], capture: Capture, after_each: Callable[[], None]
+    ) -> None:
+        super().__init__(run, parameters, (), capture, after_each, collective=True)
+
+    def make_room(self) -> None:
+        super().make_room()
+        if not self._graphs:
+            self._gradients = []  # the first graph's
+
+    def _make_gradients(self) -> list[Tensor]:
+        return []
+
+    def _lend_gradients(self) -> None:
+        """Eager passes let FSDP2 make them."""
+
+    def _captured(self, inputs: Batch, first: bool, last: bool) -> None:
+        self._eager(inputs, first, last)
+        made = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if not self._gradients:
+            self._gradients = made
+        else:
+            torch._foreach_copy_([local_of(each) for each in self._gradients], [local_of(each) for each in made])
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _replay(self, graph: Graph) -> None:
+        graph()
+        super()._lend_gradients()
+
+
+def bucket_of(batch: Batch) -> int | None:
+    """The smallest of `BUCKETS` that holds the documents of a packed batch; None where none does."""
+    assert batch.cu_seqlens is not None
+    num_documents = len(batch.cu_seqlens) - 1
+    return next((bucket for bucket in BUCKETS if num_documents <= bucket), None)
+
+
+def memory_beside_graphs(more: int = 0) -> tuple[float, bool]:
+    """GiB that graphs lack on the fullest GPU, where they need `more` bytes than the steps so far, and whether eager
+    passes lack memory beside graphs, which keep as much as one for activations. Collective.
+    """
+    in_use, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated() + more + RESERVE_GIB * GIB
+    total = torch.cuda.get_device_properties().total_memory
+    by_rank = gathered((max(0.0, peak - total) / GIB, 2 * peak - in_use > total))
+    return max(lacking for lacking, _ in by_rank), any(lacks for _, lacks in by_rank)

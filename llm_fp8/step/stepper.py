@@ -1,0 +1,227 @@
+"""The step of a run: micro-batches, their gradients, the update. The global batch is cut into micro-batches m = 1..M on
+each of R ranks; C counts the supervised tokens of all of them. With L_m the summed cross entropy of a micro-batch,
+
+    loss = (1 / C) * sum over ranks and m of L_m        gradient = d loss / d weights
+
+so the loss is the mean over supervised tokens however the batch is cut. Auxiliary losses are added to L_m. Where a
+sharding mode averages gradients over ranks, its strategy (llm_fp8.distributed) undoes the division.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from llm_fp8.data.collate import Batch, count_tokens
+from llm_fp8.distributed.process_group import gathered
+from llm_fp8.distributed.strategy import DistributedStrategy, PlainCopiesStrategy
+from llm_fp8.observability.metrics import StepTokens
+from llm_fp8.observability.step_profile import StepProfile, gpu_idle
+from llm_fp8.precision.context import Precision
+from llm_fp8.step.loss_model import TrainingModel
+from llm_fp8.step.micro_batch_graphs import (
+    WORTH_GRAPHS,
+    Capture,
+    MicroBatchGraphs,
+    ShardedMicroBatchGraphs,
+    memory_beside_graphs,
+)
+from llm_fp8.step.wgrad_fusion import FusedWgradAccumulation
+
+
+class StepClock:
+    """Time stamps: CUDA events on a GPU (no synchronisation), `time.perf_counter` elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+
+    def stamp(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Seconds between two stamps that have been reached."""
+        return start.elapsed_time(end) / 1e3 if self._cuda else end - start
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """An optimizer step. `values` has what it computed on the device, 0-dim tensors by name: the keys of `METRICS`, and
+    the token counts of all ranks by the names of `StepTokens`.
+    """
+
+    learning_rate: float
+    values: dict[str, Tensor]
+    rank_loss: Tensor  # this rank's part of the training loss
+    row_ids: tuple[int, ...]
+    start: Any
+    end: Any
+
+
+class Stepper:
+    """Takes optimizer steps, eagerly or in CUDA graphs."""
+
+    def __init__(
+        self,
+        training_model: TrainingModel,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: LRScheduler,
+        strategy: DistributedStrategy,
+        precision: Precision,
+        *,
+        max_grad_norm: float,
+        graphs: bool | None,
+    ) -> None:
+        """`model` and `optimizer` are what the strategy made of `training_model` and its optimizer. `graphs`: whether
+        micro-batches run as CUDA graphs; None: from `take_graphs_if_idle` on.
+        """
+        self.training_model, self.model, self.optimizer, self.scheduler = training_model, model, optimizer, scheduler
+        self.strategy, self.precision, self.accelerator = strategy, precision, strategy.accelerator
+        self.max_grad_norm = max_grad_norm
+        self.clock = StepClock(self.accelerator.device)
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.wgrad_accumulation = FusedWgradAccumulation(model, strategy)
+        self.may_take_graphs = graphs is None
+        self._drops_graphs = False  # whether eager passes have no memory beside graphs
+        self._graphs = self._build_graphs() if graphs else None
+
+    @property
+    def uses_graphs(self) -> bool:
+        return self._graphs is not None
+
+    def take_graphs_if_idle(
+        self, profile: StepProfile, steps: list[dict[str, Any]], num_micro_batches: int, step: int, asks_again: bool
+    ) -> str | None:
+        """Run micro-batches as CUDA graphs from the next step on, where that shortens steps; returns a sentence on it,
+        if anything changed. Collective.
+
+        `profile` is a step's of this run; `steps` are the records of all so far, up to
+        the number `step`, which the main rank has. `asks_again`: a small idle share decides nothing yet.
+        """
+        sharded, gradients = self.strategy.shards_parameters, 0
+        if not sharded and num_micro_batches == 1:  # whose gradients came only as activations went
+            gradients = sum(parameter.nbytes for parameter in self.parameters)
+        idle, communication_s = gathered((gpu_idle(profile, steps), profile.exposed_communication_s))[0]
+        lacking_gib, self._drops_graphs = memory_beside_graphs(gradients)
+        if idle is None:
+            return None
+        share = idle["share"]
+        if not sharded:  # whose communication mostly waits for hosts, and is in the graphs
+            share -= communication_s / idle["step_time_s"]
+        self.may_take_graphs = share < WORTH_GRAPHS and asks_again
+        if share < WORTH_GRAPHS or (sharded and num_micro_batches > 1):
+            return None
+        note = f"the GPU computes nothing during {share:.0%} of a step: "
+        if lacking_gib:
+            return f"{note}--cuda_graphs would help, and might take {lacking_gib:.1f} GiB more than there are"
+        self.begin_graphs()
+        return f"{note}micro-batches run as CUDA graphs from step {step + 1} on"
+
+    def begin_graphs(self) -> None:
+        """Run micro-batches as CUDA graphs from the next step on."""
+        self.strategy, self.model = PlainCopiesStrategy.without_ddp(self.strategy, self.model)
+        self.wgrad_accumulation = FusedWgradAccumulation(self.model, self.strategy)
+        self._graphs = self._build_graphs()
+
+    def drop_graphs_if_memory_is_short(self) -> None:
+        """Let eager passes drop graphs where both have no memory; to be asked after a step of this run. Collective."""
+        if self._graphs is not None:
+            _, self._drops_graphs = memory_beside_graphs()
+            self._graphs.are_dropped = self._drops_graphs
+
+    def may_capture(self, may: bool) -> None:
+        """Allow or forbid the next step to capture graphs, which would show in a recording."""
+        if self._graphs is not None:
+            self._graphs.may_capture = may
+
+    def make_room(self) -> None:
+        """Drop the graphs where an eager pass, which comes next, has no memory beside them."""
+        if self._graphs is not None:
+            self._graphs.make_room()
+
+    def end_fp8(self) -> None:
+        """Compute in bf16 from the next step on."""
+        self.precision.end_fp8()
+        if self._graphs is not None:
+            self._graphs = None  # with their gradients, before others are allocated
+            self._graphs = self._build_graphs()
+
+    def _build_graphs(self) -> MicroBatchGraphs:
+        sharded, update, capture = self.strategy.shards_parameters, self.precision.update_scales, Capture()
+
+        def run(batch: Batch, num_supervised: Tensor, first: bool, last: bool) -> Tensor:
+            return self._micro_batch_by_old_scales(batch, num_supervised, None if sharded else first, last)
+
+        graphs: MicroBatchGraphs
+        if sharded:
+            graphs = ShardedMicroBatchGraphs(run, self.parameters, capture, update)
+        else:
+            overwritten, reduces = self.wgrad_accumulation.weights(), self.accelerator.num_processes > 1
+            graphs = MicroBatchGraphs(run, self.parameters, overwritten, capture, update, reduces)
+        graphs.are_dropped = self._drops_graphs
+        return graphs
+
+    def take_step(self, batches: list[Batch], start: Any = None) -> StepResult:
+        """One optimizer step on this rank's micro-batches, which began at the stamp `start`."""
+        accelerator, device, strategy = self.accelerator, self.accelerator.device, self.strategy
+        # Pinned, as the batches: a pageable copy would wait for all work queued on the GPU.
+        on_host = torch.tensor(dataclasses.astuple(count_tokens(batches)), pin_memory=device.type == "cuda")
+        tokens = accelerator.reduce(on_host.to(device, non_blocking=True), reduction="sum")
+        num_supervised = tokens[2].clamp(min=1)
+        loss_names = self.training_model.loss_names
+        losses = torch.zeros(len(loss_names), device=device)
+        # The other micro-batches reuse the weight casts of the first.
+        caches_casts = strategy.caches_weight_casts and len(batches) > 1
+        graphs = None if strategy.shards_parameters and len(batches) > 1 else self._graphs
+        for number, batch in enumerate(batches, start=1):
+            first, last = number == 1, number == len(batches)
+            if graphs is not None:
+                losses += graphs(batch, num_supervised, first, last or accelerator.num_processes == 1)
+            else:
+                reuse = first if caches_casts else None
+                if strategy.shards_parameters:  # weights are cast again in the backward pass
+                    losses += self._micro_batch_by_old_scales(batch, num_supervised, reuse, last)
+                    self.precision.update_scales()
+                else:
+                    losses += self.micro_batch(batch, num_supervised, reuse, last)
+        learning_rate = float(self.scheduler.get_last_lr()[0])
+        grad_norm = strategy.step(self.optimizer, self.parameters, self.max_grad_norm)
+        self.scheduler.step()
+        end = self.clock.stamp()
+        reduced = accelerator.reduce(losses.clone(), reduction="sum")  # gloo reduces in place
+        values = {**dict(zip(loss_names, reduced, strict=True)), "grad_norm": grad_norm}
+        values |= dict(zip(StepTokens.names(), tokens, strict=True))
+        rows = tuple(row for batch in batches for row in batch.row_ids)
+        return StepResult(learning_rate, values, losses.sum(), rows, start, end)
+
+    def micro_batch(self, batch: Batch, num_supervised: Tensor, first: bool | None, last: bool = True) -> Tensor:
+        """Forward and backward of a micro-batch; its losses, parts of the step's means, in the order of
+        `TrainingModel.loss_names` (fp32, detached).
+
+        `first`: as in `Precision.context`. `last`: whether it is the last of its step, after which ranks reduce
+        gradients.
+        """
+        with self.strategy.micro_batch(self.model, last=last), self.wgrad_accumulation.micro_batch(last):
+            with self.precision.context(first_microbatch=first):
+                loss_sum, aux = self.model(batch.to(num_supervised.device, non_blocking=True))
+                losses = torch.stack([loss_sum, *aux.values()]) / num_supervised
+            self.strategy.backward(losses.sum())
+        return losses.detach()
+
+    def _micro_batch_by_old_scales(
+        self, batch: Batch, num_supervised: Tensor, first: bool | None, last: bool = True
+    ) -> Tensor:
+        """Run `micro_batch` with the same scales of delayed scaling in both passes: `update_scales` has to follow."""
+        with self.precision.put_off_scale_updates():
+            return self.micro_batch(batch, num_supervised, first, last)

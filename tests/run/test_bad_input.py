@@ -1,0 +1,297 @@
+"""Everyday mistakes: each ends with exit code 2 and one line that names the flag or the file, and leaves
+everything on the disk as it was. They run what train_fp8.py runs, down to the exit, in this process.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoTokenizer
+
+from llm_fp8.__main__ import PROGRAMS
+from llm_fp8.models.source import EMBEDDED_MODEL
+from llm_fp8.run import run_dir
+from llm_fp8.run.timeline import Timeline
+from llm_fp8.utils.script import run_script
+from tests.support.small import records, steps, train, write_model
+
+
+def listing(folder: Path) -> dict[str, bytes | None]:
+    """Every file and folder below `folder`, with contents."""
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+@pytest.fixture
+def common(tmp_path, tiny_model, rows) -> list[str]:
+    """Options that work; a later option overrides an earlier one."""
+    options = f"--model_name={tiny_model} --dataset_name={rows} --max_seq_length=128 --output_dir={tmp_path / 'run'}"
+    return options.split()
+
+
+@pytest.fixture
+def refuse(capfd, common, tmp_path) -> Callable[..., str]:
+    """A function: train with these options besides `common`, expect a refusal, and return its line."""
+
+    def run(*options: object, unchanged: bool = True) -> str:
+        before = listing(tmp_path)
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            run_script(lambda: train(*common, *options))
+        err = capfd.readouterr().err
+        assert ended.value.code == 2 and len(err.splitlines()) == 1 and err.startswith("error: "), err
+        assert not unchanged or listing(tmp_path) == before
+        return err
+
+    return run
+
+
+OPTIONS = [
+    # words -> what the line names; test_parser.py and test_validation.py have the other mistakes
+    ("--batch_sise 3", "--batch_size"),
+    ("--bf16", "--mixed_precision bf16"),
+    ("--validation_fraction=1", "--validation_fraction"),
+    ("--mixed_precision=fp4", "--mixed_precision"),
+    ("--config=/no/such.yaml", "/no/such.yaml"),
+    # what only a look at the model, the data or the machine shows
+    ("--model_name=/no/such/folder", "--model_name /no/such/folder"),
+    ("--model_name=nobody/no-such-model", "--model_name nobody/no-such-model"),
+    ("--max_seq_length=512", "--max_seq_length 512"),
+    ("--dataset_name=/no/such/rows.jsonl", "--dataset_name /no/such/rows.jsonl"),
+    ("--dataset_name=nobody/no-such-dataset", "--dataset_name nobody/no-such-dataset"),
+    ("--dataset_name=nobody/no-such-dataset:main", "--dataset_name nobody/no-such-dataset"),
+    ("--dataset_name=data/*.jsonl", "--dataset_name"),
+    ("--dataset_name=embedded --split_name=train_9M", "--split_name train_9M"),
+    ("--dataset_name=embedded --validation_split_name=dev", "--validation_split_name dev"),
+    ("--eval_dataset_name=/no/such.jsonl", "--eval_dataset_name /no/such.jsonl"),
+    ("--dataset_weights=0.5,0.5", "--dataset_weights"),
+    ("--columns=problem=question", "--columns"),
+    ("--max_seq_length=16", "train"),
+    ("--eval_every=2 --validation_fraction=0", "--eval_every"),
+    ("--eval_batches=2 --validation_fraction=0", "--eval_batches"),
+    ("--resume_from=/no/such/checkpoint", "/no/such/checkpoint"),
+    ("--attn_implementation=flash_attention_2", "--attn_implementation flash_attention_2"),
+]
+
+
+@pytest.mark.parametrize(("words", "named"), OPTIONS, ids=[words for words, _ in OPTIONS])
+def test_a_mistake_in_an_option(refuse, words, named):
+    assert named in refuse(*words.split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--mixed_precision=fp8",
+        "--mixed_precision=fp16",
+        "--optimizer=adamw_8bit",
+        "--certify",
+        "--batch_size=auto",
+    ],
+)
+def test_what_needs_a_gpu(refuse, words):
+    assert words.split()[0].partition("=")[0] in refuse(*words.split())
+
+
+FILES = [
+    # a file of options: its text -> what the line names besides the file
+    ("--config", "run.yaml", "batchsize: 4\n", "batchsize"),
+    ("--config", "run.yaml", "- 1\n- 2\n", "run.yaml"),
+    ("--config", "run.yaml", "a: [1\n", "run.yaml"),
+    ("--config", "run.yaml", "batch_size: eight\n", "batch_size"),
+    ("--config", "run.yaml", "batch_size: [1, 2]\n", "batch_size"),
+    ("--config", "run.yaml", "no_export: true\n", "no_export"),
+    # a dataset; test_load.py and test_prepare.py have the others
+    ("--dataset_name", "rows.jsonl", "", "rows.jsonl"),
+    ("--dataset_name", "rows.jsonl", '{"text_of_a_kind": "a"}\n', "text_of_a_kind"),
+    ("--dataset_name", "rows.jsonl", '{"problem": "1 + 1?", "generated_solution": ""}\n', "rows.jsonl"),
+    ("--dataset_name", "rows.csv", "a,b\n1,2\n", "rows.csv"),
+    ("--output_dir", "file", "precious", "file"),
+]
+
+
+@pytest.mark.parametrize(
+    "flag, name, content, named", FILES, ids=[f"{name}: {text!r:.40}" for _, name, text, _ in FILES]
+)
+def test_a_file_that_cannot_be_used(tmp_path, refuse, flag, name, content, named):
+    path = tmp_path / name
+    path.write_text(content)
+    line = refuse(flag, path)
+    assert named in line and (flag in line or str(path) in line)
+
+
+def edit_json(path: Path, **entries: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+
+def edit_weights(path: Path, **added: torch.Tensor) -> None:
+    tensors = load_file(path)
+    save_file({**tensors, **{name.replace("__", "."): each for name, each in added.items()}}, path, {"format": "pt"})
+
+
+def store_as(folder: Path, dtype: torch.dtype) -> None:
+    edit_weights(folder / "model.safetensors", model__layers__0__mlp__up_proj__weight=torch.ones(48, 32).to(dtype))
+
+
+def index_of(folder: Path, text: str | None = None, **names: str) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(text or json.dumps({"metadata": {}, "weight_map": names}))
+
+
+def more_tokens(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+    tokenizer.add_tokens(["<|one|>", "<|too many|>"])
+    tokenizer.save_pretrained(folder)
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda f: (f / "config.json").unlink(), "config"),
+    "config is not JSON": (lambda f: (f / "config.json").write_text("{"), "config"),
+    "unknown architecture": (lambda f: edit_json(f / "config.json", model_type="nonesuch"), "nonesuch"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors"),
+    "cut weights": (lambda f: os.truncate(f / "model.safetensors", 1000), "model.safetensors"),
+    "int8": (lambda f: store_as(f, torch.int8), "torch.int8"),
+    "float8": (lambda f: store_as(f, torch.float8_e4m3fn), "F8_E4M3"),
+    "index without weights": (lambda f: index_of(f), "the checkpoint lacks"),
+    "index that names missing files": (lambda f: index_of(f, x="model-7.safetensors"), "model-7.safetensors"),
+    "index without its map": (lambda f: index_of(f, "{}"), "weight_map"),
+    "no tokenizer": (lambda f: [path.unlink() for path in f.glob("tokenizer*")], "tokenizer"),
+    "damaged tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer"),
+    "tokenizer of another model": (more_tokens, "1026"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_model_folder(tmp_path, refuse, how):
+    folder = Path(write_model(tmp_path / "broken"))
+    breaks, named = BROKEN[how]
+    breaks(folder)
+    line = refuse(f"--model_name={folder}")
+    assert named in line and str(folder) in line
+
+
+def test_quantised_weights_of_a_mixture_of_experts(tmp_path, refuse):
+    folder = Path(write_model(tmp_path / "moe", model_type="mixtral", num_local_experts=2))
+    expert = {"model__layers__0__block_sparse_moe__experts__0__w1__weight": torch.ones(48, 32, dtype=torch.int8)}
+    edit_weights(folder / "model.safetensors", **expert)
+    assert "torch.int8" in refuse(f"--model_name={folder}")
+
+
+def test_a_gated_repository(refuse, monkeypatch):
+    def gated(*_: object, **__: object) -> None:
+        raise OSError("You are trying to access a gated repo.\nMake sure to have access to it")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", gated)
+    line = refuse("--model_name=meta-llama/Llama-3.2-1B")
+    assert "--model_name meta-llama/Llama-3.2-1B" in line and "gated" in line and "hf auth login" in line
+
+
+def test_a_folder_that_holds_another_run_or_a_finished_one(tmp_path, common, refuse):
+    train(*common, "--max_steps=2", "--save_every=1")
+    assert "--resume_from latest" in refuse()
+    assert "--max_steps" in refuse("--max_steps=2", "--resume_from=latest")
+    first = f"--resume_from={tmp_path / 'run' / 'checkpoints' / 'step-00000001'}"
+    assert "learning_rate" in refuse("--max_steps=2", first, "--learning_rate=3e-3")
+    next((tmp_path / "run" / "checkpoints" / "step-00000001").glob("*.distcp")).write_bytes(b"")
+    assert "step-00000001" in refuse("--max_steps=2", first)
+
+
+def test_a_finished_run_without_checkpoints_is_kept_and_counted_beside(common, refuse):
+    """A --dry_run writes nothing, so it may have the same folder."""
+    train(*common, "--max_steps=2")
+    for words, told in (([], "choose another"), (["--resume_from=latest"], "--save_every")):
+        assert told in refuse("--max_steps=2", *words)
+        assert train(*common, "--max_steps=2", *words, "--dry_run") == 0
+
+
+@pytest.mark.parametrize("folder", ["link", "link/run", "x" * 300, "file/run"])
+def test_an_output_folder_that_cannot_be_made(tmp_path, refuse, folder):
+    (tmp_path / "link").symlink_to("/no/such/place")
+    (tmp_path / "file").write_text("")
+    assert "--output_dir" in refuse("--max_steps=1", f"--output_dir={tmp_path / folder}")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_folder_that_cannot_be_written(tmp_path, refuse):
+    (tmp_path / "locked").mkdir(mode=0o555)
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(0o755)
+    os.setresuid(65534, 65534, 0)
+    try:
+        assert "locked" in refuse(f"--output_dir={tmp_path / 'locked' / 'run'}")
+    finally:
+        os.setresuid(0, 0, 0)
+
+
+def test_a_full_disk(tmp_path, common, refuse, monkeypatch):
+    replace = os.replace
+
+    def full(source: object, target: object) -> None:
+        if Path(str(target)).name == "run.json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    line = refuse(unchanged=False)
+    assert str(tmp_path / "run") in line and "No space left" in line
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("gemm.cu:12 in function cublas_gemm: cuBLAS Error: the resource allocation failed"),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+        MemoryError(),
+    ],
+    ids=lambda error: f"{type(error).__name__} {error}"[:50],
+)
+def test_out_of_memory_in_a_step(refuse, monkeypatch, error):
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Timeline, "take_step", fail)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 15 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Gpu", (), {"total_memory": 2**34}))
+    line = refuse("--batch_size=4", unchanged=False)
+    assert "out of memory" in line and "--batch_size" in line
+
+
+def test_weights_and_learning_rates_that_blow_up(tmp_path, common, refuse):
+    """What is saved is finite, and the run ends at the step where it no longer was."""
+    folder = Path(write_model(tmp_path / "nan"))
+    edit_weights(folder / "model.safetensors", model__norm__weight=torch.full((32,), float("nan")))
+    line = refuse(f"--model_name={folder}", f"--output_dir={tmp_path / 'one'}", "--batch_size=3", unchanged=False)
+    assert "step 1" in line and "rows" in line and not list(tmp_path.glob("one/checkpoints/step-*"))
+    options = ("--learning_rate=1e20", "--lr_scheduler=constant", "--max_steps=6", "--save_every=1")
+    assert "--learning_rate" in refuse(*options, unchanged=False)
+    assert all(torch.tensor(record["loss"]).isfinite() for record in steps(tmp_path / "run"))
+    assert len(records(tmp_path / "run")) < 6 and not (tmp_path / "run" / "final").exists()
+
+
+@pytest.mark.parametrize("command", PROGRAMS)
+def test_an_unknown_option_in_every_program(command, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", [f"llm-fp8 {command}", "--no_such_option"])
+    with pytest.raises(SystemExit) as ended:
+        run_script(importlib.import_module(PROGRAMS[command][0]).main)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert ended.value.code == 2 and line.startswith("error: ")
+
+
+def test_processes_with_other_options(refuse, monkeypatch):
+    """Rank 1 was started with another learning rate."""
+    monkeypatch.setattr(run_dir, "gathered", lambda options: [options, {**options, "learning_rate": 3.0}])
+    assert "--learning_rate" in refuse("--max_steps=2")

@@ -1,0 +1,281 @@
+"""Checkpoints: exact round trips, what a kill or a full disk leaves behind, and what is refused."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from llm_fp8.run.checkpoint import Checkpoint, CheckpointManager
+from llm_fp8.run.train_state import check_compatible, restore_rng_state, rng_state
+from llm_fp8.utils.errors import UserError
+from tests.support.processes import CONTEXT
+
+
+def make_tensors(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "model/weight": torch.nn.Parameter(torch.randn(64, 32, generator=generator)),
+        "model/bf16": torch.randn(33, generator=generator).bfloat16(),
+        "model/column": torch.randn(6, 5, generator=generator)[:, 2],  # a view of a larger storage
+        "optimizer/remainder": torch.randint(-(2**15), 2**15, (64, 32), generator=generator).to(torch.int16),
+        "optimizer/codes": torch.randint(0, 256, (7,), generator=generator, dtype=torch.uint8),
+        "optimizer/step": torch.tensor(float(seed)),
+    }
+
+
+def blank_like(tensors):
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+
+def names_in(manager):
+    return sorted(path.name for path in manager.folder.iterdir())
+
+
+def test_round_trip_is_exact_and_in_place(tmp_path):
+    manager, saved = CheckpointManager(tmp_path, limit=2), make_tensors()
+    path = manager.save(120, saved, {"data_position": {"epoch": 1, "row": 17}})
+    assert path == tmp_path / "checkpoints" / "step-00000120"
+    targets = blank_like(saved)
+    addresses = {name: tensor.data_ptr() for name, tensor in targets.items()}
+    found = manager.find("latest")
+    found.load(targets)
+    assert found.folder == path and found.meta == {"data_position": {"epoch": 1, "row": 17}, "step": 120}
+    for name, tensor in saved.items():
+        assert torch.equal(targets[name], tensor) and targets[name].dtype == tensor.dtype, name
+    assert {name: tensor.data_ptr() for name, tensor in targets.items()} == addresses
+    assert sorted(file.name for file in path.iterdir()) == [".metadata", "__0_0.distcp", "manifest.json", "meta.json"]
+
+
+def test_limit_keeps_what_was_saved_last(tmp_path, monkeypatch):
+    """Whatever the clocks of hosts say."""
+    manager = CheckpointManager(tmp_path, limit=2)
+    for step in (10, 20, 30):
+        manager.save(step, make_tensors(step), {})
+    assert names_in(manager) == ["step-00000020", "step-00000030"]
+    monkeypatch.setattr("time.time", lambda: 0.0)
+    again = CheckpointManager(tmp_path, limit=1)
+    again.save(5, make_tensors(), {}, best_step=20)
+    assert names_in(manager) == ["step-00000005", "step-00000020"]
+    assert manager.find("latest").step == 5
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    manager = CheckpointManager(tmp_path, limit=2)
+    manager.save(7, make_tensors(1), {"try": 1})
+    manager.save(7, make_tensors(2), {"try": 2})
+    targets = blank_like(make_tensors())
+    manager.find("latest").load(targets)
+    assert manager.find("latest").meta["try"] == 2
+    assert torch.equal(targets["model/weight"], make_tensors(2)["model/weight"])
+    assert names_in(manager) == ["step-00000007"]
+
+
+def test_a_kill_while_a_step_is_saved_again_leaves_the_first_save(tmp_path, monkeypatch):
+    manager, rename = CheckpointManager(tmp_path, limit=2), Path.rename
+    final = manager.save(7, make_tensors(), {"try": 1})
+
+    def killed(self, target):
+        if target == final and not final.exists():
+            os._exit(9)
+        return rename(self, target)
+
+    if (child := os.fork()) == 0:
+        monkeypatch.setattr(Path, "rename", killed)
+        manager.save(7, make_tensors(), {"try": 2})
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9 and not final.exists()
+    manager.clean_up()
+    assert manager.find("latest").meta["try"] == 1 and names_in(manager) == [final.name]
+
+
+def test_stale_temporaries_are_removed_by_the_main_rank(tmp_path):
+    manager = CheckpointManager(tmp_path, limit=2)
+    path = manager.save(1, make_tensors(), {})
+    shutil.copytree(path, path.with_name(".tmp-step-00000002"))
+    CheckpointManager(tmp_path, limit=2, is_main=False).clean_up()
+    assert len(names_in(manager)) == 2
+    manager.clean_up()
+    assert names_in(manager) == ["step-00000001"]
+
+
+def test_a_background_save_is_what_was_there_when_it_was_asked_for(tmp_path):
+    manager, tensors = CheckpointManager(tmp_path, limit=2), make_tensors()
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    manager.save(1, tensors, {"entry": 5}, in_background=True)
+    with torch.no_grad():
+        for tensor in tensors.values():
+            tensor.zero_()
+    manager.finish()
+    loaded = blank_like(tensors)
+    manager.find("latest").load(loaded)
+    assert manager.find("latest").meta["entry"] == 5
+    assert all(torch.equal(loaded[name], before[name]) for name in before)
+
+
+def test_latest_falls_back_to_the_newest_complete_checkpoint(tmp_path):
+    manager = CheckpointManager(tmp_path, limit=3)
+    for step in (1, 2, 3):
+        manager.save(step, make_tensors(step), {})
+    (manager.folder / "step-00000003" / "__0_0.distcp").unlink()
+    assert manager.find("latest").step == 2
+
+
+def test_nothing_to_resume_from(tmp_path):
+    manager = CheckpointManager(tmp_path, limit=3)
+    for name in (str(tmp_path / "nowhere"), str(tmp_path)):
+        with pytest.raises(UserError, match=f"--resume_from {name}"):
+            manager.find(name)
+    assert manager.find("latest") is None, "the run begins anew"
+    (manager.folder / "step-00000003").mkdir(parents=True)
+    with pytest.raises(UserError, match="--resume_from .*step-00000003"):
+        manager.find("latest")
+
+
+def truncate(path):
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def change_a_byte(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("__0_0.distcp", truncate),
+        ("__0_0.distcp", lambda path: path.unlink()),
+        (".metadata", change_a_byte),
+        ("meta.json", truncate),
+        ("manifest.json", truncate),
+        ("format", lambda path: path.with_name("manifest.json").write_text('{"saved_unix_s": 1, "files": {}}')),
+    ],
+)
+def test_damage_is_named(tmp_path, name, damage):
+    path = CheckpointManager(tmp_path, limit=1).save(3, make_tensors(), {"long": "x" * 100})
+    damage(path / name)
+    with pytest.raises(UserError, match=f"{path}.*{name}"):
+        Checkpoint.open(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model/lora_A": torch.zeros(3)},
+        {"model/bf16": torch.zeros(33)},
+        {"model/bf16": torch.zeros(11, 3, dtype=torch.bfloat16)},
+    ],
+)
+def test_other_tensors_are_refused_by_name(tmp_path, change):
+    path = CheckpointManager(tmp_path, limit=1).save(3, make_tensors(), {})
+    targets = {**blank_like(make_tensors()), **change}
+    with pytest.raises(UserError, match=next(iter(change))):
+        Checkpoint.open(path).load(targets)
+    assert not any(tensor.any() for tensor in targets.values())
+
+
+def test_a_fingerprint_that_differs_is_named(tmp_path):
+    saved = {"hidden_size": 64, "layers": (1, 2), "recipe": "delayed", "optimizer": "adamw_fp32"}
+    CheckpointManager(tmp_path, limit=1).save(3, make_tensors(), {"fingerprint": saved})
+    checkpoint = CheckpointManager(tmp_path, limit=1).find("latest")
+    check_compatible(checkpoint, saved)
+    with pytest.raises(UserError) as caught:
+        check_compatible(checkpoint, {"hidden_size": 128, "layers": (1, 2), "recipe": "delayed", "rope_theta": 1e4})
+    assert all(name in str(caught.value) for name in ("hidden_size", "optimizer", "rope_theta"))
+    assert "recipe" not in str(caught.value) and "layers" not in str(caught.value)
+
+
+def test_random_states_round_trip_and_those_of_other_ranks_may_stay(tmp_path):
+    torch.manual_seed(3)
+    manager = CheckpointManager(tmp_path, limit=1)
+    manager.save(1, {**rng_state(rank=0), **rng_state(rank=3)}, {})
+    expected = torch.rand(5)
+    targets = rng_state(rank=3)
+    manager.find("latest").load(targets)
+    restore_rng_state(targets)
+    assert torch.equal(torch.rand(5), expected)
+
+
+# Several ranks
+
+
+def save_sharded(output_dir, rendezvous, rank):
+    """One of two ranks: saves half of a sharded tensor, a replicated one and its own random state, and loads them."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    manager = CheckpointManager(output_dir, limit=1, is_main=rank == 0)
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(rank)
+    for step in (1, 2):
+        tensors = {
+            "sharded": distribute_tensor(torch.arange(10.0).reshape(5, 2) * step, mesh, [Shard(0)]),
+            "replicated": torch.full((3,), float(step)),
+            **rng_state(rank),
+        }
+        manager.save(step, tensors, {"from_rank": rank}, in_background=step == 1)
+    targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    found = manager.find("latest")
+    found.load(targets)
+    assert found.meta == {"from_rank": 0, "step": 2}
+    assert torch.equal(targets["sharded"].full_tensor(), tensors["sharded"].full_tensor())
+    assert all(torch.equal(targets[name], tensors[name]) for name in tensors if name != "sharded")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_ranks_save_what_one_can_read(tmp_path):
+    output_dir = str(tmp_path / "run")
+    ranks = [
+        CONTEXT.Process(target=save_sharded, args=(output_dir, str(tmp_path / "rendezvous"), rank), daemon=True)
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+        assert process.exitcode == 0
+    manager = CheckpointManager(output_dir, limit=1)
+    assert names_in(manager) == ["step-00000002"]
+    targets = {"sharded": torch.zeros(5, 2), "replicated": torch.zeros(3)}
+    manager.find("latest").load(targets)
+    assert torch.equal(targets["sharded"], torch.arange(10.0).reshape(5, 2) * 2)
+    assert torch.equal(targets["replicated"], torch.full((3,), 2.0))
+
+
+# Full disks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "too_much",
+    [
+        pytest.param({"weight": torch.zeros(5_000_000)}, id="seen-beforehand"),
+        # The numbers are few but each tensor takes more than a kilobyte of file: the disk fills during a save.
+        pytest.param({f"weight_{i}": torch.zeros(1) for i in range(6000)}, id="during-the-save"),
+    ],
+)
+def test_full_disk(small_disk, too_much):
+    manager, good = CheckpointManager(small_disk, limit=2), {"weight": torch.arange(200_000.0)}
+    manager.save(1, good, {})
+    with pytest.raises(UserError, match="step-00000002 .* No space"):
+        manager.save(2, too_much, {})
+    assert names_in(manager) == ["step-00000001"]
+    targets = blank_like(good)
+    manager.find("latest").load(targets)
+    assert torch.equal(targets["weight"], good["weight"])
+    manager.save(3, good, {})
+
+
+def test_other_errors_keep_their_type(tmp_path):
+    manager = CheckpointManager(tmp_path, limit=2)
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        manager.save(1, make_tensors(), {"entry": object()})
+    assert json.dumps(names_in(manager)) == "[]"

@@ -1,0 +1,136 @@
+"""Weight gradients that GEMMs add up, against autograd's sums."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from llm_fp8.config.options import OptimConfig, ParallelConfig, PrecisionConfig
+from llm_fp8.data.collate import Batch
+from llm_fp8.distributed.strategy import DistributedStrategy
+from llm_fp8.models.model import decoder_layers
+from llm_fp8.models.parity import relative_difference
+from llm_fp8.observability.kernel_trace import gemm_kernels, kernel_times, record_kernels
+from llm_fp8.optim.optimizers import build_optimizer
+from llm_fp8.precision.context import Precision
+from llm_fp8.precision.coverage import linear_weights
+from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.step.wgrad_fusion import FusedWgradAccumulation
+from tests.support.batches import packed_batch
+from tests.support.gpu_steps import BF16, SCENARIOS, build, fp8
+from tests.support.small import forget_accelerator
+
+pytestmark = pytest.mark.gpu
+
+VARIANTS = [("te", scenario) for scenario in [*SCENARIOS, None]] + [("swap", scenario) for scenario in SCENARIOS]
+"""Without fp8 nothing is swapped, so there is no such variant."""
+NUM_MICRO_BATCHES = 4
+ADDITION = "CUDAFunctor_add"
+"""In the name of the kernel with which autograd adds a gradient to another."""
+
+
+def options_of(scenario: str | None) -> PrecisionConfig:
+    return BF16 if scenario is None else fp8(fp8_scenario=scenario)
+
+
+def micro_batches(number: int, device) -> list[Batch]:
+    """So many batches of other tokens in the same places."""
+    first = packed_batch(device)
+
+    def other(ids: Tensor, by: int) -> Tensor:
+        return torch.where(ids >= 3, 3 + (ids - 3 + 101 * by) % 1021, ids)
+
+    return [
+        dataclasses.replace(first, input_ids=other(first.input_ids, by), labels=other(first.labels, by))
+        for by in range(number)
+    ]
+
+
+def prepared(model: nn.Module, summed_by: str):
+    """An engine and an optimizer; gradients are summed by 'gemms' or by 'autograd'."""
+    forget_accelerator()
+    engine = DistributedStrategy("single", Accelerator(mixed_precision="no"), ParallelConfig())
+    kind = "adamw_fp32" if next(model.parameters()).dtype == torch.float32 else "adamw_master"
+    optimizer = build_optimizer(OptimConfig(), kind, model.named_parameters())
+    model, optimizer = engine.prepare(model.train(), optimizer)
+    if summed_by == "autograd":
+        engine.main_grads = lambda model: None
+    return engine, model, optimizer
+
+
+def backward(
+    engine: DistributedStrategy,
+    model: nn.Module,
+    precision: Precision,
+    batches: list[Batch],
+) -> int:
+    """A step's gradients, as the loop computes them; returns how many weights the GEMMs of the last micro-batch
+    added to.
+    """
+    adding = 0
+    for number, batch in enumerate(batches, start=1):
+        last = number == len(batches)
+        with engine.micro_batch(model, last), FusedWgradAccumulation(model, engine).micro_batch(last):
+            with precision.context(first_microbatch=number == 1 if len(batches) > 1 else None):
+                loss = model(batch)[0] / batch.num_supervised_tokens
+            engine.backward(loss)
+            adding = sum(hasattr(parameter, "main_grad") for parameter in model.parameters())
+    return adding
+
+
+def te_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights whose gradients Transformer Engine's modules compute, by name."""
+    ours = {id(w) for m in model.modules() if hasattr(m, "fuse_wgrad_accumulation") for w in linear_weights(m)}
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in ours}
+
+
+def warm_up(engine: DistributedStrategy, model: nn.Module, precision: Precision, batches: list[Batch]) -> None:
+    """Passes after which delayed scaling's scales stay what they are."""
+    for _ in range(2):
+        backward(engine, model, precision, batches)
+        model.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["", "recomputed"])
+@pytest.mark.parametrize("num_micro_batches", [1, 2, NUM_MICRO_BATCHES])
+@pytest.mark.parametrize(("kind", "scenario"), VARIANTS)
+def test_all_weights_get_gradients(kind, scenario, num_micro_batches, recomputed, device):
+    """Every parameter has the gradients of every micro-batch, each once."""
+    batches = micro_batches(num_micro_batches, device)
+    found = {}
+    for summed_by in ("autograd", "gemms"):
+        model, precision, _ = build(options_of(scenario), device, use_te=kind == "te")
+        if recomputed:
+            enable_gradient_checkpointing(decoder_layers(model.model), 1, uses_te=True)
+        engine, model, _ = prepared(model, summed_by)
+        warm_up(engine, model, precision, batches)
+        adding = backward(engine, model, precision, batches)
+        assert adding == (len(te_weights(model)) if summed_by == "gemms" and num_micro_batches > 1 else 0)
+        found[summed_by] = {name: parameter.grad for name, parameter in model.named_parameters()}
+    # A micro-batch too few or too many would be off by a quarter or more.
+    for name, gradient in found["gemms"].items():
+        assert relative_difference(gradient, found["autograd"][name]) < (0.05 if scenario is None else 0.15), name
+
+
+@pytest.mark.parametrize(("kind", "scenario"), VARIANTS)
+def test_fused_wgrad_removes_additions_and_adds_no_gemm(kind, scenario, device, record_property):
+    batches = micro_batches(NUM_MICRO_BATCHES, device)
+    additions, gemms = {}, {}
+    for summed_by in ("autograd", "gemms"):
+        model, precision, _ = build(options_of(scenario), device, use_te=kind == "te")
+        engine, model, _ = prepared(model, summed_by)
+        warm_up(engine, model, precision, batches)
+        with record_kernels() as recorded:
+            backward(engine, model, precision, batches)
+        times = kernel_times(recorded)
+        gemms[summed_by] = {name: kernels.count for name, kernels in gemm_kernels(times).items()}
+        additions[summed_by] = sum(count for name, (count, _) in times.items() if ADDITION in name)
+        num_weights = len(te_weights(model))
+    record_property("gemm_kernels", gemms)
+    record_property("additions", additions)
+    assert gemms["gemms"] == gemms["autograd"]
+    assert additions["autograd"] - additions["gemms"] == num_weights * (NUM_MICRO_BATCHES - 1)
