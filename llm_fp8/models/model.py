@@ -52,8 +52,8 @@ class Model:
 
     @functools.cached_property
     def layout(self) -> dict[str, tuple[Part, ...]]:
-        """Name in `saved_tensors` -> the tensors of the model's files that it is made of. transformers 5 keeps the
-        experts of a layer in one tensor, files one for each expert, unless `stored` holds them as one too. Raises
+        """Name in `saved_tensors` -> the tensors of the model's files that it is made of. transformers 5 may keep
+        in one tensor what files hold in several, one for each matrix, unless `stored` has it in one too. Raises
         `UserError` where a file's tensor is more than a view of the model's.
 
         transformers' conversion for saving runs on tensors without memory, which tell where in them each result begins.

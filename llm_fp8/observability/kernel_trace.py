@@ -69,7 +69,7 @@ _RULES: tuple[tuple[KernelClass, re.Pattern[str]], ...] = (
             r"cunn_softmax(?:for|back)ward\w*<[^>]*:softmax(?:for|back)wardepilogue"
         ),
     ),
-    ("elementwise", _names(r"prepare_grouped_gemm")),  # lists the experts' matrices for the grouped GEMM that follows
+    ("elementwise", _names(r"prepare_grouped_gemm")),  # lists the matrices for the grouped GEMM that follows
     ("cast", _names(r"rht_gemm")),  # TE's NVFP4 casts, whose Hadamard transform is a GEMM of 16 columns
     ("gemm", _names(r"gemm|nvjet|gemv|cublaslt|splitk|matmul|^dot_kernel|dot_kernel<|wgmma_mm")),
     ("optimizer", _names(r"^_(?:eight_bit_)?update_kernel$|adam|lpnorm|multi_tensor_l2norm|optimizer|lamb_|lion_")),

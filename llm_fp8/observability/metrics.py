@@ -7,7 +7,7 @@ for the values, forward once and backward twice: `6 h l**2` per layer. One step 
 
     6 P num_tokens  +  6 L h sum(l**2 over documents)
 
-with `P` the linear weights including lm_head, of routed experts those that compute a token (embedding look-up, norms,
+with `P` the linear weights including lm_head, of routed ones those that compute a token (embedding look-up, norms,
 softmax and RoPE are left out, as usual), `L` layers with attention and `h = num_attention_heads * head_dim`. An
 unpacked sequence of `S` positions is one document: the familiar `num_tokens * (6 P + 6 L S h)`. These are *model* FLOPs
 as in PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B; only the causal half of attention): recomputation is
@@ -35,7 +35,7 @@ RESERVE_GIB = 2.0  # of a GPU, for CUDA's context and the allocator's gaps
 class DecoderSize:
     """The sizes that FLOPs depend on; `llm_fp8.models.build.decoder_size` reads them from a config."""
 
-    num_linear_parameters: int  # those that compute a token: with lm_head, without embedding and experts not chosen
+    num_linear_parameters: int  # those that compute a token: with lm_head, without embedding and what no router chose
     num_layers: int  # with attention
     attention_width: int  # num_attention_heads * head_dim
     num_adapter_parameters: int = 0  # where there are any, the linear weights are frozen

@@ -14,7 +14,6 @@ can run. What differs between the libraries whose modules compute in fp8 is in t
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +22,7 @@ from torch import Tensor, nn
 
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.recipes import RECIPES
-from llm_fp8.models.experts import expert_weights
-from llm_fp8.models.layer_forward import wrap_forward
+from llm_fp8.models.experts import compute_experts
 from llm_fp8.precision.coverage import ModuleState, bf16_modules
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.precision.te import TEBackend
@@ -77,9 +75,7 @@ class Precision:
         """Find the fp8 modules of `model`, converted already; `UserError` where nothing would be in fp8. From now on
         experts compute in the compute dtype too.
         """
-        experts = list(filter(expert_weights, model.modules())) if self._torch_autocast else ()
-        for module in experts:
-            wrap_forward(module, functools.partial(torch.compiler.disable(self._with_experts_cast), module))
+        compute_experts(model, self.plan.compute_dtype if self._torch_autocast else None)
         self._caching_modules = [m for m in model.modules() if hasattr(m, "is_first_microbatch")]
         if self.plan.recipe is None:
             self.backend = backend_in(model)  # the certificate asks what is not to be there
@@ -129,22 +125,6 @@ class Precision:
         """Call `forward` of a Transformer Engine module outside fp8."""
         with self.backend.autocast(enabled=False):
             return forward(*args, **kwargs)
-
-    def _with_experts_cast(self, experts: nn.Module, forward: Any, hidden: Tensor, *routing: Any, **others: Any) -> Any:
-        """Call `forward` of `experts` on casts of input and weights, which torch.autocast does not make for grouped
-        GEMMs (torch 2.13); gradients reach the weights in the weights' dtype.
-        """
-        if not torch.is_autocast_enabled(hidden.device.type):
-            return forward(hidden, *routing, **others)
-        dtype = self.plan.compute_dtype
-        casts = {name: weight.to(dtype) for name, weight in experts.named_parameters(recurse=False)}
-        # An entry of the instance hides the parameter of that name.
-        vars(experts).update(casts)
-        try:
-            return forward(hidden.to(dtype), *routing, **others)
-        finally:
-            for name in casts:
-                del vars(experts)[name]
 
     @contextlib.contextmanager
     def context(self, first_microbatch: bool | None) -> Iterator[None]:

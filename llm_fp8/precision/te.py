@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from llm_fp8.config.recipes import size_multiple
-from llm_fp8.models.layer_forward import wrap_forward
 from llm_fp8.precision.coverage import ModuleState, linear_weights, linears_left, plain_linears, size_misfit
 from llm_fp8.utils.te_internals import forget_weight_casts, require_te
+from llm_fp8.utils.torch_internals import wrap_forward
 
 
 class TEBackend:

@@ -18,7 +18,6 @@ from llm_fp8.data.collate import Batch
 from llm_fp8.data.loader import TrainLoader
 from llm_fp8.models.build import build_structure
 from llm_fp8.models.fill import build_model
-from llm_fp8.models.grouped_experts import use_grouped_experts
 from llm_fp8.models.lora import add_adapters, gemms_per_weight, initialize_adapters_, needs_unfused_mlp, without_adapter
 from llm_fp8.models.model import Model, is_adapter
 from llm_fp8.optim.optimizers import build_optimizer, build_scheduler
@@ -172,7 +171,6 @@ def _attach_precision(plan: RunPlan, model: PreTrainedModel, layers: nn.ModuleLi
     module_dtype = plan.precision.compute_dtype if plan.strategy.shards_parameters else plan.parameter_dtype
     precision = Precision(plan.precision, plan.config.precision, plan.device, module_dtype)
     left = {} if plan.config.model.use_te else precision.convert(model, layers, plan.config.parallel.fp8_params)
-    use_grouped_experts(model)  # inside what casts experts' weights
     precision.attach(model, layers)
     if plan.config.trains_adapters and plan.strategy.caches_weight_casts:
         precision.keep_casts_of_frozen_weights()

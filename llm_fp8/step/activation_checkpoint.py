@@ -1,6 +1,6 @@
 """Activation checkpointing: decoder layers whose activations are recomputed in the backward pass instead of kept.
 
-The checkpoint encloses a layer's forward function (`llm_fp8.models.layer_forward`), inside whatever wraps the layer:
+The checkpoint encloses a layer's forward function (`wrap_forward`), inside whatever wraps the layer:
 FSDP gathers a layer's weights once for the backward pass, recomputation included. TE's checkpoint restores the fp8
 context and the scales of the forward pass; torch's would recompute in bf16.
 
@@ -19,8 +19,8 @@ from typing import Any, Literal, TypeAlias
 import torch.utils.checkpoint
 from torch import nn
 
-from llm_fp8.models.layer_forward import wrap_forward
 from llm_fp8.utils.te_internals import require_te
+from llm_fp8.utils.torch_internals import wrap_forward
 
 Amount: TypeAlias = float | Literal["auto"]  # a value of --gradient_checkpointing
 

@@ -19,10 +19,10 @@ from llm_fp8.data.collate import Batch
 from llm_fp8.kernels.cross_entropy import linear_cross_entropy_sum
 from llm_fp8.kernels.softmax import cap_
 from llm_fp8.models.experts import router_loss
-from llm_fp8.models.layer_forward import wrap_forward
 from llm_fp8.models.model import decoder_layers, is_te_model, text_decoder
 from llm_fp8.models.source import text_config
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.torch_internals import wrap_forward
 
 ROUTER_LOSS = "router_aux_loss"
 

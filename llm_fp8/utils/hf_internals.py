@@ -6,7 +6,7 @@ config._attn_implementation                                   tests/models/test_
 model_class._supports_flash_attn                              tests/models/test_build.py
 auto_class._model_mapping                                     tests/models/test_build.py
 get_model_conversion_mapping, WeightRenaming.rename_source_key tests/models/test_families.py
-experts._apply_gate, .has_gate, .is_transposed and the like,  tests/models/test_grouped_experts.py
+experts._apply_gate, .has_gate, .is_transposed and the like,  tests/models/test_experts.py
   config._experts_implementation, integrations.moe._grouped_linear
 model._keys_to_ignore_on_save,                                tests/models/test_build.py
   ._keys_to_ignore_on_load_unexpected

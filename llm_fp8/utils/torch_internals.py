@@ -1,5 +1,5 @@
-"""The private names of torch, read in 2.11 and 2.13, that rooms below `distributed` need; FSDP2's own are in
-`llm_fp8.distributed.fsdp_internals`.
+"""The private names of torch, read in 2.11 and 2.13, that rooms below `distributed` need, and how `forward` is wrapped;
+FSDP2's own names are in `llm_fp8.distributed.fsdp_internals`.
 
     name                                                  noticed by (else AttributeError)
     DTensor._local_tensor                                 tests/models/test_model.py
@@ -10,12 +10,25 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+
+def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
+    """From now on `module.forward(*args, **kwargs)` is `wrapper(the forward until now, *args, **kwargs)`: hooks cannot
+    enclose a forward pass, and a module around it would change parameters' names.
+
+    Wrappers nest, the last one outermost: first autocast off for modules kept in bf16 (`Precision.attach`), then
+    recomputation, which so runs in the precision of the first pass. FSDP2 and torch.compile act on the module around
+    both.
+    """
+    module.forward = functools.partial(wrapper, module.forward)
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from llm_fp8.config.options import LoraConfig, PrecisionConfig
 from llm_fp8.data.collate import Layout
 from llm_fp8.models.build import decoder_size, model_on_meta
-from llm_fp8.models.experts import expert_weights, routed_modules
+from llm_fp8.models.experts import compute_experts, expert_weights, routed_modules
 from llm_fp8.models.export import export_adapter, hf_tensors
 from llm_fp8.models.lora import adapters_of, add_adapters, initialize_adapters_, without_adapter
 from llm_fp8.models.model import Model, decoder_layers
@@ -21,8 +21,10 @@ from llm_fp8.precision.coverage import measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.step.loss_model import ROUTER_LOSS, TrainingModel
+from llm_fp8.utils.hf_internals import runs_grouped_gemms
 from tests.support.batches import random_rows
 from tests.support.families import EXPERTS
+from tests.support.hub_families import hub_config
 from tests.support.small import CARD, records, steps, train, write_model
 
 QWEN3_30B = dict(vocab_size=151936, num_hidden_layers=48, num_key_value_heads=4, num_experts=128, hidden_size=2048)
@@ -118,6 +120,37 @@ def test_experts_with_fp32_weights_compute_in_bf16_and_get_fp32_gradients(kind, 
     for found, wanted in zip(torch.autograd.grad(loss, weights), exact, strict=True):
         assert found.dtype == torch.float32 and (found - wanted).norm() < 0.02 * wanted.norm()
     assert all(weight is now for weight, now in zip(weights, expert_weights(experts), strict=True))
+
+
+@pytest.mark.parametrize("family", ["Qwen3-MoE", "OLMoE", "Mixtral", "DeepSeek-V3"])
+def test_output_and_gradients_of_experts_are_those_of_transformers(family):
+    model = AutoModelForCausalLM.from_config(hub_config(family), dtype=torch.float32)
+    experts = next(module for module in model.modules() if hasattr(module, "gate_up_proj"))
+    assert runs_grouped_gemms(experts)
+    hidden_size, num_experts = model.config.hidden_size, experts.num_experts
+    torch.manual_seed(0)
+    for weight in experts.parameters():
+        torch.nn.init.normal_(weight, std=0.1)
+    hidden = torch.randn(37, hidden_size, requires_grad=True)
+    probabilities = torch.randn(37, num_experts - 1).softmax(-1)  # the last expert has no token
+    weights, index = probabilities.topk(2)
+    inputs = [weights.detach().requires_grad_(), hidden, *experts.parameters()]
+
+    def results() -> list[torch.Tensor]:
+        output = experts(hidden, index, inputs[0])
+        return [output, *torch.autograd.grad((output * torch.arange(hidden_size)).sum(), inputs)]
+
+    expected = results()
+    compute_experts(model, None)
+    assert "forward" in vars(experts)
+    for ours, theirs in zip(results(), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+
+
+def test_experts_with_biases_are_left_to_transformers():
+    model = AutoModelForCausalLM.from_config(hub_config("gpt-oss"), dtype=torch.float32)
+    compute_experts(model, None)
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize(("recompute", "packed"), [(False, True), (True, False)])

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from llm_fp8.config.options import Config
 from llm_fp8.data.collate import Batch
 from llm_fp8.kernels.softmax import IGNORE_INDEX
-from llm_fp8.models.layer_forward import wrap_forward
 from llm_fp8.models.source import load_tokenizer
 from llm_fp8.precision.coverage import linear_weights
 from llm_fp8.run.run import load_data
 from llm_fp8.run.setup import TrainingSetup, build_setup, warm_up_scales
 from llm_fp8.tools.diagnose.step import plan_without_output
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.torch_internals import wrap_forward
 
 NUM_BATCHES = 4
 NUM_LISTED = 10  # the number of modules that the terminal shows; the JSON file has all
