@@ -14,26 +14,22 @@ from __future__ import annotations
 import os
 import sys
 
-from llm_fp8.utils.start import CUDA_DEFAULTS, IMPORTED_S, PhaseClock, importing  # before the imports that are timed
+from llm_fp8.utils.script import CUDA_DEFAULTS, IMPORTED_S, PhaseClock, importing, run_script
 
 os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
-
-from llm_fp8.utils.script import run_script
 
 
 def main() -> int:
     """Parse the command line, train, and return the exit code."""
     from llm_fp8.config.parser import parse_launch  # here, where `run_script` says what is not installed
 
-    config, idle_fp8_keys = parse_launch(
-        sys.argv[1:], os.environ, description=(__doc__ or "").split("\n\n")[0], parallel=True
-    )
+    config = parse_launch(sys.argv[1:], os.environ, description=(__doc__ or "").split("\n\n")[0], parallel=True)
     # After the parser: --help and mistakes answer without loading the rest.
     with importing():
         from llm_fp8.run.run import run_training
         from llm_fp8.run.timeline import RunResults
 
-    return run_training(config, RunResults(PhaseClock(IMPORTED_S), idle_fp8_keys))
+    return run_training(config, RunResults(PhaseClock(IMPORTED_S)))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.utils.start import CUDA_DEFAULTS
+from llm_fp8.utils.script import CUDA_DEFAULTS, run_script
 
 os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
 
@@ -48,7 +48,6 @@ from llm_fp8.step.stepper import StepClock
 from llm_fp8.tools.bench import BASELINES
 from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.json_files import json_line, write_json_atomic, write_text_atomic
-from llm_fp8.utils.script import run_script
 
 
 def build_accelerator(name: str, config: Config) -> Accelerator:

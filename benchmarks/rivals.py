@@ -56,8 +56,7 @@ from llm_fp8.utils.json_files import (
     write_text_atomic,
 )
 from llm_fp8.utils.packages import REPOSITORY
-from llm_fp8.utils.script import run_script
-from llm_fp8.utils.start import CUDA_DEFAULTS
+from llm_fp8.utils.script import CUDA_DEFAULTS, run_script
 
 Job = dict[str, Any]
 

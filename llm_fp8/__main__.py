@@ -8,8 +8,7 @@ import sys
 
 from llm_fp8 import __version__
 from llm_fp8.utils.errors import OneSentenceParser
-from llm_fp8.utils.script import run_script
-from llm_fp8.utils.start import importing
+from llm_fp8.utils.script import importing, run_script
 
 PROGRAMS = {
     "train": ("train_fp8", "fine-tune; in a process that torchrun or accelerate launch started, on several GPUs"),

@@ -13,18 +13,18 @@ from typing import Any
 
 from llm_fp8.config.options import Config
 from llm_fp8.config.recipes import DEFAULT, RECIPES, Backend, chosen
+from llm_fp8.utils.console import say
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import read_json
 from llm_fp8.utils.ranks import LaunchRanks
 
 PREFIX = "ACCELERATE_FP8_"
 LAUNCH_FILE = "accelerate's launch configuration"
-_PREFIXES = tuple(f"ACCELERATE_{name}_" for name in ("FP8", "DEEPSPEED", "GRADIENT", "DYNAMO"))
-_PREFIXES += ("FSDP_", "PARALLELISM_CONFIG_")
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 ENGINES = {"FSDP": "FSDP_", "DEEPSPEED": "ACCELERATE_DEEPSPEED_"}
 """Sharding engine, by the launcher's name -> prefix of its variables."""
+_PREFIXES = (*ENGINES.values(), PREFIX, "ACCELERATE_GRADIENT_", "ACCELERATE_DYNAMO_", "PARALLELISM_CONFIG_")
 READ = {
     "ACCELERATE_FP8_BACKEND": "TE",
     "ACCELERATE_FP8_FORMAT": "HYBRID",
@@ -41,7 +41,8 @@ READ = {
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "None",
 }
 """Variables that options come from -> the launcher's default."""
-OTHERS = {
+DEFAULTS = {
+    **READ,
     "ACCELERATE_FP8_MARGIN": "0",
     "ACCELERATE_FP8_INTERVAL": "1",
     "ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL": "False",
@@ -57,10 +58,7 @@ OTHERS = {
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
 }
-"""Variables of unsupported features -> the launcher's default. Another value of fp8_config's gets a message that it
-does nothing, any other is an error. FSDP2 handles by itself what no table lists.
-"""
-DEFAULTS = {**READ, **OTHERS}
+"""Every variable that means something here -> the launcher's default; one that is not `READ` must have it."""
 
 RECIPE_ENTRIES: dict[str, Any] = {"fp8_format": str.upper, "amax_history_len": int, "amax_compute_algo": str.lower}
 """Option that an entry of fp8_config sets for some recipes -> function that reads its value."""
@@ -73,7 +71,7 @@ def is_on(value: str) -> bool:
 
 def is_default(variable: str, value: str) -> bool:
     """Return True if a value is the launcher's default, which writes true as 1."""
-    default = DEFAULTS[variable]
+    default = DEFAULTS.get(variable, "")
     return value.lower() == default.lower() or (is_on(value) and is_on(default))
 
 
@@ -105,21 +103,24 @@ def check_launch(environ: MutableMapping[str, str], parallel: bool) -> None:
 
 def apply_launch_settings(
     config: Config, environ: MutableMapping[str, str], user_options: Collection[str] = frozenset()
-) -> tuple[Config, list[str]]:
-    """Complete `config`, unchecked, with the requests of `accelerate launch`, and remove them from `environ`. Return
-    also a sentence for each entry that does nothing. `user_options` names the options that the user set; one that
+) -> Config:
+    """Complete `config`, unchecked, with the requests of `accelerate launch`, and remove them from `environ`. The first
+    process prints which entries the recipe has no use for. `user_options` names the options that the user set; one that
     contradicts a request raises `UserError`, and so does an unsupported request.
     """
-    # The launcher sets this variable always.
-    is_ddp = "ACCELERATE_DYNAMO_BACKEND" in environ and LaunchRanks.from_environment(environ).world_size > 1
-    requests, idle = _take(environ)
+    ranks = LaunchRanks.from_environment(environ)
+    is_ddp = "ACCELERATE_DYNAMO_BACKEND" in environ and ranks.world_size > 1  # the launcher sets it always
+    requests = _take(environ)
     values, flags = {**DEFAULTS, **requests}, config.options
     weak = {"fp8_params", *(name for name in RECIPE_ENTRIES if is_default(_variable(name), values[_variable(name)]))}
+    idle: list[str] = []
     with reading(LAUNCH_FILE, "of this run", "an entry"):
         launched = {"sharding_mode": "ddp"} if is_ddp else {}
         launched |= _sharding(values)
         mode = launched.get("sharding_mode") if flags["sharding_mode"] == "auto" else flags["sharding_mode"]
         launched |= _precision(requests, mode, flags["fp8_scenario"], idle)
+    for key in idle if ranks.rank == 0 else ():
+        say(f"WARNING: {key} of {LAUNCH_FILE} does nothing here.")
     overridden = launched.keys() & user_options
     for name in sorted(overridden - weak):
         flag, entry = flags[name], launched[name]
@@ -127,12 +128,13 @@ def apply_launch_settings(
         is_form = name == "sharding_mode" and (entry == "ddp" or flag.split("_")[0] == entry.split("_")[0])
         if flag != entry and not is_form:
             raise UserError(f"--{name} {flag} contradicts {LAUNCH_FILE}, which asks for {entry}; change one.")
-    config = config.with_options(**{name: value for name, value in launched.items() if name not in overridden})
-    return config, [f"{key} of {LAUNCH_FILE} does nothing here." for key in idle]
+    return config.with_options(**{name: value for name, value in launched.items() if name not in overridden})
 
 
-def _take(environ: MutableMapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Remove the launcher's requests from `environ`; return them and the entries that have no effect."""
+def _take(environ: MutableMapping[str, str]) -> dict[str, str]:
+    """Remove the launcher's variables from `environ` and return the requests; `UserError` for an unsupported one.
+    FSDP2 handles by itself what `DEFAULTS` does not list.
+    """
     environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # names of entries, for Accelerate's own checks
     requests = {"precision": environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower()}
     for engine in ("MEGATRON_LM", "PARALLELISM_CONFIG"):
@@ -141,18 +143,15 @@ def _take(environ: MutableMapping[str, str]) -> tuple[dict[str, str], list[str]]
     requests |= {engine: environ.pop(f"ACCELERATE_USE_{engine}", "") for engine in ENGINES}
     unused = tuple(prefix for engine, prefix in ENGINES.items() if not is_on(requests[engine]))
     unused += () if requests["precision"] == "fp8" else (PREFIX,)
-    idle = []
     for variable in [name for name in environ if name.startswith(_PREFIXES)]:
         value = environ.pop(variable)
         if variable in READ:
             requests[variable] = value
-        elif variable.startswith(unused) or (variable in OTHERS and is_default(variable, value)):
+        elif variable.startswith(unused) or is_default(variable, value):
             continue
-        elif variable.startswith(PREFIX):
-            idle.append(_key(variable))
-        elif variable in OTHERS:
+        elif variable in DEFAULTS or variable.startswith(PREFIX):
             raise _not_supported(f"{_key(variable)} {value}")
-    return requests, idle
+    return requests
 
 
 def te_recipe(environ: Mapping[str, str]) -> str:

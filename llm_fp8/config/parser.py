@@ -167,18 +167,18 @@ def parse_config(argv: list[str], prog: str = "train_fp8.py", parallel: bool = F
 
 def parse_launch(
     argv: list[str], environ: MutableMapping[str, str], description: str | None = None, parallel: bool = False
-) -> tuple[Config, list[str]]:
+) -> Config:
     """Parse a command line as `parse_config` does, and apply the launcher's requests, whose variables are removed from
-    `environ`. Return also a sentence for each entry of the launcher's file that has no effect here.
+    `environ`.
     """
     parser = OptionsParser(parallel, description=description)
     typed, names = _read(argv, parser)
     check_launch(environ, parallel)
-    config, idle = apply_launch_settings(typed, environ, names)
+    config = apply_launch_settings(typed, environ, names)
     parser.origin = f"{LAUNCH_FILE}: "
     parser.parse_args(words_of({name: each for name, each in config.options.items() if each != typed.options[name]}))
     check_options(config)
-    return config, idle
+    return config
 
 
 def _read(argv: list[str], parser: OptionsParser) -> tuple[Config, frozenset[str]]:

@@ -4,7 +4,7 @@ Three tests, with limits far from what rounding gives and from what a wrong mode
 
 1. The weights are the checkpoint's, bit for bit, cast to the parameter's dtype.
 2. In fp32 the layers agree. Hugging Face's and TE's layer get the same weights, input and output gradient; output,
-   input gradient and all weight gradients may differ by `FP32_LIMIT`. TF32 is off (utils/start.py), so that
+   input gradient and all weight gradients may differ by `FP32_LIMIT`. TF32 is off (utils/script.py), so that
    only the order of summation differs. This sees RoPE base and scaling, softmax scale, epsilon, dropped biases, windows
    and document boundaries.
 3. In the training dtype TE rounds no more than Hugging Face does. A tensor's error is its distance from Hugging Face in

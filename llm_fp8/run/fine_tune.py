@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from llm_fp8.config.parser import parse_launch, words_of
-from llm_fp8.utils.start import CUDA_DEFAULTS
+from llm_fp8.utils.script import CUDA_DEFAULTS
 
 
 def fine_tune(**options: Any) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def fine_tune(**options: Any) -> dict[str, Any]:
         stack.enter_context(patch.dict(os.environ, {**CUDA_DEFAULTS, **os.environ}))
         # As run.json and the model card record it.
         stack.enter_context(patch.object(sys, "argv", ["train_fp8.py", *words_of(options)]))
-        config, idle_fp8_keys = parse_launch(sys.argv[1:], os.environ)
+        config = parse_launch(sys.argv[1:], os.environ)
 
         import torch  # here, so that mistakes do not wait for it
         from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -36,7 +36,7 @@ def fine_tune(**options: Any) -> dict[str, Any]:
         torch.compiler.reset()  # code of earlier models counts towards the limit of recompilations
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        results = RunResults(idle_fp8_keys=idle_fp8_keys)
+        results = RunResults()
         try:
             exit_code = run_training(config, results)
         except BaseException as error:

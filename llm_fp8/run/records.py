@@ -30,7 +30,6 @@ def _precision_record(setup: TrainingSetup, results: RunResults) -> dict[str, An
         "optimizer": plan.optimizer_kind,
         "parameter_dtype": str(plan.parameter_dtype),
         **({"measured_tokens_per_s": results.measured_tokens_per_s} if results.measured_tokens_per_s else {}),
-        **({"idle_fp8_config_keys": results.idle_fp8_keys} if results.idle_fp8_keys else {}),
     }
 
 

@@ -64,9 +64,6 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
     phase_ends("imports")
     quiet_libraries()
     ranks = LaunchRanks.from_environment(os.environ)
-    if ranks.rank == 0:
-        for sentence in results.idle_fp8_keys:
-            print(f"WARNING: {sentence}", flush=True)
     if config.run.dry_run:
         return dry_run(config, ranks)
     is_own_group = not torch.distributed.is_initialized()

@@ -29,7 +29,7 @@ from llm_fp8.run.train_state import RunState
 from llm_fp8.step.stepper import Stepper, StepResult
 from llm_fp8.utils.errors import FailedCheck, UserError, listed
 from llm_fp8.utils.json_files import write_json_atomic
-from llm_fp8.utils.start import PhaseClock
+from llm_fp8.utils.script import PhaseClock
 from llm_fp8.utils.te_internals import attention_backend
 
 STEPS_BEFORE_PROFILE = 4
@@ -42,8 +42,6 @@ class RunResults:
     """Results that a run collects while it runs; everything else about it is frozen."""
 
     clock: PhaseClock = field(default_factory=PhaseClock)  # started when the script began
-    idle_fp8_keys: list[str] = field(default_factory=list)
-    """Sentences on what the launcher's fp8_config asked for and nothing here acts on."""
     started_s: float = field(default_factory=time.time)
     attention_backend: str | None = None  # Transformer Engine's choice; known after the first step
     measured_tokens_per_s: dict[str, float] | None = None  # by precision (--mixed_precision auto)

@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+from llm_fp8.utils.errors import FULL_DISK
+
 on_closed_pipe: Callable[[], object] | None = None
 """Callback of a run with work to save, for the end of the output's reader. While it is None, failed prints raise."""
 
@@ -22,7 +24,7 @@ def surviving_closed_output() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        lost_pipe, is_full = error.errno == errno.EPIPE, error.errno in (errno.ENOSPC, errno.EDQUOT)
+        lost_pipe, is_full = error.errno == errno.EPIPE, error.errno in FULL_DISK
         if error.errno != errno.EIO and (on_closed_pipe is None or not (lost_pipe or is_full)):
             if lost_pipe:
                 time.sleep(0.5)  # the Ctrl-C that ended the reader may be on its way to this process
@@ -47,14 +49,6 @@ def discard_output(descriptors: Iterable[int]) -> None:
         if not os.isatty(descriptor):
             os.dup2(nowhere, descriptor)
     os.close(nowhere)
-
-
-def open_missing_output() -> None:
-    """Open /dev/null for descriptors that are closed at the start (`>&-`): an opened file would get their output."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(descriptor)
-    sys.stdout, sys.stderr = (each or open(os.devnull, "w") for each in (sys.stdout, sys.stderr))
 
 
 @surviving_closed_output()

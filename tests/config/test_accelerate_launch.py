@@ -47,11 +47,11 @@ def options(config: Config) -> dict[str, Any]:
     return {name: value for own, unset in parts for name, value in vars(own).items() if value != getattr(unset, name)}
 
 
-def read(environ: dict[str, str], *words: str) -> tuple[dict[str, Any], list[str]]:
-    """The options that a launch comes to, without the learning rate, and what it says does nothing."""
-    config, idle = parse_launch(list(words), environ, parallel=True)
+def read(environ: dict[str, str], *words: str) -> dict[str, Any]:
+    """The options that a launch comes to, without the learning rate."""
+    config = parse_launch(list(words), environ, parallel=True)
     assert not [name for name in environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))]
-    return {name: value for name, value in options(config).items() if name != "learning_rate"}, idle
+    return {name: value for name, value in options(config).items() if name != "learning_rate"}
 
 
 TE = {"backend": "TE", "fp8_format": "E4M3", "amax_history_len": 16, "amax_compute_algo": "max"}
@@ -98,8 +98,9 @@ FULL = {"mixed_precision": "bf16", "sharding_mode": "fsdp_full"}
     ],
     ids=str,
 )
-def test_a_file_becomes_options(launch, entries, expected):
-    assert read(launch(**entries)) == (expected, [])
+def test_a_file_becomes_options(launch, entries, expected, capsys):
+    assert read(launch(**entries)) == expected
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
@@ -107,6 +108,8 @@ def test_a_file_becomes_options(launch, entries, expected):
     [
         ({"fp8_config": {"backend": "MSAMP"}, "mixed_precision": "fp8"}, "backend"),
         ({"fp8_config": {**TE, "fp8_format": "E5M2"}, "mixed_precision": "fp8"}, "E5M2"),
+        ({"fp8_config": {**TE, "margin": 1}, "mixed_precision": "fp8"}, "fp8_config.margin 1"),
+        ({"fp8_config": {**TE, "made_up": 4}, "mixed_precision": "fp8"}, "fp8_config.made_up 4"),
         (
             {"kind": "FSDP", "fsdp_config": FSDP, "parallelism_config": {"parallelism_config_dp_shard_size": 8}},
             "parallel",
@@ -129,14 +132,11 @@ def test_what_cannot_be_honoured_is_an_error(launch, entries, named):
         read(launch(**entries))
 
 
-def test_what_does_nothing_is_said(launch):
-    fp8 = {**TE, "interval": 3, "margin": 1, "opt_level": "O1", "made_up": 4}
-    _, idle = read(launch(mixed_precision="fp8", fp8_config=fp8))
-    assert {line.split()[0] for line in idle} == {
-        f"fp8_config.{key}" for key in ("interval", "margin", "opt_level", "made_up")
-    }
-    _, idle = read(launch(mixed_precision="fp8", fp8_config={"backend": "AO", "amax_history_len": 16}))
-    assert [line.split()[0] for line in idle] == ["fp8_config.amax_history_len"]
+def test_the_first_process_names_an_entry_that_the_recipe_has_no_use_for(launch, capsys):
+    environ = launch(mixed_precision="fp8", fp8_config={"backend": "AO", "amax_history_len": 16})
+    for rank in range(2):
+        assert "amax_history_len" not in read({**environ, "RANK": str(rank)})
+        assert capsys.readouterr().out.startswith("WARNING: fp8_config.amax_history_len of ") == (rank == 0)
 
 
 def test_the_table_knows_every_key_of_the_launcher():
@@ -149,18 +149,18 @@ def test_the_table_knows_every_key_of_the_launcher():
 def test_a_deepspeed_file_says_the_stage(launch, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
-    found, _ = read(launch(kind="DEEPSPEED", deepspeed_config={"deepspeed_config_file": str(file)}))
-    assert (found["sharding_mode"], found["deepspeed_config"]) == ("deepspeed_1", str(file))
+    settings = read(launch(kind="DEEPSPEED", deepspeed_config={"deepspeed_config_file": str(file)}))
+    assert (settings["sharding_mode"], settings["deepspeed_config"]) == ("deepspeed_1", str(file))
 
 
 def test_flags_win_over_the_launchers_defaults_and_contradict_the_rest(launch):
     def environ() -> dict[str, str]:
         return launch(kind="FSDP", fsdp_config=FSDP, mixed_precision="fp8", fp8_config={"backend": "TE"})
 
-    assert read(environ(), "--amax_compute_algo=max")[0]["amax_compute_algo"] == "max"
-    assert "amax_compute_algo" not in read(environ(), "--fp8_scenario=current")[0]
-    assert read(launch(), "--sharding_mode=fsdp_full")[0]["sharding_mode"] == "fsdp_full"
-    assert read(environ(), "--sharding_mode=fsdp_hybrid")[0]["sharding_mode"] == "fsdp_hybrid"
+    assert read(environ(), "--amax_compute_algo=max")["amax_compute_algo"] == "max"
+    assert "amax_compute_algo" not in read(environ(), "--fp8_scenario=current")
+    assert read(launch(), "--sharding_mode=fsdp_full")["sharding_mode"] == "fsdp_full"
+    assert read(environ(), "--sharding_mode=fsdp_hybrid")["sharding_mode"] == "fsdp_hybrid"
     for words in ("--mixed_precision=bf16", "--sharding_mode=ddp", "--mixed_precision=no"):
         with pytest.raises(UserError, match=words.partition("=")[0]):
             read(environ(), words)
@@ -176,9 +176,9 @@ def test_how_the_process_was_started():
         with pytest.raises(UserError, match=f"^{name} '{value}'"):
             parse_launch([], {**LAUNCHED, "WORLD_SIZE": "8", name: value}, parallel=True)
     left_over = {"RANK": "0", "WORLD_SIZE": "1"}
-    assert parse_launch([], left_over)[0] == parse_config([]) and left_over == {}
+    assert parse_launch([], left_over) == parse_config([]) and left_over == {}
 
 
 def test_a_bare_variable_is_a_flag():
-    config, idle = apply_launch_settings(Config(), {"ACCELERATE_MIXED_PRECISION": "fp8"})
-    assert (options(config), idle) == ({"mixed_precision": "fp8"}, [])
+    config = apply_launch_settings(Config(), {"ACCELERATE_MIXED_PRECISION": "fp8"})
+    assert options(config) == {"mixed_precision": "fp8"}

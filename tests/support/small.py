@@ -21,7 +21,6 @@ from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
 from llm_fp8.models.weights import checkpoint_of
 from llm_fp8.precision.plan import PrecisionPlan, with_recipe
 from llm_fp8.run.run import run_training
-from llm_fp8.run.timeline import RunResults
 from llm_fp8.settle.machine import Machine, look
 from llm_fp8.settle.settle import resolve_precision
 from llm_fp8.utils.json_files import read_jsonl
@@ -105,8 +104,7 @@ def forget_accelerator() -> None:
 def train(*options: object, parallel: bool = False) -> int:
     """Run the work of train_fp8.py, or train_multi_gpu.py, in this process; returns the exit code."""
     forget_accelerator()
-    config, idle_fp8_keys = parse_launch([str(option) for option in options], os.environ, parallel=parallel)
-    return run_training(config, RunResults(idle_fp8_keys=idle_fp8_keys))
+    return run_training(parse_launch([str(option) for option in options], os.environ, parallel=parallel))
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from argparse import SUPPRESS
 from collections.abc import Mapping
 from typing import Any
 
-from llm_fp8.utils.start import CUDA_DEFAULTS
+from llm_fp8.utils.script import CUDA_DEFAULTS
 
 os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
 
@@ -28,7 +28,7 @@ def main() -> int:
     own, rest = parser.parse_known_args(sys.argv[1:])
     if {"-h", "--help", "--help_all", "--help-all"} & set(rest):
         print(parser.format_help())
-    config, _ = parse_launch(rest, os.environ, description="Where a step's precision, time and memory go.")
+    config = parse_launch(rest, os.environ, description="Where a step's precision, time and memory go.")
     import torch  # only here, so that --help and mistakes do not wait for it
 
     from llm_fp8.observability.provenance import collect_provenance

@@ -27,7 +27,7 @@ from llm_fp8.utils.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU, OneSentencePars
 from llm_fp8.utils.json_files import writable, write_json_atomic
 from llm_fp8.utils.packages import VERIFY
 from llm_fp8.utils.ranks import LaunchRanks
-from llm_fp8.utils.start import CUDA_DEFAULTS
+from llm_fp8.utils.script import CUDA_DEFAULTS
 
 _STYLES = {"failed": "bold red", "warning": "yellow", "skipped": "dim", "passed": "green"}
 
