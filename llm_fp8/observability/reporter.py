@@ -106,19 +106,19 @@ class RunReporter:
         self,
         accelerator: Accelerator,
         config: Config,
+        folder: Path,
         total_steps: int,
         resume_step: int = 0,
         evaluates_again: bool = False,
     ) -> None:
-        """Open the files in `config.run.output_dir`. `resume_step` is the checkpoint's step; at 0 metrics.jsonl begins
-        anew. `evaluates_again`: the evaluation after that step is repeated.
+        """Open the files in `folder`. `resume_step` is the checkpoint's step; at 0 metrics.jsonl begins anew.
+        `evaluates_again`: the evaluation after that step is repeated.
         """
         self._is_main = accelerator.is_main_process
         self._trackers: dict[str, GeneralTracker] = {}
         self._config = config
         self._resume_step = self._last_step = resume_step
-        self._folder = Path(str(config.run.output_dir))
-        self._total_steps = total_steps
+        self._folder, self._total_steps = folder, total_steps
         self._known_step = 0  # the last one that an earlier start reported
         self._metrics = self._folder / "metrics.jsonl"
         if not self._is_main:
@@ -144,7 +144,9 @@ class RunReporter:
         known: dict[str, Any] = read_json(path) if is_known else {"last_step": 0, "runs": {}}
         self._known_step = max(known["last_step"], self._known_step)
         for name in options.trackers:
-            self._trackers[name], known["runs"][name] = start_tracker(name, options, record, known["runs"].get(name))
+            self._trackers[name], known["runs"][name] = start_tracker(
+                name, options, self._folder, record, known["runs"].get(name)
+            )
         write_json_atomic(path, known | {"last_step": self._known_step})
 
     def _to_trackers(self, send: Callable[[str, GeneralTracker], object]) -> None:

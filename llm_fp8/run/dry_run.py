@@ -6,6 +6,8 @@ has, one is assumed.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from accelerate import PartialState
 
@@ -33,7 +35,8 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
     asks_for_gpu = config.model.use_te or config.data.batch_size == AUTO_BATCH_SIZE
     if machine.gpu is None and (asks_for_gpu or config.precision.mixed_precision in ("bf16", "fp8", "auto")):
         machine = assume(ranks)
-    resumed = find_checkpoint(config, ranks)
+    folder = None if config.run.output_dir is None else Path(config.run.output_dir)
+    resumed = find_checkpoint(folder, config.run.resume_from, ranks)
     settled = settle(config, hf_config, machine, None if resumed is None else resumed.meta)
     config, precision = settled.config, settled.precision
     tokenizer, note = load_tokenizer(config.model, source)

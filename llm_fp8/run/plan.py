@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,10 +47,6 @@ class RunPlan(Settled):
     @property
     def device(self) -> torch.device:
         return self.accelerator.device
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.config.run.output_dir or "runs")  # it is named when the precision is known
 
     @property
     def stored_fp8(self) -> Fp8Format | None:

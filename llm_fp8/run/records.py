@@ -65,7 +65,7 @@ def record_run(timeline: Timeline) -> None:
         "data": dict(vars(timeline.state.data.report)),
         "provenance": collect_provenance(sys.argv),
     }
-    path, written = plan.folder / "run.json", record
+    path, written = timeline.state.folder / "run.json", record
     if timeline.step > 0 and path.exists():
         written = read_json(path)
         resume = {section: value for section, value in record.items() if section not in ("model", "data")}
@@ -79,7 +79,7 @@ def record_stream(timeline: Timeline) -> None:
     report, plan = timeline.state.data.report, timeline.setup.plan
     if timeline.loader.steps_per_epoch is None and plan.accelerator.is_main_process:
         plan.say("\n".join(["data, pass after pass:", *report.describe()]))
-        record = read_json(path := plan.folder / "run.json")
+        record = read_json(path := timeline.state.folder / "run.json")
         [record, *record.get("resumes", ())][-1]["data"] = dict(vars(report))
         write_json_atomic(path, record)
 
@@ -87,7 +87,7 @@ def record_stream(timeline: Timeline) -> None:
 def export_final(timeline: Timeline, tokenizer: PreTrainedTokenizerBase, step: int, tokens_seen: int) -> Path:
     """Write final/: a Hugging Face checkpoint or a PEFT adapter, with tokenizer and model card. Collective."""
     setup, results = timeline.setup, timeline.results
-    plan, config, folder = setup.plan, setup.plan.config, setup.plan.folder / "final"
+    plan, config, folder = setup.plan, setup.plan.config, timeline.state.folder / "final"
     certificates = (each.describe().removeprefix("certificate: ") for each in results.certificates.values())
     card = {
         "base model": plan.source.name,
@@ -117,7 +117,7 @@ def export_final(timeline: Timeline, tokenizer: PreTrainedTokenizerBase, step: i
 
 def _certificates_of(timeline: Timeline) -> dict[str, Any]:
     """The process's certificates; a run that is resumed after --fp8_until has the first in its folder."""
-    before, found = timeline.setup.plan.folder / "certificate.json", dict[str, Any](certificate=None)
+    before, found = timeline.state.folder / "certificate.json", dict[str, Any](certificate=None)
     if timeline.setup.precision.has_ended and before.exists():
         found["certificate"] = read_json(before)
     return found | {name: certificate.to_dict() for name, certificate in timeline.results.certificates.items()}
@@ -153,7 +153,7 @@ def summary_of(timeline: Timeline, exported: Path | None) -> dict[str, Any]:
 
 def closing_words(timeline: Timeline, exported: Path | None) -> None:
     """Print the outcome and where the files are."""
-    plan, summary = timeline.setup.plan, timeline.results.summary
+    plan, summary, folder = timeline.setup.plan, timeline.results.summary, timeline.state.folder
     say = plan.say
     steps, own = summary["steps"], timeline.reporter.own_steps()
     taken = f"{len(own)} steps" if len(own) == steps else f"{len(own)} steps, {steps} with those before,"
@@ -168,7 +168,7 @@ def closing_words(timeline: Timeline, exported: Path | None) -> None:
         say("certificate: none, because this process trained no step that could be recorded")
     if full := describe_full_gpu(own):
         say(full)
-    say(f"  {plan.folder}: metrics.jsonl (figures of every step), run.json (configuration, versions), summary.json")
+    say(f"  {folder}: metrics.jsonl (figures of every step), run.json (configuration, versions), summary.json")
     if best := summary.get("best"):
         say(f"  best checkpoint {best['checkpoint']} (eval loss {best['eval_loss']:.4g})")
     if exported is not None:

@@ -34,10 +34,10 @@ from llm_fp8.run.records import closing_words, export_final, record_run, record_
 from llm_fp8.run.run_dir import (
     begin_in,
     check_free_space,
+    claim_folder,
+    default_folder,
     explained_failures,
     find_checkpoint,
-    with_default_folder,
-    with_output_dir,
 )
 from llm_fp8.run.setup import TrainingSetup, build_setup, build_stepper
 from llm_fp8.run.timeline import RunResults, Timeline
@@ -69,12 +69,13 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
     is_own_group = not torch.distributed.is_initialized()
     start_process_group(ranks)
     with contextlib.ExitStack() as held:
-        config = with_output_dir(config, ranks, held)
-        resumed = find_checkpoint(config, ranks)
+        claimed = claim_folder(config, ranks, held)
+        folder = claimed.path or Path("runs")
+        resumed = find_checkpoint(*claimed, ranks)
         plan = plan_run(config, ranks, resumed)
         phase_ends("devices")
 
-        held.enter_context(explained_failures(lambda: plan.folder))  # noqa: F821  # it is called before the end alone
+        held.enter_context(explained_failures(lambda: folder))
         set_seed(config.optim.seed)
         tokenizer, note = load_tokenizer(config.model, plan.source)
         if note:
@@ -87,13 +88,13 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
         data = load_data(plan, tokenizer)
         num_steps = total_steps(plan.config, data, resumed)
         if resumed is not None:
-            refuse_finished(plan.config, resumed, num_steps)
+            refuse_finished(plan.config, claimed, resumed, num_steps)
         phase_ends("data")
 
         if plan.measures_precision:
             plan, results.measured_tokens_per_s = choose_precision(config, plan, data)
             phase_ends("auto_precision")
-        plan = with_default_folder(plan, held)
+        folder = claimed.path or default_folder(plan, held)
         announce(plan)
         options = run_options(plan.config, data, num_steps)
         if resumed is not None and (changed := changed_options(plan.config, resumed, options)):
@@ -104,13 +105,13 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
             plan.say(f"trainable parameters: {setup.num_trainable_parameters:,} of {setup.num_parameters:,}")
         phase_ends("weights")
 
-        check_export(setup, data, tokenizer)
+        check_export(setup, folder, data, tokenizer)
         phase_ends("checks")
 
-        checkpoints = CheckpointManager(plan.folder, plan.config.run.save_total_limit, is_main=ranks.rank == 0)
+        checkpoints = CheckpointManager(folder, plan.config.run.save_total_limit, is_main=ranks.rank == 0)
         if ranks.rank == 0:
-            begin_in(plan.folder)  # nothing is written there before
-        state = RunState(setup, data, checkpoints, run_fingerprint(plan), options)
+            begin_in(folder)  # nothing is written there before
+        state = RunState(setup, data, folder, checkpoints, run_fingerprint(plan), options)
         timeline = build_timeline(state, resumed, results)
         phase_ends("optimizer")
 
@@ -122,7 +123,7 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
             if ranks.world_size > 1:
                 where = f"{ranks.world_size} {'x' if on_gpu else 'processes on'} {where}"
             warmup = f"warm-up: {effective_warmup_steps(config.optim.num_warmup_steps, num_steps)}"
-            plan.say(f"training {num_steps - timeline.step} steps ({warmup}) on {where}, results in {plan.folder}")
+            plan.say(f"training {num_steps - timeline.step} steps ({warmup}) on {where}, results in {folder}")
             phase_ends("records")
             try:
                 timeline.train(stop.agreed)
@@ -152,12 +153,12 @@ def load_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> PreparedData
     return data
 
 
-def check_export(setup: TrainingSetup, data: PreparedData, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_export(setup: TrainingSetup, folder: Path, data: PreparedData, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse an impossible export."""
     plan, config = setup.plan, setup.plan.config
     if config.run.export and plan.accelerator.is_main_process:
         adapters_only = setup.exports_adapter
-        check_free_space(plan.folder, export_size_bytes(setup.model, plan.export_dtype, adapters_only=adapters_only))
+        check_free_space(folder, export_size_bytes(setup.model, plan.export_dtype, adapters_only=adapters_only))
         advice = "Correct its files, or train with --no_export."
         with reading("--model_name", plan.source.name, "what an export writes", advice), TemporaryDirectory() as place:
             origin = Origin(plan.source.location, data.eos_ids)
@@ -180,7 +181,8 @@ def build_timeline(state: RunState, resumed: Checkpoint | None, results: RunResu
         state.restore(resumed, stepper.optimizer)
         plan.say(f"resumed from {resumed.folder} after step {step}")
         state.restore_history(history, resumed)
-    reporter = RunReporter(plan.accelerator, config, num_steps, step, evaluates_again=history.last_step != step)
+    evaluates_again = history.last_step != step
+    reporter = RunReporter(plan.accelerator, config, state.folder, num_steps, step, evaluates_again)
     return Timeline(stepper, data.train, reporter, num_steps, state, results, history, step, tokens)
 
 
@@ -191,7 +193,7 @@ def finish(timeline: Timeline, stop: GracefulStop, tokenizer: PreTrainedTokenize
     if not timeline.is_complete:
         stopped = {"stopped_by": stop.requested, "checkpoint": str(timeline.state.checkpoints.of_step(timeline.step))}
         timeline.results.summary = timeline.reporter.finish(summary_of(timeline, None) | stopped)
-        go_on = f"continue with --resume_from latest --output_dir {plan.folder}"
+        go_on = f"continue with --resume_from latest --output_dir {timeline.state.folder}"
         plan.say(f"stopped by {stop.requested}; {go_on}")
         return
     stop.what_follows = "all steps are done; finishing export and evaluation"

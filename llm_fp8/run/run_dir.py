@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import os
 import re
@@ -12,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from llm_fp8.config.options import Config, RunConfig
 from llm_fp8.distributed.process_group import decided_by_main, gathered, is_loss_of_a_peer
@@ -40,20 +40,25 @@ _UNFINISHED = ".*.[0-9]*.tmp"
 """Files and exports that a killed process did not finish (`write_text_atomic`, `export_hf`)."""
 
 
-def with_output_dir(config: Config, ranks: LaunchRanks, held: contextlib.ExitStack) -> Config:
-    """`config` with the main process's output folder, locked until `held` closes; `UserError` where it cannot be
-    written, is in use or holds another run, or processes have other options. Those that the launcher restarted continue
-    from the newest checkpoint. Collective.
+class ClaimedFolder(NamedTuple):
+    """A run's folder, None until `default_folder` names one, and the value of --resume_from that it continues by."""
+
+    path: Path | None
+    resume_from: str | None
+
+
+def claim_folder(config: Config, ranks: LaunchRanks, held: contextlib.ExitStack) -> ClaimedFolder:
+    """The main process's output folder, locked until `held` closes; `UserError` where it cannot be written, is in use
+    or holds another run, or processes have other options. Those that the launcher restarted continue from the newest
+    checkpoint. Collective.
     """
     first, *others = gathered(config.options)
     if differing := [f"--{name}" for name in first if any(other[name] != first[name] for other in others)]:
         raise UserError(f"the processes were started with different {listed(differing)}; give all the same options.")
-    output_dir, resume_from = decided_by_main(lambda: _checked(config.run, ranks, held))
-    return config.with_options(output_dir=output_dir, resume_from=resume_from)
+    return decided_by_main(lambda: _claimed(config.run, ranks, held))
 
 
-def _checked(run: RunConfig, ranks: LaunchRanks, held: contextlib.ExitStack) -> tuple[str | None, str | None]:
-    """--output_dir and --resume_from of the run; no folder where `with_default_folder` is to name one."""
+def _claimed(run: RunConfig, ranks: LaunchRanks, held: contextlib.ExitStack) -> ClaimedFolder:
     output_dir, resume_from = run.output_dir, run.resume_from
     if output_dir is None and ranks.restart_count > 0:
         output_dir = agree_on("output_dir", "") or None
@@ -70,33 +75,28 @@ def _checked(run: RunConfig, ranks: LaunchRanks, held: contextlib.ExitStack) -> 
             checkpoints.clean_up()
             if ranks.restart_count > 0 and checkpoints.newest_first():
                 resume_from = LATEST
-    return output_dir, resume_from
+    return ClaimedFolder(None if output_dir is None else folder, resume_from)
 
 
-def with_default_folder(plan: RunPlan, held: contextlib.ExitStack) -> RunPlan:
-    """`plan` with a folder named after time, model and the precision that runs, locked until `held` closes, where none
-    was given. Collective.
-    """
-    if plan.config.run.output_dir is not None:
-        return plan
+def default_folder(plan: RunPlan, held: contextlib.ExitStack) -> Path:
+    """A new folder, named after time, model and the precision that runs, locked until `held` closes. Collective."""
     words = re.sub(r"[^A-Za-z0-9.]+", "-", f"{plan.config.model.model_name} {plan.precision.name}").strip("-")
     name = str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{words}")
 
-    def locked() -> str:
-        held.enter_context(run_lock(Path(folder := agree_on("output_dir", name))))
+    def locked() -> Path:
+        held.enter_context(run_lock(folder := Path(agree_on("output_dir", name))))
         return folder
 
-    output_dir = decided_by_main(locked)
-    return dataclasses.replace(plan, config=plan.config.with_options(output_dir=output_dir))
+    return decided_by_main(locked)
 
 
-def find_checkpoint(config: Config, ranks: LaunchRanks) -> Checkpoint | None:
+def find_checkpoint(path: Path | None, resume_from: str | None, ranks: LaunchRanks) -> Checkpoint | None:
     """The checkpoint to continue from, the same on every host, if any. Collective."""
-    folder = config.run.output_dir or "runs"
-    resumed = CheckpointManager(folder, limit=1).find(config.run.resume_from)
+    folder = path or Path("runs")
+    resumed = CheckpointManager(folder, limit=1).find(resume_from)
     if len(set(gathered(None if resumed is None else resumed.step))) > 1:
         raise UserError(f"--output_dir {folder}: hosts find different checkpoints there; share the folder.")
-    if resumed is None and ranks.rank == 0 and (config.run.resume_from is not None or _was_begun(Path(folder))):
+    if resumed is None and ranks.rank == 0 and (resume_from is not None or _was_begun(folder)):
         say(f"{folder} holds no checkpoint: the run begins anew")
     return resumed
 

@@ -5,7 +5,7 @@ What a run finds out later is in `llm_fp8.run.timeline.RunResults`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,20 +17,22 @@ from llm_fp8.config.recipes import gemms_in_fp8
 from llm_fp8.data.collate import Batch
 from llm_fp8.data.loader import TrainLoader
 from llm_fp8.models.build import build_structure
-from llm_fp8.models.fill import build_model
+from llm_fp8.models.fill import build_model, fill_weights, filled_layers
 from llm_fp8.models.lora import add_adapters, gemms_per_weight, initialize_adapters_, needs_unfused_mlp, without_adapter
 from llm_fp8.models.model import Model, is_adapter
+from llm_fp8.models.parity import check_parity
+from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import build_optimizer, build_scheduler
 from llm_fp8.precision.certificate import ExpectedKernels
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
-from llm_fp8.run.load import load_weights
 from llm_fp8.run.plan import RunPlan
 from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.step.loss_model import TrainingModel
 from llm_fp8.step.scale_warmup import PASSES, warm_up_delayed_scales
 from llm_fp8.step.stepper import Stepper
 from llm_fp8.utils.hf_internals import chosen_attention
+from llm_fp8.utils.torch_internals import free_memory_
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
     if training_model.router_note:
         plan.say(training_model.router_note)
     strategy.shard(training_model, layers, precision.fp8_modules if holds else ())
-    load_weights(plan, built, training_model, precision, first_batch, holds)
+    _load_weights(plan, built, training_model, precision, first_batch, holds)
     initialize_adapters_(model, config.optim.seed)
     if strategy.context_group is not None:
         strategy.context_group.attach(layers)
@@ -184,3 +186,66 @@ def _recompute_layers(plan: RunPlan, layers: nn.ModuleList) -> Sequence[nn.Modul
     uses_te = plan.config.model.use_te or plan.precision.te_recipe is not None
     reentrant = uses_te and plan.strategy.reentrant_te_checkpoints
     return enable_gradient_checkpointing(layers, every, uses_te, reentrant, plan.takes_graphs)
+
+
+def _load_weights(
+    plan: RunPlan,
+    model: Model,
+    training_model: TrainingModel,
+    precision: Precision,
+    first_batch: Batch | None,
+    holds_in_fp8: bool,
+) -> None:
+    """Fill `model` where it is not yet, and with `first_batch` check its TE decoder and its stored weights against
+    Hugging Face's. With `holds_in_fp8` the modules in fp8 have no memory before, and fp8 weights afterwards.
+    `training_model` is the model with the loss. Collective.
+    """
+    where = plan.device, plan.config.optim.seed
+    shards_parameters = plan.strategy.shards_parameters
+    full_layers: Iterable[nn.Module] = model.layers
+    if holds_in_fp8:
+        full_layers = _freed_again(filled_layers(model, model.layers, *where), precision)
+        if not shards_parameters:
+            model.module.tie_weights()  # undone by moving
+    elif shards_parameters:
+        fill_weights(model, *where, plan.keeps_lower_bits)
+    if first_batch is not None:
+        context = plan.strategy.context_group
+        comparison = check_parity(
+            model.module,
+            full_layers,
+            (first_batch if context is None else context.on_its_own(first_batch)).to(plan.device),
+            plan.config.data.max_seq_length // (1 if context is None else context.size),
+            dtype=plan.precision.compute_dtype if shards_parameters else plan.weight_dtype,
+            full_tensor=plan.strategy.full_tensor,
+            stored=model,
+        )
+        plan.say(comparison)
+    if not holds_in_fp8:
+        return
+    dropped = 0
+    for layer in filled_layers(model, model.layers, *where):
+        if shards_parameters:
+            from llm_fp8.distributed.fp8_params import keep_weights_in_fp8
+
+            keep_weights_in_fp8(layer, precision)
+        else:
+            from llm_fp8.precision.frozen import hold_in_fp8
+
+            dropped += hold_in_fp8(layer, precision)
+    if shards_parameters:
+        plan.say("frozen weights are sharded and gathered in fp8 only")
+        return
+    plan.say(f"frozen weights are held in fp8 only: {dropped / GIB:.1f} GiB of bf16 ones were cast as they were read")
+    # DDP would send them to the other ranks, as torch sees them: in bf16.
+    frozen = [name for name, parameter in training_model.named_parameters() if not parameter.requires_grad]
+    training_model._ddp_params_and_buffers_to_ignore = frozen  # type: ignore[assignment]
+
+
+def _freed_again(layers: Iterable[nn.Module], precision: Precision) -> Iterator[nn.Module]:
+    """Each of `layers`, of whose modules in fp8 the memory is freed when the next is asked for."""
+    for layer in layers:
+        yield layer
+        for module in precision.fp8_modules.intersection(layer.modules()):
+            for parameter in module.parameters(recurse=False):
+                free_memory_(parameter)

@@ -256,7 +256,7 @@ class Timeline:
             rank=self.accelerator.process_index,
         )
         name = "certificate_after_fp8" if self.precision.has_ended else "certificate"
-        certificate, path = worst(gathered(own)), plan.folder / f"{name}.json"
+        certificate, path = worst(gathered(own)), self.state.folder / f"{name}.json"
         if self.accelerator.is_main_process:
             write_json_atomic(path, certificate.to_dict())
             self.reporter.track({name: certificate.to_dict()})

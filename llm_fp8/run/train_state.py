@@ -23,6 +23,7 @@ from llm_fp8.models.weights import weights_digest
 from llm_fp8.run.checkpoint import LATEST, STRATEGY_STATE, Checkpoint, CheckpointManager
 from llm_fp8.run.evaluation import EvalHistory
 from llm_fp8.run.plan import RunPlan
+from llm_fp8.run.run_dir import ClaimedFolder
 from llm_fp8.run.setup import TrainingSetup
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_json
@@ -105,15 +106,16 @@ def changed_options(config: Config, checkpoint: Checkpoint, options: Mapping[str
     return list(changed.values())
 
 
-def refuse_finished(config: Config, resumed: Checkpoint, num_steps: int) -> None:
+def refuse_finished(config: Config, claimed: ClaimedFolder, resumed: Checkpoint, num_steps: int) -> None:
     """Raise `UserError` where the run has come to its end and `num_steps` add nothing to it, or where `latest` would
     go back before that end.
     """
-    path, step, patience = Path(str(config.run.output_dir)), resumed.step, config.run.early_stopping_patience
-    summary = read_json(path / "summary.json") if (path / "summary.json").exists() else {}
+    step, patience = resumed.step, config.run.early_stopping_patience
+    path = (claimed.path or resumed.folder) / "summary.json"
+    summary = read_json(path) if path.exists() else {}
     finished_step = -1 if {"stopped_by", "failed"} & summary.keys() else summary.get("steps", -1)
     has_stopped = finished_step >= 0 and 0 < patience <= resumed.meta["evaluations"]["num_without_improvement"]
-    if step < finished_step and config.run.resume_from == LATEST:
+    if step < finished_step and claimed.resume_from == LATEST:
         raise UserError(
             f"--resume_from latest: the run is finished after step {finished_step}, and its last checkpoint is of step "
             f"{step}; to train from there again and replace final/, give --resume_from {resumed.folder}."
@@ -131,6 +133,7 @@ class RunState:
 
     setup: TrainingSetup
     data: PreparedData
+    folder: Path
     checkpoints: CheckpointManager
     fingerprint: dict[str, Any]
     options: dict[str, Any]  # from `run_options`
