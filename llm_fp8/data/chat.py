@@ -91,7 +91,7 @@ def trained_eos(tokenizer: PreTrainedTokenizerBase, form: ColumnForm) -> int:
     if form not in AS_THEY_STAND and tokenizer.chat_template is not None:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
         with suppress(UserError):  # a template that refuses this may take others
-            after = _render(tokenizer, Conversation(turns))[0].rpartition(answer)[2].lstrip()
+            after = _render(tokenizer, Conversation(turns, Unused()))[0].rpartition(answer)[2].lstrip()
             ending = [i for i in _continue(answer, after, tokenizer)[:1] if i in tokenizer.added_tokens_decoder]
     eos = (*ending, tokenizer.eos_token_id)[0]
     if not isinstance(eos, int):

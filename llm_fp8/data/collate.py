@@ -6,16 +6,16 @@ is the cross entropy of `logits` and `labels` position by position; Hugging Face
     field                             packed, T = batch_size * max_seq_length        padded on the right
     input_ids, labels, position_ids   int64 [1, T]                                   int64 [B, S]
     cu_seqlens                        int32 [n + 1], 0 = first < ... < last = T      None
-    attention_mask                    None; context parallelism: bool [1, T]         bool [B, S]
+    attention_mask                    None; to be sliced: bool [1, T]                bool [B, S]
 
 The mask is true on documents' tokens. `cu_seqlens` says where each segment begins: a document, or the unused rest of a
 sequence of max_seq_length positions; in each `position_ids` start at 0, and all of a padded batch's padding have 0.
-Context parallelism over C ranks pads every document, inside its segment, to a multiple of 2 C: attention is causal, so
-no token of it sees the padding.
+Where n ranks each take a slice of a batch, every document is padded, inside its segment, to a multiple of 2 n:
+attention is causal, so no token of it sees the padding.
 
-S is the longest document rounded up to a multiple of 128 (per rank of context parallelism), at most max_seq_length.
-Where fewer than batch_size sequences are left, the missing ones are padding. In a padded batch their first position is
-open to attention: some kernels give NaN for a sequence that attends to nothing.
+S is the longest document rounded up to a multiple of 128 (in each slice), at most max_seq_length. Where fewer than
+batch_size sequences are left, the missing ones are padding. In a padded batch their first position is open to
+attention: some kernels give NaN for a sequence that attends to nothing.
 """
 
 from __future__ import annotations
@@ -127,18 +127,18 @@ def pack(lengths: npt.ArrayLike, capacity: int, multiple: int = 1) -> PackingPla
 
 @dataclass(frozen=True)
 class Layout:
-    """Collates sequences (of one document unless `packed`) to a `Batch`; `context_size` ranks take a slice of each."""
+    """Collates sequences (of one document unless `packed`) to a `Batch`, of which `num_slices` ranks take one each."""
 
     batch_size: int
     max_seq_length: int
     pad_token_id: int
     packed: bool
-    context_size: int = 1
+    num_slices: int = 1
 
     @property
     def multiple(self) -> int:
         """The multiple to which packed documents are padded, in tokens."""
-        return 2 * self.context_size if self.context_size > 1 else 1
+        return 2 * self.num_slices if self.num_slices > 1 else 1
 
     def plan(self, lengths: Any, chosen: Any) -> PackingPlan:
         """Assign the `chosen` documents (by number) to sequences; `lengths` has the tokens of all documents."""
@@ -154,7 +154,7 @@ class Layout:
 
     def width(self, longest: Any) -> Any:
         """Return the positions of a sequence for the `longest` document of one batch, or of each batch of an array."""
-        multiple = PADDED_MULTIPLE * self.context_size  # every rank gets as many of them of every sequence
+        multiple = PADDED_MULTIPLE * self.num_slices  # every slice has as many of them of every sequence
         padded = np.minimum(-(-longest // multiple) * multiple, self.max_seq_length)
         return np.full_like(padded, self.max_seq_length) if self.packed else padded
 
@@ -181,14 +181,14 @@ class Layout:
         lengths = np.diff(bounds)
         positions = (np.arange(ids.size) - np.repeat(bounds[:-1], lengths)) * (self.packed | real.ravel())
         mask = real.copy()
-        if not self.packed and self.context_size == 1:  # else attention ignores the mask, which tells real tokens
+        if not self.packed and self.num_slices == 1:  # else attention ignores the mask, which tells real tokens
             mask[len(sequences) :, 0] = True
         view = (1, -1) if self.packed else shape
         return Batch(
             input_ids=torch.from_numpy(ids).view(view),
             labels=torch.from_numpy(labels).view(view),
             position_ids=torch.from_numpy(positions).view(view),
-            attention_mask=None if self.packed and self.context_size == 1 else torch.from_numpy(mask).view(view),
+            attention_mask=None if self.packed and self.num_slices == 1 else torch.from_numpy(mask).view(view),
             cu_seqlens=torch.tensor(bounds, dtype=torch.int32) if self.packed else None,
             max_seqlen=shape[1],
             num_tokens=ids.size,

@@ -19,7 +19,6 @@ import dataclasses
 import glob
 import itertools
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,11 +29,10 @@ from typing import Any
 import datasets
 import fsspec  # type: ignore[import-untyped]
 import xxhash
-from datasets import Dataset, Features, Json, Value
-from datasets.data_files import DataFilesList, get_data_patterns, resolve_pattern, sanitize_patterns
+from datasets import Features, Json, Value
+from datasets.data_files import DataFilesList, get_data_patterns, resolve_pattern
 from datasets.exceptions import DatasetGenerationError
-from datasets.utils.metadata import MetadataConfigs
-from huggingface_hub import DatasetCard, try_to_load_from_cache
+from huggingface_hub import try_to_load_from_cache
 from pyarrow import csv
 
 from llm_fp8.config.options import EMBEDDED, DataConfig
@@ -49,14 +47,13 @@ VALIDATION_SPLIT = "validation"
 DATA_FILE = re.compile(r"(\.(?:jsonl?|ndjson|parquet|csv|tsv|txt|arrow|zip))(?:\.(?:gz|bz2|xz|zst|lz4))?$")
 LIKE_DATA = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|arrow)(?![a-z])[^/]*$")
 """Pattern of the names that are reported if they are not read."""
-MOST_OTHER_FILES = 10_000  # beside those of data in a folder: `datasets` lists 1,000 a second
 FIRST_ROWS = 1000
 """Number of rows of a JSON file whose columns decide how the file is read."""
 
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """A dataset and its splits."""
+    """A dataset, its splits, and the one that is read."""
 
     name: str
     path: str
@@ -65,20 +62,18 @@ class DatasetSource:
     """Split -> its data files, absolute or addresses of the hub; empty where they are unknown."""
     config: str | None = None
     flag: str = "--dataset_name"
+    split: str = ""
     is_json: bool = False
     left_out: tuple[str, ...] = ()
     """Names of data-like files that are not read."""
 
-    def split(self, wanted: str | None, flag: str, defaults: Sequence[str]) -> str:
-        """Return the split `wanted`, from the option `flag`, or else the first of `defaults` that exists."""
+    def with_split(self, wanted: str | None, flag: str, defaults: Sequence[str]) -> DatasetSource:
+        """Choose the split `wanted`, from the option `flag`, or else the first of `defaults` that exists."""
         for split in defaults if wanted is None else (wanted,):
             if split in self.files:
-                return split
+                return dataclasses.replace(self, split=split)
         has = f"{self.name} has the splits {', '.join(self.files)}"
         raise UserError(f"{flag} {wanted}: {has}." if wanted else f"{has}; choose one with {flag}.")
-
-
-SourceSplit = tuple[DatasetSource, str]
 
 
 @contextmanager
@@ -94,22 +89,22 @@ def reading_of(*sources: DatasetSource) -> Iterator[None]:
             raise error.__cause__ or error from None  # it says only that an error occurred
 
 
-def find_splits(data: DataConfig) -> tuple[list[SourceSplit], list[SourceSplit]]:
+def find_splits(data: DataConfig) -> tuple[list[DatasetSource], list[DatasetSource]]:
     """Find the splits to train on and to evaluate on; the latter are empty if a share of the former is held out."""
     sources = _open_sources(data.dataset_name, "--dataset_name")
-    train = [(source, source.split(data.split_name, "--split_name", DEFAULT_SPLITS)) for source in sources]
+    train = [source.with_split(data.split_name, "--split_name", DEFAULT_SPLITS) for source in sources]
     wanted, defaults = data.validation_split_name, (VALIDATION_SPLIT, "test", *DEFAULT_SPLITS)
     if data.eval_dataset_name is not None:
         sources = _open_sources(data.eval_dataset_name, "--eval_dataset_name")
     elif wanted is None:
-        free = all(VALIDATION_SPLIT in source.files and split != VALIDATION_SPLIT for source, split in train)
+        free = all(VALIDATION_SPLIT in source.files and source.split != VALIDATION_SPLIT for source in train)
         if data.validation_fraction is not None or not free:
             return train, []
-    evaluation = [(source, source.split(wanted, "--validation_split_name", defaults)) for source in sources]
-    places = [(source.path, source.config, source.files[split], split) for source, split in train]
-    for source, split in evaluation:
-        if (source.path, source.config, source.files[split], split) in places:
-            raise UserError(f"{source.flag} {source.name}: split {split} is trained on.")
+    evaluation = [source.with_split(wanted, "--validation_split_name", defaults) for source in sources]
+    places = [(source.path, source.config, source.files[source.split], source.split) for source in train]
+    for source in evaluation:
+        if (source.path, source.config, source.files[source.split], source.split) in places:
+            raise UserError(f"{source.flag} {source.name}: split {source.split} is trained on.")
     return train, evaluation
 
 
@@ -130,7 +125,6 @@ def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
     is_pattern = glob.has_magic(wanted) and not path.exists()
     builder, files = str(path) if path.is_dir() else wanted, dict[str, list[str]]()
     kind, beginning = DATA_FILE.search(path.name), existing_part(path)
-    others = (file for _, _, names in os.walk(path) for file in names if not DATA_FILE.search(file))
     advice = "If it is gated, use 'hf auth login' and accept its terms on the hub; else look at its name and files."
     with reading(flag, name, "the dataset", advice):
         if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
@@ -146,11 +140,8 @@ def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
         elif not path.is_dir():
             if wanted[0] in "./~" or kind is not None or wanted.count("/") > 1:
                 raise UserError(f"{flag} {name}: no such file or folder, and a hub id is OWNER/NAME.")
-        elif any(True for _ in itertools.islice(others, MOST_OTHER_FILES, None)):
-            what = f"{name}: the folder holds more than {MOST_OTHER_FILES} files that are no data"
-            raise UserError(f"{flag} {what}; name the folder of the data, or its files ('FOLDER/*.jsonl').")
         elif glob.has_magic(builder):
-            files = _patterns(path, config)
+            raise UserError(f"{flag} {name}: `datasets` reads *, ? and [ in a folder's path as a pattern; rename it.")
         source = DatasetSource(name, builder, config=config, flag=flag)
         if files:
             return _of_builder(source, data_files=files)
@@ -171,16 +162,6 @@ def _saved_files(folder: Path) -> list[str]:
     return DataFilesList([str(folder / name) for name in names], [])
 
 
-def _patterns(folder: Path, config: str | None) -> dict[str, list[str]]:
-    """Return the files of a folder, escaped: `datasets` would read a path with [, * or ? as a pattern."""
-    here, readme, card = glob.escape(str(folder.resolve())), folder / "README.md", MetadataConfigs()
-    if readme.is_file():
-        card = MetadataConfigs.from_dataset_card_data(DatasetCard.load(readme).data)
-    of_card = card.get(config or card.get_default_config_name() or "", {}).get("data_files")
-    patterns = sanitize_patterns(of_card or get_data_patterns(here))
-    return {split: [f"{here}/{name}" for name in names] for split, names in patterns.items()}
-
-
 def _of_builder(source: DatasetSource, **options: Any) -> DatasetSource:
     """Let `datasets` find the files of the splits of a hub dataset or of a folder with that layout."""
     builder = datasets.load_dataset_builder(source.path, source.config, **options)
@@ -193,16 +174,16 @@ def _of_builder(source: DatasetSource, **options: Any) -> DatasetSource:
         raise FileNotFoundError("no file matches")
     others = set(itertools.chain(*listed.values()))
     if source.config is None and Path(source.path).is_absolute():  # with files of another kind or no split
-        folder = glob.escape(str(Path(source.path).resolve()))
-        others.update(filter(LIKE_DATA.search, resolve_pattern("**", folder)))
+        others.update(filter(LIKE_DATA.search, resolve_pattern("**", str(Path(source.path).resolve()))))
     left_out = tuple(sorted(Path(name).name for name in others.difference(*files.values())))
     return dataclasses.replace(source, files=files, is_json=builder.name == "json", left_out=left_out)
 
 
-def load_split(source: DatasetSource, split: str, streaming: bool = False, num_rows: int | None = None) -> Any:
-    """Load a split, or its first `num_rows`, as a `Dataset`, or an `IterableDataset` to be read in `reading_of`."""
+def load_split(source: DatasetSource, streaming: bool = False, num_rows: int | None = None) -> Any:
+    """Load the split, or its first `num_rows`, as a `Dataset`, or an `IterableDataset` to be read in `reading_of`."""
     # Naming the files keeps `datasets` from downloading and converting every other split too.
-    files, first = source.files[split], next(iter(source.files[split]), "")
+    split, files = source.split, source.files[source.split]
+    first = next(iter(files), "")
     with reading_of(source):
         # By itself `datasets` knows a file by its time, which `cp -p` and `rsync -t` keep; an address has the revision.
         contents = [(file if streaming or "://" in file else _checksum(file),) for file in files]
@@ -241,16 +222,16 @@ def _as_text(file: str) -> dict[str, Any]:
     return {"features": Features(dict.fromkeys(named, Value("string"))), "keep_default_na": False}
 
 
-def beginning_of(source: DatasetSource, split: str, dataset: Any) -> tuple[list[str], dict[str, Any]]:
-    """Return the columns of a loaded split and its first row; `UserError` if the split is empty."""
+def beginning_of(source: DatasetSource, dataset: Any) -> tuple[list[str], dict[str, Any]]:
+    """Return the columns of the loaded split and its first row; `UserError` if the split is empty."""
+    number, features = FIRST_ROWS if source.is_json else 1, dataset.features or {}
     with reading_of(source):
-        if isinstance(dataset, Dataset) and dataset.column_names != [ROW]:
-            rows = dataset.with_format("arrow")[:1].to_pylist()  # images and the like are not decoded
-            for name in (name for name, feature in dataset.features.items() if isinstance(feature, Json)):
-                rows = [{**row, name: row[name] and read_row(row[name])} for row in rows]
-        else:
-            first = itertools.islice(dataset, FIRST_ROWS if dataset.column_names == [ROW] else 1)
-            rows = [read_row(row[ROW]) if ROW in row else row for row in first]
+        table = next(dataset.with_format("arrow").iter(number), None)  # images and the like are not decoded
+        rows = [] if table is None else table.to_pylist()
+        if source.is_json:
+            rows = [read_row(row[ROW]) for row in rows]
+        for name in (name for name, feature in features.items() if isinstance(feature, Json)):
+            rows = [{**row, name: row[name] and read_row(row[name])} for row in rows]
     if not rows:
-        raise UserError(f"{source.flag} {source.name}: split {split} has no row.")
+        raise UserError(f"{source.flag} {source.name}: split {source.split} has no row.")
     return list(dict.fromkeys(name for row in rows for name in row)), rows[0]

@@ -30,9 +30,9 @@ from transformers import PreTrainedTokenizerBase
 from llm_fp8.config.options import Config
 from llm_fp8.data.chat import trained_eos
 from llm_fp8.data.collate import Batch, Layout
-from llm_fp8.data.load import SourceSplit, beginning_of, find_splits, load_split, reading_of
+from llm_fp8.data.load import DatasetSource, beginning_of, find_splits, load_split, reading_of
 from llm_fp8.data.loader import EvalLoader, MapSequences, Sequences, Share, StreamSequences, TrainLoader
-from llm_fp8.data.rows import AS_THEY_STAND, detect_columns
+from llm_fp8.data.rows import AS_THEY_STAND, COLUMNS, OPTIONAL_COLUMNS, detect_columns
 from llm_fp8.data.tokenise import (
     DataReport,
     Document,
@@ -50,8 +50,6 @@ DEFAULT_FRACTION, DEFAULT_ROWS = 0.01, 100
 STREAMED_EVAL_ROWS = 512  # the most rows of a stream to evaluate on: of the validation split, or held out
 STREAMED_EVAL_SCAN_ROWS = 200_000  # the most rows that are read to find those held out
 STREAMED_SCAN_ROWS = 1000  # rows that are read at a time, as many as `datasets` tokenises at a time
-Options = tuple[list[str], TokeniseOptions]
-"""Columns of a dataset and the options by which its rows are tokenised."""
 
 
 def is_held_out(key: int | npt.NDArray[np.int64], fraction: float) -> Any:
@@ -100,18 +98,19 @@ def prepare_data(
     pin_memory: bool = False,
     main_process_first: Callable[[], AbstractContextManager[Any]] = nullcontext,
     split_batch: Callable[[Batch], Batch] | None = None,
+    num_slices: int = 1,
     asked_batch_size: int | None = None,
 ) -> PreparedData:
     """Load, tokenise, split and plan the data of a run. `UserError` on a dataset that cannot be found, read or used.
 
-    The ranks of a context group (--context_parallel_size) get the same sequences; `split_batch` takes a rank's slice of
-    a batch. `asked_batch_size`, by default that of `config`, is what --eval_batches counts, so that merged
-    micro-batches change nothing in it. Within `main_process_first` (such as `accelerator.local_main_process_first`) the
-    other processes wait for the main one and find its result in the cache.
+    `num_slices` neighbouring ranks get the same sequences, of which `split_batch` takes a rank's slice. --eval_batches
+    counts batches of `asked_batch_size` (default: that of `config`), so that merged micro-batches change nothing in it.
+    Within `main_process_first` (such as `accelerator.local_main_process_first`) the other processes wait for the main
+    one and find its result in the cache.
     """
-    data, size, context_size = config.data, config.data.batch_size, config.parallel.context_parallel_size
+    data, size = config.data, config.data.batch_size
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if isinstance(i, int)), 0)
-    layout = Layout(size, data.max_seq_length, pad, config.packing, context_size)
+    layout = Layout(size, data.max_seq_length, pad, config.packing, num_slices)
 
     def collate(sequences: Sequence[Sequence[Document]]) -> Batch:
         batch = layout(sequences)
@@ -121,7 +120,7 @@ def prepare_data(
 
     with main_process_first():
         sequences, evaluation, report, description, eos_ids = _Job(config, tokenizer, layout).prepare()
-    share, evals = Share(rank // context_size, world_size // context_size), None
+    share, evals = Share(rank // num_slices, world_size // num_slices), None
     train = TrainLoader(sequences, collate, size, config.optim.gradient_accumulation_steps, share)
     if len(evaluation):
         figures, read = figures_of(evaluation), document_reader(evaluation)
@@ -153,10 +152,8 @@ class _Job:
         share = DEFAULT_FRACTION if fraction is None else fraction  # of a stream, whose size nobody knows
         datasets = self.load(self.train, data.num_of_samples)
         options = self.options(self.train, datasets)
-        if self.config.model.chat_template and all(how.form in AS_THEY_STAND for _, how in options):
-            raise UserError(
-                "--chat_template: all rows are text that stands as it is, which no template touches; drop it."
-            )
+        if self.config.model.chat_template and all(each.form in AS_THEY_STAND for each in options):
+            raise UserError("--chat_template: all rows are text that no template touches; drop it.")
         if data.streaming:
             rows = self.first_rows(options, share)
             amounts = [f"{part:.2%} of the rows" for part in self.shares or [1.0]]
@@ -185,14 +182,14 @@ class _Job:
         if not len(evaluation) and (flags := [f"--{name}" for name in asking if self.config.options[name]]):
             why = report.nothing_held_out or "--validation_fraction is 0"
             raise UserError(f"{', '.join(flags)}: no row can be held out: {why}.")
-        report.unused |= {f"file '{name}'": 1 for source, _ in self.train + self.evaluation for name in source.left_out}
+        report.unused |= {f"file '{name}'": 1 for source in self.train + self.evaluation for name in source.left_out}
         seed, documents = self.config.optim.seed, content_key(figures["document_key"][chosen])
         parts = [self.shares, data.num_of_samples, share] if data.streaming else []
         content = json.dumps([documents, *parts, self.config.packing, seed, self.layout.multiple])
         identity = hashlib.sha256(content.encode()).hexdigest()[:16]
         if data.streaming:
             how = (partial(self.open_stream, options), partial(is_held_out, fraction=share), self.layout.plan, report)
-            sequences: Sequences = StreamSequences(seed, identity, [source for source, _ in self.train], *how)
+            sequences: Sequences = StreamSequences(seed, identity, self.train, *how)
         else:
             plan = self.layout.plan(figures["length"], chosen)
             sequences = MapSequences(seed, identity, plan, document_reader(rows))
@@ -202,29 +199,34 @@ class _Job:
             report.padding_efficiency = report.num_tokens / num_positions
         description = self.describe(report, document_reader(rows)(chosen[:1].tolist())[0], amounts)
         # A template may refuse the test conversation of `trained_eos`, and a call may end otherwise than an answer.
-        expected = list(dict.fromkeys(trained_eos(self.tokenizer, how.form) for _, how in options))
+        expected = list(dict.fromkeys(trained_eos(self.tokenizer, each.form) for each in options))
         taught = [end for end in expected if end in report.ends or end != self.tokenizer.eos_token_id]
         ends = dict.fromkeys([*taught, *(end for end, _ in report.ends.most_common())])
         return sequences, evaluation, report, description, tuple(ends) or tuple(expected)
 
-    def load(self, parts: Sequence[SourceSplit], num_rows: int | None) -> list[Any]:
-        return [load_split(*part, self.data.streaming, num_rows) for part in parts]
+    def load(self, parts: Sequence[DatasetSource], num_rows: int | None) -> list[Any]:
+        return [load_split(part, self.data.streaming, num_rows) for part in parts]
 
-    def options(self, parts: Sequence[SourceSplit], datasets: Sequence[Any]) -> list[Options]:
+    def options(self, parts: Sequence[DatasetSource], datasets: Sequence[Any]) -> list[TokeniseOptions]:
         """Choose how each dataset is tokenised; --columns may be meant for one of them."""
         data, options = self.data, []
-        begun = [beginning_of(*part, dataset) for part, dataset in zip(parts, datasets, strict=True)]
+        begun = [beginning_of(part, dataset) for part, dataset in zip(parts, datasets, strict=True)]
         there = [name for names, _ in begun for name in names]
         for ours, theirs in data.column_names.items():
             if parts == self.train and theirs not in there:
                 raise UserError(f"--columns {ours}={theirs}: there is no such column among {', '.join(there)}.")
-        for (source, _), (names, row) in zip(parts, begun, strict=True):
+        for source, (names, row) in zip(parts, begun, strict=True):
             renames = {ours: theirs for ours, theirs in data.column_names.items() if theirs in names}
             columns = {name: name for name in names if name not in renames.values()} | renames
             first = {ours: row.get(theirs) for ours, theirs in columns.items()}
             form = detect_columns(first, renames, f"{source.flag} {source.name}")
+            wanted = (*COLUMNS[form], *OPTIONAL_COLUMNS[form])
+            if source.is_json:  # whose later rows may have other columns than the first ones
+                columns = {name: name for name in wanted if name not in renames.values()} | columns
+            used = {ours: theirs for ours, theirs in columns.items() if ours in wanted}
+            others = [] if source.is_json else [name for name in names if name not in used.values()]
             limits = (data.max_seq_length, data.overlong, data.train_on_prompt)
-            options.append((names, TokeniseOptions(form, *limits, renames, data.template_kwargs)))
+            options.append(TokeniseOptions(form, used, others, *limits, data.template_kwargs))
         return options
 
     def mixed(self, datasets: Sequence[Dataset]) -> Sequence[Dataset]:
@@ -234,22 +236,22 @@ class _Job:
         total = min(len(dataset) / share for dataset, share in zip(datasets, self.shares, strict=True))
         return [part.take(max(1, round(total * share))) for part, share in zip(datasets, self.shares, strict=True)]
 
-    def tokenise(self, parts: Sequence[SourceSplit], datasets: Sequence[Any], options: Sequence[Options]) -> list[Any]:
+    def tokenise(self, parts: Sequence[DatasetSource], datasets: Sequence[Any], options: Sequence[Any]) -> list[Any]:
         tokenised = []
-        for (source, _), dataset, (names, how) in zip(parts, datasets, options, strict=True):
+        for source, dataset, how in zip(parts, datasets, options, strict=True):
             with reading_of(source):
-                tokenised.append(tokenise(dataset, names, self.tokenizer, how))
+                tokenised.append(tokenise(dataset, self.tokenizer, how))
         return tokenised
 
-    def open_stream(self, options: Sequence[Options]) -> IterableDataset:
+    def open_stream(self, options: Sequence[TokeniseOptions]) -> IterableDataset:
         """Open the tokenised training rows at the first one."""
         streams = self.tokenise(self.train, self.load(self.train, self.data.num_of_samples), options)
         return interleave_datasets(streams, self.shares, self.config.optim.seed) if self.shares else streams[0]
 
-    def first_rows(self, options: Sequence[Options], fraction: float) -> Dataset:
+    def first_rows(self, options: Sequence[TokeniseOptions], fraction: float) -> Dataset:
         """Read as many first rows of the stream as give enough evaluation rows."""
         wanted = min(STREAMED_EVAL_SCAN_ROWS, int(STREAMED_EVAL_ROWS / fraction)) if fraction else 1
-        with reading_of(*(source for source, _ in self.train)):
+        with reading_of(*self.train):
             stream = iter(self.open_stream(options))
             pieces = [next_rows(stream, STREAMED_SCAN_ROWS) for _ in range(0, wanted, STREAMED_SCAN_ROWS)]
         return concatenate_datasets(pieces)
@@ -261,7 +263,7 @@ class _Job:
         datasets = self.load(parts, limit)
         tokenised = self.tokenise(parts, datasets, self.options(parts, datasets))
         if limit is not None:
-            with reading_of(*(source for source, _ in parts)):
+            with reading_of(*parts):
                 tokenised = [next_rows(iter(stream), limit) for stream in tokenised]
         rows = concatenate_datasets(tokenised)
         report.count_unused(rows)
@@ -284,10 +286,10 @@ class _Job:
             text = str(self.tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False))
             sample, shown = sample + (f">>>{text[shown:]}<<<" if supervised else text[shown:]), len(text)
         kind = "packed" if self.config.packing else "padded"
-        evaluated = ", ".join(f"split {split} of {source.name}" for source, split in self.evaluation)
+        evaluated = ", ".join(f"split {source.split} of {source.name}" for source in self.evaluation)
         lines = [
             f"data: {self.data.dataset_name}, {kind} sequences of {self.data.max_seq_length} tokens",
-            *(f"  {source.name}, split {split}: {n}" for (source, split), n in zip(self.train, amounts, strict=True)),
+            *(f"  {each.name}, split {each.split}: {n}" for each, n in zip(self.train, amounts, strict=True)),
             f"  evaluated on {evaluated or 'rows held out'}",
             *report.describe(),
             "  a sample, >>>supervised<<<:",
@@ -296,7 +298,7 @@ class _Job:
         return "\n".join(lines)
 
 
-def _nothing(parts: Sequence[SourceSplit], what: str, why: str) -> UserError:
-    names = ", ".join(source.name for source, _ in parts)
-    splits = ", ".join(dict.fromkeys(split for _, split in parts))
-    return UserError(f"{parts[0][0].flag} {names}: no row of split {splits} can be {what}: {why}.")
+def _nothing(parts: Sequence[DatasetSource], what: str, why: str) -> UserError:
+    names = ", ".join(source.name for source in parts)
+    splits = ", ".join(dict.fromkeys(source.split for source in parts))
+    return UserError(f"{parts[0].flag} {names}: no row of split {splits} can be {what}: {why}.")

@@ -21,6 +21,7 @@ import json
 import textwrap
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from llm_fp8.data.json_rows import read_row
@@ -58,16 +59,17 @@ FLAGS = {"weight": True, "train": True, "training": True, "loss": True, "masked"
 SYSTEM = ("system", "developer")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 Unused = Counter[str]
+"""Unused part of a row -> number of times."""
 
 
 class Conversation(NamedTuple):
     """Messages, those left out of the loss (by number), the template's other variables, and unused parts of the row."""
 
     messages: list[dict[str, Any]]
+    unused: Unused
     excluded: frozenset[int] = frozenset()
     tools: list[Any] | None = None
-    template_kwargs: Mapping[str, Any] = {}
-    unused: Unused = Unused()
+    template_kwargs: Mapping[str, Any] = MappingProxyType({})
 
     def until(self, turn: int) -> Conversation:
         """Return the conversation before this turn."""
@@ -160,7 +162,7 @@ def conversation_of(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
     unused["'functions' beside 'tools'"] += bool(tools and functions)
     excluded = frozenset(turn for turn, (_, may_be_supervised) in enumerate(read) if not may_be_supervised)
     kwargs = _structured(row, "chat_template_kwargs") or {}
-    whole = Conversation([message for message, _ in read], excluded, tools or functions or None, kwargs, unused)
+    whole = Conversation([message for message, _ in read], unused, excluded, tools or functions or None, kwargs)
     supervised = whole.supervised_turns()
     end = supervised[-1] + 1 if supervised else 0
     if supervised:

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import signal
-import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.data.chat import FORMAT_VERSION, PLAIN_TURN, PROMPT_FORM, TEMPLATE_DATE, encode_batch
 from llm_fp8.data.json_rows import ROW, read_row
-from llm_fp8.data.rows import COLUMNS, OPTIONAL_COLUMNS, ColumnForm, conversation_of
+from llm_fp8.data.rows import ColumnForm, conversation_of
 from llm_fp8.utils.ranks import end_with_parent
 
 FEATURES = Features(
@@ -50,9 +49,8 @@ FEATURES = Features(
         "unused": Value("string"),  # JSON of what of the row is not used -> how often; few different ones
     }
 )
-_CGROUP = "/sys/fs/cgroup"
-CPU_QUOTAS = ((f"{_CGROUP}/cpu.max",), (f"{_CGROUP}/cpu/cpu.cfs_quota_us", f"{_CGROUP}/cpu/cpu.cfs_period_us"))
-"""Files of a cgroup's quota of CPU time and its period, in microseconds: version 2's, version 1's."""
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""File of a cgroup's quota of CPU time and its period, in microseconds."""
 ROWS_PER_WORKER = 10_000  # a few seconds of tokenising; a process takes half a second to start
 FIGURES = ("length", "num_supervised", "outcome", "end", "problem_key", "document_key")
 Figures = dict[str, npt.NDArray[np.int64]]
@@ -153,14 +151,16 @@ class DataReport:
 
 @dataclass(frozen=True)
 class TokeniseOptions:
-    """Options of tokenising; every field shapes the cached result."""
+    """How the rows of one dataset are tokenised; every field shapes the cached result."""
 
     form: ColumnForm
+    columns: Mapping[str, str]
+    """Our name of each column that is read -> the dataset's."""
+    other_columns: Sequence[str]
+    """Columns that are not used; those of JSON files are seen row by row."""
     max_seq_length: int
     overlong: Literal["drop", "truncate"] = "drop"
     train_on_prompt: bool = False
-    renames: Mapping[str, str] = field(default_factory=dict)
-    """Our name of a column -> the dataset's, if they differ (--columns)."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Default variables of the chat template (--chat_template_kwargs); a row's take precedence."""
 
@@ -195,28 +195,21 @@ def content_key(document_keys: Sequence[int] | npt.NDArray[np.int64]) -> str:
 def _tokenise_batch(
     batch: dict[str, list[Any]],
     row_ids: list[int],
-    columns: Mapping[str, str],
-    others: Sequence[str],
     features: Any,
     tokenizer: PreTrainedTokenizerBase,
     options: TokeniseOptions,
     main_pid: int,
 ) -> dict[str, list[Any]]:
-    """Tokenise rows to the columns of `FEATURES`; `columns` are our names -> theirs, `others` are not used."""
+    """Tokenise rows, which have the columns `features`, to the columns of `FEATURES`."""
     if main_pid != os.getpid():
         # A terminal sends Ctrl-C to workers too, and each would print a traceback.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         end_with_parent()
-    conversations, used = [], set(columns.values())
-    for i in range(len(row_ids)):
-        if ROW in batch:
-            row = read_row(batch[ROW][i])
-            names = [name for name, value in row.items() if value not in (None, "", [], {})]
-        else:
-            row = {name: _as_stored(batch[name][i], (features or {}).get(name)) for name in columns.values()}
-            names = list(others)
-        read = conversation_of({ours: row.get(theirs) for ours, theirs in columns.items()}, options.form)
-        read.unused.update(f"column '{name}'" for name in names if name not in used)
+    conversations = []
+    for row in _rows_of(batch, features):
+        read = conversation_of({ours: row.get(theirs) for ours, theirs in options.columns.items()}, options.form)
+        unread = [name for name in row.keys() - {*options.columns.values()} if row[name] not in (None, "", [], {})]
+        read.unused.update(f"column '{name}'" for name in (*options.other_columns, *unread))
         conversations.append(read._replace(template_kwargs={**options.template_kwargs, **read.template_kwargs}))
     encoded = encode_batch(conversations, options.form, tokenizer, options.train_on_prompt)
     rows: list[Sequence[Any]] = []
@@ -234,6 +227,15 @@ def _tokenise_batch(
         end = ids[-1] if outcome is Outcome.USED else -1
         rows.append((ids, supervised, len(ids), sum(supervised[1:]), int(outcome), end, *keys, row_id, unused))
     return {name: [values[i] for values in rows] for i, name in enumerate(FEATURES)}
+
+
+def _rows_of(batch: dict[str, list[Any]], features: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a batch as their file has them."""
+    if ROW in batch:
+        yield from map(read_row, batch[ROW])
+        return
+    for values in zip(*batch.values(), strict=True):
+        yield {name: _as_stored(value, (features or {}).get(name)) for name, value in zip(batch, values, strict=True)}
 
 
 def _as_stored(value: Any, feature: Any) -> Any:
@@ -260,23 +262,13 @@ def cache_key(dataset_fingerprint: str, tokenizer: PreTrainedTokenizerBase, opti
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def tokenise(
-    dataset: Dataset | IterableDataset,
-    names: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    options: TokeniseOptions,
-) -> Any:
-    """Tokenise a dataset or stream with the columns `names`; a dataset's result is cached."""
-    wanted = (*COLUMNS[options.form], *OPTIONAL_COLUMNS[options.form])
-    free = {name: name for name in wanted if name not in options.renames.values()}
-    is_json = dataset.column_names == [ROW]  # whose rows may have other columns than the first ones
-    columns = {ours: theirs for ours, theirs in {**free, **options.renames}.items() if theirs in names or is_json}
-    read = [ROW] if is_json else list(columns.values())
-    selected = dataset.select_columns(read)
-    others = [name for name in names if name not in columns.values()]
-    how: dict[str, Any] = {"batched": True, "with_indices": True, "remove_columns": read, "features": FEATURES}
-    how["fn_kwargs"] = {"columns": columns, "others": others, "features": selected.features, "tokenizer": tokenizer}
-    how["fn_kwargs"] |= {"options": options, "main_pid": os.getpid()}
+def tokenise(dataset: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, options: TokeniseOptions) -> Any:
+    """Tokenise a dataset or stream; a dataset's result is cached."""
+    columns = [ROW] if dataset.column_names == [ROW] else list(options.columns.values())
+    selected = dataset.select_columns(columns)
+    how: dict[str, Any] = {"batched": True, "with_indices": True, "remove_columns": columns, "features": FEATURES}
+    arguments = {"tokenizer": tokenizer, "options": options, "main_pid": os.getpid()}
+    how["fn_kwargs"] = {"features": selected.features, **arguments}
     if isinstance(selected, IterableDataset):
         return selected.map(_tokenise_batch, **how)
     key = cache_key(dataset._fingerprint, tokenizer, options)
@@ -288,13 +280,10 @@ def tokenise(
 
 
 def cores_of_job() -> int:
-    """Count the cores that affinity, Slurm's allocation on the host and the cgroup's quota allow this process."""
-    counts = [len(os.sched_getaffinity(0)), int(os.environ.get("SLURM_CPUS_ON_NODE", sys.maxsize))]
-    for files in CPU_QUOTAS:  # "max" or -1 stands for none
-        words = " ".join(Path(file).read_text() for file in files if Path(file).exists()).split()
-        if len(words) == 2 and words[0].isdigit():
-            counts.append(math.ceil(int(words[0]) / int(words[1])))
-    return max(1, min(counts))
+    """Count the cores that this process may use by its affinity and its container's quota."""
+    cores = len(os.sched_getaffinity(0))
+    quota, period = CPU_QUOTA.read_text().split() if CPU_QUOTA.exists() else ("max", "")
+    return cores if quota == "max" else min(cores, math.ceil(int(quota) / int(period)))
 
 
 def next_rows(stream: Iterator[dict[str, Any]], number: int) -> Dataset:

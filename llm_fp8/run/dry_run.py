@@ -51,6 +51,7 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
         rank=ranks.rank,
         world_size=ranks.world_size,
         main_process_first=PartialState(cpu=not torch.cuda.is_available()).local_main_process_first,
+        num_slices=config.parallel.context_parallel_size,
     )
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

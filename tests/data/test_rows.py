@@ -52,23 +52,12 @@ def _chat(number: int, **further: Any) -> dict[str, Any]:
     return {"messages": turns, **further}
 
 
-@pytest.mark.parametrize(
-    ("slurm", "files", "cores"),
-    [
-        (None, {"cpu.max": "max 100000"}, 64),
-        (None, {"cpu.max": "350000 100000"}, 4),
-        ("3", {"quota": "-1", "period": "100000"}, 3),
-        (None, {"quota": "600000", "period": "100000"}, 6),
-    ],
-)
-def test_the_cores_of_a_job(slurm, files, cores, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("quota", "cores"), [("max 100000", 64), ("350000 100000", 4)])
+def test_the_cores_of_a_job(quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    monkeypatch.setattr(tokenise, "CPU_QUOTAS", ((tmp_path / "cpu.max",), (tmp_path / "quota", tmp_path / "period")))
-    monkeypatch.delenv("SLURM_CPUS_ON_NODE", raising=False)
-    if slurm:
-        monkeypatch.setenv("SLURM_CPUS_ON_NODE", slurm)
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(tokenise, "CPU_QUOTA", tmp_path / "cpu.max")
+    assert tokenise.cores_of_job() == 64
+    (tmp_path / "cpu.max").write_text(quota)
     assert tokenise.cores_of_job() == cores
 
 

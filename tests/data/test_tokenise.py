@@ -19,20 +19,17 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llm_fp8.data import tokenise as module
 from llm_fp8.data.embedded import MODEL_DIR
-from llm_fp8.data.tokenise import Outcome, TokeniseOptions, cache_key, document_reader
+from llm_fp8.data.tokenise import Outcome, TokeniseOptions, cache_key, document_reader, tokenise
 from tests.support.small import write_jsonl
 
-OPTIONS = TokeniseOptions("problem_solution", max_seq_length=64)
+COLUMNS = {"problem": "problem", "generated_solution": "generated_solution"}
+OPTIONS = TokeniseOptions("problem_solution", COLUMNS, ["other"], max_seq_length=64)
 ROWS = [
     {"problem": "What is 7 * 8?", "generated_solution": "The answer is \\boxed{56}.", "other": 1},
     {"problem": "What is 7 * 9?", "generated_solution": "1 2 3 4 5 6 7 8 9 " * 20, "other": 2},
     {"problem": "What is 7 * 7?", "generated_solution": "", "other": 3},
     {"problem": "1 2 3 4 5 6 7 8 9 " * 20, "generated_solution": "49", "other": 4},
 ]
-
-
-def tokenise(dataset: Dataset, *how: Any) -> Dataset:
-    return module.tokenise(dataset, dataset.column_names, *how)
 
 
 @pytest.fixture
@@ -92,7 +89,7 @@ def test_everything_that_shapes_the_tokens_changes_the_key(
     more_tokens.add_tokens(["<new>"])
     keys.add(cache_key("d", more_tokens, OPTIONS))
     changes = {"form": "text", "max_seq_length": 65, "overlong": "truncate", "train_on_prompt": True}
-    for name, value in {**changes, "renames": {"problem": "question"}}.items():
+    for name, value in {**changes, "columns": {"problem": "question"}}.items():
         keys.add(cache_key("d", tokenizer, dataclasses.replace(OPTIONS, **{name: value})))
     for constant, value in (("FORMAT_VERSION", 1_000), ("PROMPT_FORM", "Q: {problem}"), ("PLAIN_TURN", "{role}")):
         monkeypatch.setattr(module, constant, value)

@@ -29,13 +29,13 @@ DOCUMENTS = [_document(length, row_id) for row_id, length in enumerate(LENGTHS)]
 
 def _packed(size: int, capacity: int = 96) -> Batch:
     """The documents in rows of `capacity` tokens, and one row more than they need."""
-    layout = Layout(6, capacity, PAD, packed=True, context_size=size)
+    layout = Layout(6, capacity, PAD, packed=True, num_slices=size)
     plan = pack(LENGTHS, capacity, layout.multiple)
     return layout([[DOCUMENTS[i] for i in plan[row]] for row in range(len(plan))])
 
 
 def _padded(size: int) -> Batch:
-    return Layout(10, 96, PAD, packed=False, context_size=size)([[document] for document in DOCUMENTS])
+    return Layout(10, 96, PAD, packed=False, num_slices=size)([[document] for document in DOCUMENTS])
 
 
 BATCHES = {"packed": _packed, "padded": _padded}
