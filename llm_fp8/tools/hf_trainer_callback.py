@@ -17,7 +17,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO, get_args
 
@@ -49,6 +49,29 @@ def can_record() -> bool:
     return torch.cuda.is_available()
 
 
+def certify_step(
+    step: Callable[[], object],
+    model: nn.Module,
+    precision: RequestedPrecision,
+    recipe: str | None = None,
+    optimizer: optim.Optimizer | None = None,
+    num_micro_batches: int = 1,
+) -> Certificate:
+    """Call `step`, an optimizer step of any loop but not its first, and return its certificate. All processes call this
+    and get the worst of their certificates. Raises `UserError` without an NVIDIA GPU.
+
+    `precision` is the requested one, `recipe` its --fp8_scenario (default: that of CertificateCallback). An `optimizer`
+    must hold all trained parameters. `num_micro_batches`: forward and backward passes in the step.
+    """
+    _check("precision", precision, get_args(RequestedPrecision))
+    _check("recipe", recipe, recipe_names())
+    if not can_record():
+        raise UserError("certify_step records the kernels of an NVIDIA GPU, and there is none here.")
+    with record_kernels() as profile:
+        step()
+    return _judge(profile, model, optimizer, precision, os.environ, num_micro_batches, recipe)
+
+
 class CertificateCallback(TrainerCallback):
     """Records and judges one optimizer step of a Trainer; without an NVIDIA GPU it prints that it cannot.
 
@@ -60,17 +83,15 @@ class CertificateCallback(TrainerCallback):
     """
 
     def __init__(self, precision: RequestedPrecision | None = None, step: int = 5) -> None:
-        if precision not in (None, *get_args(RequestedPrecision)):
-            raise ValueError(f"precision {precision!r}: give {', '.join(get_args(RequestedPrecision))}, or None")
+        _check("precision", precision, get_args(RequestedPrecision))
         if step < 1:
             raise ValueError(f"step {step}: the first optimizer step is 1")
-        self._launch = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+        self._launch = dict(os.environ)  # with what `accelerate launch` requests, which a program may remove
         self._precision = precision
         self._step = step
         self._recorded_step = 0
         self._num_micro_batches = 0
-        self._recording: contextlib.ExitStack | None = None
-        self._profile: Any = None
+        self._recording: tuple[contextlib.ExitStack, Any] | None = None
         self._begin_j = math.nan
         self._begin_step = 0
         self.certificate: Certificate | None = None
@@ -93,8 +114,8 @@ class CertificateCallback(TrainerCallback):
         if state.global_step + 1 != self._recorded_step or self.certificate is not None or not can_record():
             return
         self._num_micro_batches = 1
-        self._recording = contextlib.ExitStack()
-        self._profile = self._recording.enter_context(record_kernels())
+        recording = contextlib.ExitStack()
+        self._recording = recording, recording.enter_context(record_kernels())
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
         self._num_micro_batches += 1
@@ -103,24 +124,25 @@ class CertificateCallback(TrainerCallback):
         """Judge the recorded step. Raises `SystemExit` with code 1 on every process if one of them failed."""
         if self._recording is None:
             return
-        self._recording.close()
+        recording, profile = self._recording
         self._recording = None
+        recording.close()
         requested = requested_precision(self._precision, self._launch, args)
-        of_rank = self._judge(kwargs["model"], kwargs["optimizer"], requested)
-        self._profile = None
-        certificate = self.certificate = worst(gathered(of_rank))
-        path = Path(args.output_dir or ".") / "certificate.json"
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        certificate = _judge(profile, model, optimizer, requested, self._launch, self._num_micro_batches)
+        self.certificate = certificate
         if state.is_world_process_zero:
+            path = Path(args.output_dir or ".", "certificate.json")
             write_json_atomic(path, certificate.to_dict())
             _print_line(certificate.describe(), sys.stdout)
-        if certificate.verdict == "failed":
-            if state.is_world_process_zero:
+            if certificate.verdict == "failed":
                 sentence = certificate.failure(path, "without CertificateCallback it trains all the same")
                 _print_line(f"error: {sentence}", sys.stderr)
+            elif certificate.verdict == "undetermined":
+                _print_line(f"WARNING: this run could not be certified: {'; '.join(certificate.reasons)}.", sys.stdout)
+        if certificate.verdict == "failed":
             PartialState().wait_for_everyone()  # the launcher kills the others as soon as one process ends
             raise SystemExit(EXIT_FAILED_CHECK)
-        if certificate.verdict == "undetermined" and state.is_world_process_zero:
-            _print_line(f"WARNING: this run could not be certified: {'; '.join(certificate.reasons)}.", sys.stdout)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
         """Write the energy of all GPUs since the training began, evaluations included, if all of them have counters."""
@@ -130,80 +152,65 @@ class CertificateCallback(TrainerCallback):
         total_j = sum(all_j)
         num_steps = state.global_step - self._begin_step
         if state.is_world_process_zero and num_steps > 0 and math.isfinite(total_j):
-            path = Path(args.output_dir or ".") / "certificate.json"
             figures = {"energy_j": total_j, "num_steps": num_steps, "num_gpus": len(all_j)}
+            path = Path(args.output_dir or ".", "certificate.json")
             write_json_atomic(path, {**self.certificate.to_dict(), "energy": figures})
             line = f"energy: {total_j:,.0f} J in {num_steps} steps, {total_j / num_steps:,.1f} J a step"
             _print_line(line, sys.stdout)
 
-    def _judge(
-        self, model: nn.Module, optimizer: optim.Optimizer | None, requested: str, recipe: str | None = None
-    ) -> Certificate:
-        """Judge the recorded step, right after it; `model` as Accelerate converted it, without DDP.
 
-        An fp8 run must run three fp8 GEMMs in a micro-batch for each trained weight of Transformer Engine's layers, two
-        where nothing below it is trained, and one more where the layer is recomputed. For torchao's layers it is the
-        number of fp8 GEMMs of their recipe. A model with neither must run three for every linear layer whose sizes fp8
-        can take. A value of fp8_config that differs from the recipe in force is a failure too.
-        """
-        kernels = kernel_times(self._profile)
-        backend = backend_in(model)
-        layers = list(backend.linears_of(model).values())
-        state = backend.state(layers)
-        config = getattr(extract_model_from_parallel(model), "config", None)
-        failures = list[str]()
-        remarks = list[str]()
-        if requested == "fp8":
-            expected = _expected_in_fp8(model, layers, self._launch, state, recipe)
-            failures, remarks = _compare_recipe(layers, self._launch)
-            left = _convertible(model) if layers else []
-            if left:
-                remarks.append(
-                    f"{len(left)} linear layers that fp8 could compute were not converted, such as {left[0]}"
-                )
-        else:
-            compute = _COMPUTE[next(model.parameters()).dtype] if requested == "no" else requested
-            expected = ExpectedKernels(compute, compute)
-        failures += [] if optimizer is None else _not_trained(model, optimizer)
-        certificate = certify(
-            expected,
-            kernels,
-            state,
-            num_micro_batches=self._num_micro_batches,
-            attention=chosen_attention(config) if isinstance(config, PretrainedConfig) else None,
-            rank=distributed.get_rank() if distributed.is_initialized() else 0,
-        )
-        return dataclasses.replace(
-            certificate,
-            verdict="failed" if failures else certificate.verdict,
-            reasons=[*certificate.reasons, *failures],
-            remarks=[*certificate.remarks, *remarks],
-        )
-
-
-def certify_step(
-    step: Callable[[], object],
+def _judge(
+    profile: Any,
     model: nn.Module,
-    precision: RequestedPrecision,
+    optimizer: optim.Optimizer | None,
+    requested: str,
+    launch: Mapping[str, str],
+    num_micro_batches: int,
     recipe: str | None = None,
-    optimizer: optim.Optimizer | None = None,
-    num_micro_batches: int = 1,
 ) -> Certificate:
-    """Call `step`, an optimizer step of any loop but not its first, and return its certificate. All processes call this
-    and get the worst of their certificates. Raises `UserError` without an NVIDIA GPU.
+    """Judge the recorded step, right after it; return the worst certificate of all processes. `model` is as Accelerate
+    converted it, without DDP. Collective.
 
-    `precision` is the requested one, `recipe` its --fp8_scenario (default: that of CertificateCallback). An `optimizer`
-    must hold all trained parameters. `num_micro_batches`: forward and backward passes in the step.
+    An fp8 run must run three fp8 GEMMs in a micro-batch for each trained weight of Transformer Engine's layers, two
+    where nothing below it is trained, and one more where the layer is recomputed. For torchao's layers it is the
+    number of fp8 GEMMs of their recipe. A model with neither must run three for every linear layer whose sizes fp8
+    can take. A value of fp8_config that differs from the recipe in force is a failure too.
     """
-    callback = CertificateCallback(precision)
-    if recipe not in (None, *recipe_names()):
-        raise ValueError(f"recipe {recipe!r}: give {', '.join(recipe_names())}, or None")
-    if not can_record():
-        raise UserError("certify_step records the kernels of an NVIDIA GPU, and there is none here.")
-    callback._num_micro_batches = num_micro_batches
-    with record_kernels() as callback._profile:
-        step()
-    return worst(gathered(callback._judge(model, optimizer, precision, recipe)))
+    backend = backend_in(model)
+    layers = list(backend.linears_of(model).values())
+    state = backend.state(layers)
+    config = getattr(extract_model_from_parallel(model), "config", None)
+    failures, remarks = list[str](), list[str]()
+    if requested == "fp8":
+        expected = _expected_in_fp8(model, layers, launch, state, recipe)
+        failures, remarks = _compare_recipe(layers, launch)
+        if layers and (left := _convertible(model)):
+            remarks.append(f"{len(left)} linear layers that fp8 could compute were not converted, such as {left[0]}")
+    else:
+        compute = _COMPUTE[next(model.parameters()).dtype] if requested == "no" else requested
+        expected = ExpectedKernels(compute, compute)
+    if optimizer is not None:
+        failures += _not_trained(model, optimizer)
+    certificate = certify(
+        expected,
+        kernel_times(profile),
+        state,
+        num_micro_batches=num_micro_batches,
+        attention=chosen_attention(config) if isinstance(config, PretrainedConfig) else None,
+        rank=distributed.get_rank() if distributed.is_initialized() else 0,
+    )
+    certificate = dataclasses.replace(
+        certificate,
+        verdict="failed" if failures else certificate.verdict,
+        reasons=[*certificate.reasons, *failures],
+        remarks=[*certificate.remarks, *remarks],
+    )
+    return worst(gathered(certificate))
+
+
+def _check(name: str, value: str | None, known: Sequence[str]) -> None:
+    if value not in (None, *known):
+        raise ValueError(f"{name} {value!r}: give {', '.join(known)}, or None")
 
 
 def _print_line(line: str, stream: TextIO) -> None:
@@ -233,14 +240,15 @@ def _expected_in_fp8(
 ) -> ExpectedKernels:
     is_torchao = state.library == "torchao"
     scenario = scenario or (next(iter(state.recipes), DEFAULTS["torchao"]) if is_torchao else te_recipe(launch))
-    recomputed_layers = [layer for layer in model.modules() if getattr(layer, "gradient_checkpointing", False) is True]
-    recomputed = {module for layer in recomputed_layers for module in layer.modules()}
     num_trained = {layer: sum(weight.requires_grad for weight in linear_weights(layer)) for layer in layers}
-    # torch.compile decides whether a recomputed layer of torchao computes fprop again.
-    num_recomputed = 0 if is_torchao else sum(num_trained[layer] for layer in layers if layer in recomputed)
-    coverage = measure_coverage(model, layers, "bf16", {}, most_in_fp8=gemms_in_fp8(scenario))
     num_weights = sum(num_trained.values()) if layers else len(_convertible(model))
     num_spared = sum(num_trained.get(module, 0) for module in _trained_first(model))
+    num_recomputed = 0
+    if not is_torchao:  # where torch.compile decides whether a recomputed layer computes fprop again
+        parts = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False) is True]
+        recomputed = {module for part in parts for module in part.modules()}
+        num_recomputed = sum(num_trained[layer] for layer in layers if layer in recomputed)
+    coverage = measure_coverage(model, layers, "bf16", {}, most_in_fp8=gemms_in_fp8(scenario))
     return ExpectedKernels(
         precision=f"fp8 {scenario}",
         compute="bf16",  # Accelerate's autocast around what is not in fp8
@@ -263,8 +271,7 @@ def _compare_recipe(layers: list[nn.Module], launch: Mapping[str, str]) -> tuple
     """Compare fp8_config with the recipe in force: values of the file that differ are failures, defaults remarks."""
     states = [getattr(layer, "fp8_meta", {}) for layer in layers]
     recipe = next((state["recipe"] for state in states if "recipe" in state), None)
-    failures = list[str]()
-    remarks = list[str]()
+    failures, remarks = list[str](), list[str]()
     for name in (*RECIPE_ENTRIES, "margin"):
         variable = PREFIX + name.removeprefix("fp8_").upper()
         value = getattr(recipe, name, launch.get(variable, ""))
@@ -277,7 +284,7 @@ def _compare_recipe(layers: list[nn.Module], launch: Mapping[str, str]) -> tuple
 
 def _not_trained(model: nn.Module, optimizer: optim.Optimizer) -> list[str]:
     lost = not_optimised(model, optimizer)
-    # An optimizer that holds none of the parameters holds shards or copies, as under DeepSpeed.
+    # An optimizer that holds none of the parameters holds shards or copies, as ZeRO's does.
     if not lost or len(lost) == sum(parameter.requires_grad for parameter in model.parameters()):
         return []
     return [f"the optimizer does not hold {len(lost)} of the parameters that require a gradient, such as {lost[0]}"]
