@@ -1,21 +1,22 @@
 """Does a model fit, and with which options? GPU memory for each way of training and sharding, without GPU or weights.
 
-`llm-fp8 memory` and scripts/memory.py. `llm_fp8.distributed.memory` computes the figures.
+`llm-fp8 memory` and scripts/memory.py. `llm_fp8.settle.memory` computes the figures.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import itertools
 import os
 import re
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from llm_fp8.config.options import EMBEDDED, Config, ModelConfig
+from llm_fp8.config.options import EMBEDDED, Config, ModelConfig, PrecisionConfig
 from llm_fp8.config.recipes import DEFAULTS
+from llm_fp8.config.validation import check_declared
 from llm_fp8.models import bundled_architectures
 from llm_fp8.tools.programs import wide_console
 from llm_fp8.utils.errors import OneSentenceParser, UserError, did_you_mean, positive
@@ -28,8 +29,14 @@ if TYPE_CHECKING:
     from llm_fp8.settle.machine import Machine
     from llm_fp8.settle.memory import RunSize
 
-GPUS = {"h200": 139.8, "h100": 79.2, "a100": 79.1, "l40s": 44.4, "4090": 23.6}
-"""A GPU's name -> its memory in GiB as torch reports it; the largest, where there are several sizes."""
+GPUS = {
+    "h200": (139.8, (9, 0)),
+    "h100": (79.2, (9, 0)),
+    "a100": (79.1, (8, 0)),
+    "l40s": (44.4, (8, 9)),
+    "4090": (23.6, (8, 9)),
+}
+"""A GPU's name -> its memory in GiB as torch reports it, the largest of several sizes, and its compute capability."""
 
 WAYS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -72,8 +79,8 @@ class Row(NamedTuple):
         model = config.model  # which `model_words` name
         default = Config().with_options(model_name=model.model_name, random_init=model.random_init).options
         options = {name: value for name, value in config.options.items() if value != default[name]}
-        given = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
-        return shlex.join([*words, *model_words, *given])
+        changed = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
+        return shlex.join([*words, *model_words, *changed])
 
     def to_dict(self, model_words: list[str]) -> dict[str, Any]:
         estimate = self.run.estimate()
@@ -103,26 +110,28 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def gpu_memory(name: str | None) -> tuple[str, float, bool]:
-    """The GPU's name, its memory in GiB, and whether it has fp8. Raises `UserError` for an unknown GPU."""
-    if name is None:
-        import torch
+def assumed_machine(gpu: str | None, num_gpus: int) -> Machine:
+    """The machine of --gpu, or with so many of this machine's GPUs. Raises `UserError` for an unknown GPU."""
+    from llm_fp8.settle.machine import assume, look
 
-        if not torch.cuda.is_available():
+    ranks = LaunchRanks(world_size=num_gpus, local_world_size=num_gpus)
+    if gpu is None:
+        here = look(PrecisionConfig(), LaunchRanks(), asks_te=False)
+        if here.gpu is None or here.gpu_gib is None:
             raise UserError(f"--gpu: this machine has none, so name one ({', '.join(GPUS)}) or give its memory in GiB.")
-        properties = torch.cuda.get_device_properties(0)
-        return properties.name, properties.total_memory / 2**30, (properties.major, properties.minor) >= (8, 9)
-    plain = re.sub(r"nvidia|geforce|rtx|tesla|sxm\d?|pcie|hbm\de?|(?<=\w)[-_ ]", "", name.lower())
+        return assume(ranks, here.gpu, here.gpu_gib, here.capability)
+    plain = re.sub(r"nvidia|geforce|rtx|tesla|sxm\d?|pcie|hbm\de?|(?<=\w)[-_ ]", "", gpu.lower())
     size = r"([1-9]\d*(?:\.\d+)?)"
-    found = re.fullmatch(rf"({'|'.join(GPUS)})(?:{size}gi?b)?|{size}(?:gi?b)?", plain)
-    if found is None:
+    match = re.fullmatch(rf"({'|'.join(GPUS)})(?:{size}gi?b)?|{size}(?:gi?b)?", plain)
+    if match is None:
         names, near = ", ".join(GPUS), did_you_mean(plain, GPUS)
-        raise UserError(f"--gpu {name}: give a known name ({names}) or the GPU's memory in GiB, as 80{near}.")
-    key, stated, alone = found.groups()
-    if key is None:
-        return f"a GPU of {alone} GiB", float(alone), True
-    usual = stated is None or abs(float(stated) - GPUS[key]) < 4
-    return name, GPUS[key] if usual else float(stated), key != "a100"
+        raise UserError(f"--gpu {gpu}: give a known name ({names}) or the GPU's memory in GiB, as 80{near}.")
+    name, stated_gib, gib = match.groups()
+    if name is None:
+        return assume(ranks, f"a GPU of {gib} GiB", float(gib))
+    known_gib, capability = GPUS[name]
+    is_known = stated_gib is None or abs(float(stated_gib) - known_gib) < 4
+    return assume(ranks, gpu, known_gib if is_known else float(stated_gib), capability)
 
 
 def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
@@ -140,69 +149,61 @@ def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
     return load_config(resolve_source(ModelConfig(model_name=name, random_init=True))), words
 
 
-def rows_of(
-    options: argparse.Namespace,
-    hf_config: PretrainedConfig,
-    model_words: list[str],
-    machine: Machine,
-    precision: Literal["bf16", "fp8"],
-) -> list[Row]:
+def rows_of(config: Config, hf_config: PretrainedConfig, machine: Machine) -> list[Row]:
     """The rows of every way of training in every sharding mode, the cheapest that fits first."""
     from llm_fp8.models.build import count_parameters
     from llm_fp8.settle.memory import RunSize
     from llm_fp8.settle.settle import settle
 
-    sizes = {name: getattr(options, name) for name in SIZES}
-    model = {"model_name": options.model_name, "random_init": "--random_init" in model_words}
-    config = Config().with_options(use_te=True, mixed_precision=precision, **model, **sizes)
-    recipe = DEFAULTS["te"] if precision == "fp8" else "bf16"
-    num_parameters, gpu_gib, rows = count_parameters(hf_config), machine.gpu_gib or 0.0, []
-    for way, changes in WAYS.items():
-        for mode in ("ddp", "fsdp_grad", "fsdp_full") if options.num_gpus > 1 else ("single",):
-            if mode.startswith("fsdp") and "offload_optimizer" in changes:
+    recipe = DEFAULTS["te"] if config.precision.mixed_precision == "fp8" else "bf16"
+    num_gpus, gpu_gib = machine.ranks.world_size, machine.gpu_gib or 0.0
+    modes = ("ddp", "fsdp_grad", "fsdp_full") if num_gpus > 1 else ("single",)
+    num_parameters, rows = count_parameters(hf_config), []
+    for (way, changes), mode in itertools.product(WAYS.items(), modes):
+        run = RunSize(config, hf_config, recipe, mode, num_gpus, num_parameters).changed(**changes)
+        try:
+            check_declared(run.config, mode)
+        except UserError:  # such as --fp8_recast_weights of a run in bf16
+            continue
+        if run.spec is None:  # without a TE decoder for this model its activations are not counted
+            if "gradient_checkpointing" in changes:
                 continue
-            if precision == "bf16" and "fp8_recast_weights" in changes:
-                continue
-            run = RunSize(config, hf_config, recipe, mode, options.num_gpus, num_parameters).changed(**changes)
-            if run.spec is None:  # without a TE decoder for this model its activations are not counted
-                if "gradient_checkpointing" in changes:
-                    continue
-                run = run.changed(use_te=False)
+            run = run.changed(use_te=False)
+        fitted = run.fitted(gpu_gib)
+        if fitted is None and run.sharded:  # whole gradients are kept between the micro-batches of a step
+            run = run.changed(sync_every_micro_batch=True)
             fitted = run.fitted(gpu_gib)
-            if fitted is None and run.sharded:  # whole gradients are kept between the micro-batches of a step
-                run = run.changed(sync_every_micro_batch=True)
-                fitted = run.fitted(gpu_gib)
-            if fitted is not None:
-                with contextlib.suppress(UserError):  # what a run would refuse does not fit either
-                    run_config = fitted.config if mode == "single" else fitted.config.with_options(sharding_mode=mode)
-                    settle(run_config, hf_config, machine, num_parameters=num_parameters)
-                    rows.append(Row(way, run, fitted))
-                    continue
-            rows.append(Row(way, run, None))
+        if fitted is not None:
+            requested = fitted.config.with_options(sharding_mode=mode)
+            try:
+                settle(requested, hf_config, machine, num_parameters=num_parameters)
+            except UserError:  # what a run would refuse does not fit either
+                fitted = None
+        rows.append(Row(way, run, fitted))
     return sorted(rows, key=lambda row: (row.fitted is None, row.fits != "yes"))
 
 
 def main() -> int:
     options = parse(sys.argv[1:])
-    gpu, gpu_gib, has_fp8 = gpu_memory(options.gpu)
-    if options.mixed_precision == "fp8" and not has_fp8:
-        raise UserError(f"--mixed_precision fp8: {gpu} has no fp8; drop it for bf16.")
-    precision: Literal["bf16", "fp8"] = options.mixed_precision or ("fp8" if has_fp8 else "bf16")
+    machine = assumed_machine(options.gpu, options.num_gpus)
+    if options.mixed_precision == "fp8" and not machine.has_fp8:
+        raise UserError(f"--mixed_precision fp8: {machine.gpu} has no fp8; drop it for bf16.")
+    precision = options.mixed_precision or ("fp8" if machine.has_fp8 else "bf16")
     hf_config, model_words = find_model(options.model_name)
 
     from rich.table import Column, Table
 
     from llm_fp8.models.source import require_positions
-    from llm_fp8.settle.machine import assume
 
     require_positions(hf_config, options.max_seq_length, options.model_name, "--max_seq_length")
-    ranks = LaunchRanks(world_size=options.num_gpus, local_world_size=options.num_gpus)
-    machine = assume(ranks, gpu, gpu_gib, (9, 0) if has_fp8 else (8, 0))
-    rows = rows_of(options, hf_config, model_words, machine, precision)
+    model = {"model_name": options.model_name, "random_init": "--random_init" in model_words}
+    sizes = {name: getattr(options, name) for name in SIZES}
+    config = Config().with_options(use_te=True, mixed_precision=precision, **model, **sizes)
+    rows = rows_of(config, hf_config, machine)
     console = wide_console(markup=False, soft_wrap=True)  # names may hold brackets
     billions = rows[0].run.num_parameters / 1e9
     shape = f"{options.batch_size} x {options.max_seq_length:,}"
-    where = f"on {options.num_gpus} x {gpu} ({gpu_gib:.1f} GiB)"
+    where = f"on {options.num_gpus} x {machine.gpu} ({machine.gpu_gib:.1f} GiB)"
     console.print(f"{options.model_name}, {billions:.2f} billion parameters, {precision}, {shape} tokens {where}")
     table = Table(
         "training", "sharding", Column("GiB per GPU", justify="right"), Column("needs", justify="right"), "fits"
@@ -219,7 +220,8 @@ def main() -> int:
     else:
         console.print("nothing fits: take more GPUs or shorter rows")
     if options.output is not None:
-        given = {name: str(value) for name, value in vars(options).items()}
+        typed = {name: str(value) for name, value in vars(options).items()}
         content = [row.to_dict(model_words) for row in rows]
-        write_json_atomic(options.output, {"options": given, "gpu": gpu, "gpu_gib": gpu_gib, "rows": content})
+        figures = {"options": typed, "gpu": machine.gpu, "gpu_gib": machine.gpu_gib, "rows": content}
+        write_json_atomic(options.output, figures)
     return 0

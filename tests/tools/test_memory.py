@@ -12,7 +12,7 @@ import pytest
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.tools import memory
-from llm_fp8.tools.memory import find_model, gpu_memory
+from llm_fp8.tools.memory import assumed_machine, find_model
 from llm_fp8.tools.programs import wide_console
 from llm_fp8.utils.errors import UserError
 from tests.support.small import tiny_config
@@ -38,13 +38,13 @@ def figures(tmp_path, monkeypatch, capsys):
     + [("rtx 4090", 23.6), ("A100-SXM4-80GB", 79.1), ("A100-40GB", 40), ("H100 94 GB", 94), ("80 GB", 80)],
 )
 def test_gpu_memory_comes_from_a_name_or_a_number(name, gib):
-    assert gpu_memory(name)[1] == gib
+    assert assumed_machine(name, num_gpus=1).gpu_gib == gib
 
 
 @pytest.mark.parametrize("name", ["H900", "H1000", "GH200", "H100:2", "L40", "4090 Ti", "-3", "0", "nan", ""])
 def test_an_unknown_gpu_is_refused(name):
     with pytest.raises(UserError, match="--gpu"):
-        gpu_memory(name)
+        assumed_machine(name, num_gpus=1)
 
 
 @pytest.mark.parametrize(
