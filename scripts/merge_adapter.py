@@ -44,12 +44,11 @@ def main() -> int:
     # After the parser: --help and mistakes answer without loading these.
     from llm_fp8.models.build import model_on_meta, without_towers
     from llm_fp8.models.export import export_hf
-    from llm_fp8.models.lora import merged_by_peft
+    from llm_fp8.models.exported import adapter_base, load_exported, merged_by_peft, tokenizer_of
     from llm_fp8.models.model import Model
     from llm_fp8.models.side_files import Origin
     from llm_fp8.models.source import ModelSource
     from llm_fp8.models.weights import StoredCheckpoint, weight_files
-    from llm_fp8.tools.evaluate import adapter_base, load_exported, tokenizer_of
     from llm_fp8.utils.console import quiet_libraries
     from llm_fp8.utils.json_files import read_json
 

@@ -19,9 +19,7 @@ import itertools
 import math
 import re
 import zlib
-from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +32,7 @@ from llm_fp8.config.options import ALL_LINEAR, DECODER_LINEARS, EXPERTS, LoraCon
 from llm_fp8.models.build import auto_class, read_by_kernels
 from llm_fp8.models.experts import expert_weights, routed_modules
 from llm_fp8.models.model import Model, is_adapter, name_without_adapter
-from llm_fp8.models.weights import finite, local_shard
+from llm_fp8.models.weights import local_shard
 from llm_fp8.utils.errors import UserError, listed, reading
 from llm_fp8.utils.packages import BASE_REQUIREMENTS
 from llm_fp8.utils.te_internals import prefer_torchs_cudnn
@@ -326,29 +324,6 @@ def with_adapter(weight: Tensor, adapter: Adapter, full_tensor: Callable[[Tensor
         return weight.float() + adapter.delta().float()
     a, b = (full_tensor(matrix).to(weight.device, torch.float32) for matrix in (adapter.a, adapter.b))
     return torch.addmm(weight.float(), b, a, alpha=adapter.scaling)
-
-
-def merged_by_peft(model: PreTrainedModel, folder: str | Path, flag: str) -> PreTrainedModel:
-    """`model` with the PEFT adapter in `folder`, of any kind, in its weights; `UserError`, which names `flag`, where it
-    does not fit them, or makes them infinite.
-    """
-    from peft import PeftModel
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    advice = "Give the base model that it was trained on, or use it with PEFT, unmerged."
-    with reading(flag, folder, "the adapter into the model's weights", advice):
-        adapted: Any = PeftModel.from_pretrained(model, str(folder))  # matrices in fp32, so that sums are rounded once
-        result = adapted.load_adapter(str(folder), "default")  # again, as the first time does not tell what fits
-        if misfits := [*result.missing_keys, *result.unexpected_keys]:
-            raise ValueError(f"model and adapter do not both have {listed(misfits)}")
-        uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-        tuners: list[Any] = [module for module in adapted.modules() if isinstance(module, BaseTunerLayer)]
-        for layer in (tuner.get_base_layer() for tuner in tuners):
-            if uses[id(getattr(layer, "weight", None))] > 1:  # tied: PEFT adds to one, and would merge into both
-                layer.weight = nn.Parameter(layer.weight.detach().clone())
-        merged: PreTrainedModel = adapted.merge_and_unload()
-    deque(finite(merged.named_parameters(), f"{flag} {folder}, merged"), maxlen=0)
-    return merged
 
 
 def gemms_per_weight(model: Model) -> Mapping[nn.Module, int]:

@@ -21,12 +21,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from llm_fp8.config.options import Config, DataConfig, ModelConfig
+from llm_fp8.config.options import Config, DataConfig
 from llm_fp8.utils.errors import OneSentenceParser, UserError, number, positive, reading
 from llm_fp8.utils.json_files import read_json, writable, write_json_atomic
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from llm_fp8.data.collate import Batch
@@ -62,45 +61,6 @@ def data_options(options: argparse.Namespace) -> DataConfig:
         with reading("--model_name", options.model_name, f"{record}"):
             recorded = {name: value for name, value in read_json(record)["config"]["data"].items() if name in known}
     return DataConfig(**{**recorded, **typed, "packing": False, "batch_size": 1})
-
-
-def adapter_base(folder: str | Path) -> str | None:
-    """Return the folder or hub id of the base model of the adapter in `folder`; None without an adapter."""
-    from llm_fp8.models.source import is_adapter_folder, resolve_source
-
-    if not is_adapter_folder(folder):
-        return None
-    with reading("--model_name", folder, "the base model's name in adapter_config.json"):
-        name = read_json(Path(folder) / "adapter_config.json")["base_model_name_or_path"]
-        return resolve_source(ModelConfig(model_name=name)).location
-
-
-def load_exported(folder: str | Path, base: str | None, dtype: torch.dtype | str) -> PreTrainedModel:
-    """Load the model in `folder`, or the `base` model with the adapter of `folder` added to its weights."""
-    from transformers import AutoConfig, GenerationConfig
-    from transformers.utils import GENERATION_CONFIG_NAME
-
-    from llm_fp8.models.build import auto_class
-    from llm_fp8.models.lora import merged_by_peft
-
-    with reading("--model_name", folder, "the model", "Give an exported folder, such as runs/x/final, or a hub id."):
-        config = AutoConfig.from_pretrained(base or folder)
-        model = auto_class(config).from_pretrained(base or folder, dtype=dtype)
-        if base is None:
-            return model
-        model = merged_by_peft(model, folder, "--model_name")
-        if (Path(folder) / GENERATION_CONFIG_NAME).is_file():  # which knows the EOS that was trained
-            model.generation_config = GenerationConfig.from_pretrained(folder)
-        return model
-
-
-def tokenizer_of(folder: str | Path, base: str | None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in `folder`, or that of the `base` model if an adapter has none."""
-    from llm_fp8.models.source import ModelSource, load_tokenizer
-
-    has_own = base is None or (Path(folder) / "tokenizer_config.json").is_file()
-    source = ModelSource(str(folder), str(folder) if has_own else str(base), is_random=False)
-    return load_tokenizer(ModelConfig(model_name=str(folder)), source)[0]
 
 
 def prompt_and_solution(input_ids: list[int], labels: list[int]) -> tuple[list[int], list[int]]:
@@ -171,6 +131,7 @@ def main() -> int:
     from scipy.stats import binomtest
 
     from llm_fp8.data.prepare import prepare_data
+    from llm_fp8.models.exported import adapter_base, load_exported, tokenizer_of
     from llm_fp8.utils.console import quiet_libraries
 
     quiet_libraries()
@@ -181,11 +142,11 @@ def main() -> int:
     if data.eval is None:
         raise UserError("--validation_fraction: no row is held out, so there is nothing to evaluate on; raise it.")
     # The model answers with the solution alone, also for rows that were trained on whole.
-    questions: Any = prepare_data(config.with_options(train_on_prompt=False), tokenizer).eval
-    rows = (row for batch in questions for row in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True))
-    asks = (prompt_and_solution(*row) for row in rows if row[1][0] < 0 <= max(row[1]))  # text alone asks nothing
-    known: Any = ((prompt, tokenizer.decode(solution, skip_special_tokens=True)) for prompt, solution in asks)
-    problems = list(itertools.islice((each for each in known if has_answer(each[1])), options.num_problems))
+    held_out: Any = prepare_data(config.with_options(train_on_prompt=False), tokenizer).eval
+    rows = (row for batch in held_out for row in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True))
+    parts = (prompt_and_solution(*row) for row in rows if row[1][0] < 0 <= max(row[1]))  # text alone asks nothing
+    texts: Any = ((prompt, tokenizer.decode(solution, skip_special_tokens=True)) for prompt, solution in parts)
+    problems = list(itertools.islice((each for each in texts if has_answer(each[1])), options.num_problems))
     problems.sort(key=lambda problem: len(problem[0]))  # so that batches hold little padding
     prompts, expected = [prompt for prompt, _ in problems], [answer for _, answer in problems]
     on_gpu = torch.cuda.is_available()

@@ -21,10 +21,10 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from llm_fp8.models.export import export_hf
+from llm_fp8.models.exported import load_exported, tokenizer_of
 from llm_fp8.models.model import Model
 from llm_fp8.models.side_files import Origin, save_side_files, source_folder
 from llm_fp8.models.source import EMBEDDED_MODEL
-from llm_fp8.tools.evaluate import load_exported, tokenizer_of
 from tests.support.hub_families import write_hub_model
 from tests.support.small import CARD, stored_weights, tiny_config, train
 
