@@ -6,9 +6,9 @@
     time_by_class(times)   ->   {"gemm": KernelTime(count=387, time_s=0.05, names={...}), "attention": ...}
     gemm_kernels(times)    ->   {"fp8": KernelTime(count=384, ...), "bf16": ...}
 
-The names come from profiles of Transformer Engine, PyTorch, torch.compile and torchao on an H200. A GEMM whose name
-does not tell its operand types is "unknown"; a kernel that no rule matches is "other", possibly a GEMM. A norm or
-activation of TE that writes fp8 is no cast.
+The names come from profiles of PyTorch, torch.compile and the back ends of fp8 on an H200. A GEMM whose name does not
+tell its operand types is "unknown"; a kernel that no rule matches is "other", possibly a GEMM. A norm or activation of
+TE that writes fp8 is no cast.
 """
 
 from __future__ import annotations

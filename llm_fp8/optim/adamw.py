@@ -13,10 +13,7 @@ fp32, in the order of torch.optim.AdamW (Loshchilov and Hutter, arXiv 1711.05101
 
 The last line uses the new moments before they are rounded for storage.
 
-Libraries were measured first. Transformer Engine's `FusedAdam(store_param_remainders=True)` copies a bf16 m to fp32
-where v is fp32. torchao's `AdamW8bit(bf16_stochastic_round=True)` (0.18) has the 8-bit format; for 14.8 billion
-parameters on an H200 its step takes 199 ms, and casts and clipping 249 ms; ours takes 88 ms in all
-(`speed_table_14b_torchao_adamw.json`).
+Transformer Engine's `FusedAdam(store_param_remainders=True)` copies a bf16 m to fp32 where v is fp32.
 """
 
 from __future__ import annotations

@@ -8,8 +8,11 @@
 A tensor keeps fp32 moments where it has fewer than 4,096 elements or 256 does not divide their number. fp32 parameters
 are rounded to nearest.
 
+torchao's `AdamW8bit(bf16_stochastic_round=True)` (0.18) has the same format. For 14.8 billion parameters on an H200 its
+step takes 199 ms, and casts and clipping 249 ms; ours takes 88 ms in all (`speed_table_14b_torchao_adamw.json`).
+
 **Codes** form a dynamic map of 256 numbers, with one scale per block of 256 elements (Dettmers et al., arXiv
-2110.02861; torchao 0.18, `torchao/optim/quant_utils.py`). There are seven decades, from 1e-7 to 1. Each has twice the
+2110.02861; `torchao/optim/quant_utils.py`). There are seven decades, from 1e-7 to 1. Each has twice the
 codes of the decade below, equally spaced:
 
     signed      -0.993 ... -5.5e-7   0   5.5e-7 ... 0.993    1     1, 2, ..., 64 codes in a decade, of either sign

@@ -8,8 +8,8 @@ pinned host memory and pass through three fixed buffers on the GPU, in pieces of
     copy out            1   2   3 ...     has its own stream, since the bus carries both directions at once
 
 At its end the step's stream waits for the last copy out. On a CPU torch's streams do nothing, so the same lines run one
-after the other. Parameters are offloaded whole, the largest first, so that copies are few and long. torchao (0.18) and
-DeepSpeed step on the CPU instead, with other bits, and keep 16 bytes per parameter there, not 8.
+after the other. Parameters are offloaded whole, the largest first, so that copies are few and long. Other
+libraries step on the CPU instead, with other bits, and keep 16 bytes per parameter there, not 8.
 """
 
 from __future__ import annotations
