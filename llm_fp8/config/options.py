@@ -56,9 +56,10 @@ def option(
     """Declare a dataclass field that becomes a command-line option; `llm_fp8.config.validation` checks its conditions.
 
     A condition is the name of an option that must be on, or its name, `=` and values with wildcards, separated by `|`;
-    the value of sharding_mode is 'single' on one GPU. Without those in `needs` the option has no effect; `excludes`
-    says why it cannot go with others. `alias` is its name in transformers, where the meaning is exactly the same,
-    `bare` the value of a number whose flag stands alone; `bounds` are at_least, at_most, above and below.
+    the value of sharding_mode is 'single' on one GPU. Conditions can be joined by ` and ` or by ` or `; one of them may
+    be on the option's own value. Without those in `needs` the option has no effect; `excludes` says why it cannot go
+    with others. `alias` is its name in transformers, where the meaning is exactly the same, `bare` the value of a
+    number whose flag stands alone; `bounds` are at_least, at_most, above and below.
     """
     aliases = [] if alias is None else [f"--{alias}"]
     declared = {"help": help, "aliases": aliases, "bare": bare, "needs": needs, "excludes": excludes, "bounds": bounds}
@@ -91,6 +92,7 @@ class ModelConfig:
             "fp8_recast_weights": "gradients begin anew only where casts are kept",
             "sync_every_micro_batch": "gradients are reduced after the last micro-batch",
             "lora_dropout": "recomputed layers would draw other random numbers",
+            f"optimizer=adamw_fp32 and {WHOLE_MODEL}": "they are for bf16 parameters",
         },
     )
 
@@ -100,7 +102,9 @@ class PrecisionConfig:
     """Precision of the linear layers."""
 
     mixed_precision: Literal["no", "bf16", "fp16", "fp8", "auto"] | None = option(
-        None, "no (fp32), bf16, fp16, fp8, or auto: bf16 or fp8, as measured (default: bf16 on a GPU, else fp32)."
+        None,
+        "no (fp32), bf16, fp16, fp8, or auto: bf16 or fp8, as measured (default: bf16 on a GPU, else fp32).",
+        excludes={"mixed_precision=fp16 and sharding_mode=fsdp_*|deepspeed_*": "use bf16"},
     )
     fp8_backend: Literal["te", "torchao"] = option(
         "te",
@@ -222,6 +226,7 @@ class OptimConfig:
         "auto",
         "adamw_fp32: 16 bytes a parameter; adamw_master: bf16 with master weights, 12; adamw_8bit: bf16, stochastic "
         "rounding, 6; auto: adamw_master on GPUs in bf16 or fp8, adamw_fp32 elsewhere and under DeepSpeed.",
+        excludes={"optimizer=adamw_8bit|adamw_master and sharding_mode=deepspeed_*": "it has its own master weights"},
     )
     offload_optimizer: float = option(
         0.0,
@@ -316,6 +321,49 @@ ShardingMode = Literal[
 
 
 @dataclass(frozen=True)
+class Mode:
+    """How a sharding mode spreads a model over N GPUs.
+
+    Bytes are per parameter on one GPU, of weights, gradients and optimizer state between micro-batches. With
+    `adamw_master`, whose bf16 weight, gradient, moments and remainder of the master weight are 12, they are
+
+        ddp         12
+        fsdp_grad   12 / N + 2    all that sharded; unsharded bf16 weights
+        fsdp_full   12 / N        the same without unsharded weights
+
+    and 4 more in fsdp modes while gradients are accumulated, unless --sync_every_micro_batch reduces them at once.
+    """
+
+    engine: Literal["copies", "fsdp", "deepspeed"]
+    """Every GPU has a copy, or FSDP2 or DeepSpeed shards it."""
+    unsharded_bytes: int = 0
+    """Bytes that every GPU holds beside its shard."""
+    sharded_bytes: int | None = None
+    """Bytes that are divided by N, where the engine keeps master weights and state; None: those of --optimizer."""
+    on_host: bool = False
+    """Weights and optimizer state are in the memory of the host."""
+
+    @property
+    def holds_masters(self) -> bool:
+        """True if the engine keeps fp32 master weights beside the model's parameters."""
+        return self.sharded_bytes is not None
+
+
+MODES = {
+    "single": Mode("copies"),
+    "ddp": Mode("copies"),
+    "fsdp_grad": Mode("fsdp", unsharded_bytes=2),
+    "fsdp_full": Mode("fsdp"),
+    "fsdp_hybrid": Mode("fsdp"),
+    "fsdp_offload": Mode("fsdp", on_host=True),
+    "deepspeed_1": Mode("deepspeed", unsharded_bytes=4, sharded_bytes=12),
+    "deepspeed_2": Mode("deepspeed", unsharded_bytes=2, sharded_bytes=14),
+    "deepspeed_3": Mode("deepspeed", sharded_bytes=16),
+}
+"""Sharding mode, 'single' for one process -> how it shards."""
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
     """Parallelism over several GPUs (train_multi_gpu.py)."""
 
@@ -331,8 +379,9 @@ class ParallelConfig:
     fp8_params: bool = option(
         False,
         "Gather the decoder's weights in fp8, half the bytes of bf16; with --use_te, keep them so.",
-        needs=(IN_FP8, "sharding_mode=fsdp_grad|fsdp_full|fsdp_hybrid"),
+        needs=(IN_FP8, "use_te or fp8_backend=torchao", "sharding_mode=fsdp_grad|fsdp_full|fsdp_hybrid"),
         excludes={
+            "fp8_backend=torchao and sharding_mode=fsdp_hybrid": "use fsdp_grad or fsdp_full",
             "optimizer=adamw_master|adamw_8bit": "it keeps fp32 weights",
             "mixed_precision=auto": "the bf16 that is measured would gather in fp8 too",
         },
@@ -342,6 +391,7 @@ class ParallelConfig:
         "GPUs that share the tokens of a sequence.",
         needs=("use_te", "sharding_mode=fsdp_*"),
         excludes={
+            "mixed_precision=no": "attention over several GPUs takes bf16",
             "mixed_precision=auto": "what is measured is one GPU's work",
             "cuda_graphs": "a graph cannot take turns in a ring",
         },
@@ -354,6 +404,11 @@ class ParallelConfig:
         False, "Write checkpoints in the background.", excludes={"sharding_mode=deepspeed_*": "it writes its own"}
     )
     empty_cache_freq: int = option(0, "Steps after which cached GPU memory is returned; 0: never.", at_least=0)
+
+    @property
+    def splits_sequences(self) -> bool:
+        """True if several GPUs share the tokens of a sequence."""
+        return self.context_parallel_size > 1
 
 
 @dataclass(frozen=True)

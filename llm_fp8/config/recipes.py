@@ -15,6 +15,8 @@ Backend = Literal["te", "torchao"]
 DEFAULT = "default"
 """Value of --fp8_scenario for `DEFAULTS` of the backend."""
 DEFAULTS: Mapping[Backend, str] = {"te": "delayed", "torchao": "tensorwise"}
+EMULATING: tuple[Backend, ...] = ("torchao",)
+"""Back ends that emulate fp8 without a GPU."""
 
 FP8_SIZE_MULTIPLE = 16
 """Sizes of an fp8 GEMM must be multiples of this."""

@@ -30,6 +30,10 @@ def check_declared(config: Config, mode: str | None = None) -> None:
     values["use_wandb"] = bool(config.run.trackers)  # W&B's options hold for every tracker
 
     def holds(condition: str) -> bool:
+        if " or " in condition:
+            return any(map(holds, condition.split(" or ")))
+        if " and " in condition:
+            return all(map(holds, condition.split(" and ")))
         name, _, allowed = condition.partition("=")
         value = str(values[name])
         return any(fnmatchcase(value, each) for each in allowed.split("|")) if allowed else bool(values[name])
@@ -42,16 +46,17 @@ def check_declared(config: Config, mode: str | None = None) -> None:
         for condition in each.metadata["needs"]:
             is_open = condition.startswith("sharding_mode") and values["sharding_mode"] == "auto"
             if not (is_open or holds(condition)):
-                raise UserError(f"{given} needs {_flag(condition)}; add it or drop --{name}.")
+                raise UserError(f"{given} needs {_flags(condition, name)}; add it or drop --{name}.")
         for condition, why in each.metadata["excludes"].items():
             if holds(condition):
-                raise UserError(f"{given} cannot go with {_flag(condition)}: {why}; drop one of them.")
+                raise UserError(f"{given} cannot go with {_flags(condition, name)}: {why}; drop one of them.")
 
 
-def _flag(condition: str) -> str:
-    """How a condition reads on the command line."""
-    words = condition.replace("=", " ").replace("|", " or ")
-    return f"--{words}".replace("--sharding_mode single or", "one GPU or --sharding_mode")
+def _flags(condition: str, name: str) -> str:
+    """Write a condition of the option `name` as on the command line, without its own value."""
+    parts = [f"--{part}" for part in condition.split(" and ") if not part.startswith(f"{name}=")]
+    words = " and ".join(parts).replace(" or ", " or --").replace("=", " ").replace("|", " or ")
+    return words.replace("--sharding_mode single or", "one GPU or --sharding_mode")
 
 
 def check_options(config: Config) -> None:
@@ -68,8 +73,6 @@ def check_options(config: Config) -> None:
         raise UserError("--output_dir is empty; give a folder, or drop it.")
     if run.resume_from == "latest" and run.output_dir is None:
         raise UserError("--resume_from latest needs --output_dir, the folder of the run to continue.")
-    if config.parallel.sharding_mode != "auto":
-        check_mode(config, config.parallel.sharding_mode)
 
 
 def _check_recipe(config: Config) -> None:
@@ -87,8 +90,6 @@ def _check_recipe(config: Config) -> None:
         if not recipe.one_scale_per_weight:
             able = ", ".join(name for name, row in RECIPES.items() if row.one_scale_per_weight)
             raise UserError(f"--fp8_params cannot go with --fp8_scenario {recipe.name}, only with {able}.")
-        if not (config.model.use_te or backend == "torchao"):
-            raise UserError("--fp8_params has no effect without --use_te or --fp8_backend torchao; add one.")
         if config.trains_adapters and config.draws_weights and config.run.export:
             raise UserError("--fp8_params keeps random weights of a frozen model in fp8 alone; add --no_export.")
 
@@ -111,19 +112,6 @@ def _check_names(config: Config) -> None:
     ):
         if unknown := [name for name in names if known and name not in known]:
             raise UserError(f"{flag}: '{unknown[0]}' is not among {', '.join(known)}{did_you_mean(unknown[0], known)}.")
-
-
-def check_mode(config: Config, mode: str) -> None:
-    """Refuse single values of options that cannot go with the sharding mode of the run, 'single' on one GPU."""
-    kind, is_whole = config.optim.optimizer, mode in ("single", "ddp")
-    if config.precision.mixed_precision == "fp16" and not is_whole:
-        raise UserError(f"--mixed_precision fp16 cannot go with --sharding_mode {mode}; use bf16.")
-    if kind in ("adamw_8bit", "adamw_master") and mode.startswith("deepspeed"):
-        raise UserError(f"--optimizer {kind} cannot go with --sharding_mode {mode}; use auto, or ddp.")
-    if config.model.cuda_graphs and kind == "adamw_fp32" and is_whole:
-        raise UserError("--cuda_graphs cannot go with --optimizer adamw_fp32: they are for bf16 parameters; drop one.")
-    if config.parallel.fp8_params and config.precision.fp8_backend == "torchao" and mode == "fsdp_hybrid":
-        raise UserError("--fp8_params of --fp8_backend torchao needs --sharding_mode fsdp_full or fsdp_grad.")
 
 
 def check_tokens(config: Config, multiple: int, whose: str) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import te_llama
-from llm_fp8.config.options import Config
+from llm_fp8.config.options import MODES, Config
 from llm_fp8.config.recipes import token_multiple
-from llm_fp8.config.validation import check_mode, check_tokens
+from llm_fp8.config.validation import check_tokens
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER
 from llm_fp8.precision.plan import PrecisionPlan
@@ -17,7 +17,6 @@ def check_machine(config: Config, machine: Machine, mode: str, precision: Precis
     """Raise `UserError` where options cannot take effect on this machine or in this launch, with the sharding `mode`
     that 'auto' came to ('single' for one process).
     """
-    check_mode(config, mode)
     ranks, compute, scenario = machine.ranks, precision.compute_name, precision.effective_scenario
     kind, size = config.optim.optimizer, config.parallel.context_parallel_size
     offloads_auto = config.optim.offload_optimizer > 0 and kind == "auto"
@@ -31,7 +30,6 @@ def check_machine(config: Config, machine: Machine, mode: str, precision: Precis
     for flag, needs_bf16 in {
         f"--optimizer {kind}": kind in ("adamw_master", "adamw_8bit"),
         "--cuda_graphs": config.model.cuda_graphs,
-        "--context_parallel_size": size > 1 and compute == "fp32",
         "--offload_optimizer with --optimizer auto": offloads_auto,
     }.items():
         if needs_bf16 and compute != "bf16":
@@ -39,7 +37,7 @@ def check_machine(config: Config, machine: Machine, mode: str, precision: Precis
     check_tokens(config, token_multiple(scenario), f"--fp8_scenario {scenario}")
     if ranks.world_size % size != 0:
         raise UserError(f"--context_parallel_size {size} does not divide the {ranks.world_size} processes; change it.")
-    if config.model.cuda_graphs and mode.startswith("fsdp") and config.optim.gradient_accumulation_steps > 1:
+    if config.model.cuda_graphs and MODES[mode].engine == "fsdp" and config.optim.gradient_accumulation_steps > 1:
         raise UserError(f"--cuda_graphs under --sharding_mode {mode} takes steps of one micro-batch; drop it.")
     if mode == "fsdp_hybrid" and ranks.local_world_size >= ranks.world_size:
         raise UserError("--sharding_mode fsdp_hybrid replicates over hosts, and there is one; use fsdp_full.")
@@ -53,7 +51,7 @@ def check_machine(config: Config, machine: Machine, mode: str, precision: Precis
 
 def check_te_decoder(config: Config, spec: te_llama.DecoderSizes, num_shards: int) -> None:
     """Raise `UserError` where options cannot take effect with this decoder, split over `num_shards` GPUs."""
-    if config.parallel.context_parallel_size > 1 and any(window is not None for window in spec.windows):
+    if config.parallel.splits_sequences and any(window is not None for window in spec.windows):
         raise UserError("--context_parallel_size cannot go with sliding-window attention (config.json); drop it.")
     if config.model.cuda_graphs and spec.attention_dropout > 0:
         raise UserError("--cuda_graphs would repeat the random numbers of attention_dropout (config.json); drop it.")

@@ -39,7 +39,7 @@ import torch
 from transformers import PretrainedConfig
 
 import te_llama
-from llm_fp8.config.options import ALL_LINEAR, AUTO_BATCH_SIZE, DECODER_LINEARS, Config
+from llm_fp8.config.options import ALL_LINEAR, AUTO_BATCH_SIZE, DECODER_LINEARS, MODES, Config
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE, RECIPES, token_multiple
 from llm_fp8.kernels.cross_entropy import default_chunk_tokens
 from llm_fp8.models.source import text_config
@@ -131,7 +131,7 @@ class RunSize:
     def spec(self) -> te_llama.DecoderSizes | None:
         """The TE decoder's sizes; None where the run has none, or where its memory is not counted in whole."""
         counted = self.recipe in ("bf16", *recipes_counted()) and self.mode in MODES_COUNTED
-        counted = counted and self.config.model.use_te and self.config.parallel.context_parallel_size == 1
+        counted = counted and self.config.model.use_te and not self.config.parallel.splits_sequences
         return self.sizes if counted and not (self.sharded and self.num_gpus == 1) else None
 
     @property
@@ -141,7 +141,7 @@ class RunSize:
 
     @property
     def sharded(self) -> bool:
-        return self.mode.startswith("fsdp")
+        return MODES[self.mode].engine == "fsdp"
 
     @property
     def row_multiple(self) -> int:
@@ -291,13 +291,13 @@ class RunSize:
     @property
     def is_bounded(self) -> bool:
         """True where its memory has an upper bound: not for Hugging Face's decoder in fp32 or by torch.autocast, or
-        with eager attention, nor for DeepSpeed's buffers.
+        with eager attention, nor in a mode that holds master weights itself, with buffers of its own.
         """
         casts = self.optimizer == "adamw_fp32" and not self.sharded and not self.config.model.use_te
         eager = self.config.model.attn_implementation == "eager"
         if self.sizes is not None and self.sizes.zero_centered_gain and not self.config.model.use_te:
             return False  # transformers computes these norms in fp32 and keeps what they computed
-        return not (casts or eager or self.recipe in ("no", "fp16") or self.mode.startswith("deepspeed"))
+        return not (casts or eager or self.recipe in ("no", "fp16") or MODES[self.mode].holds_masters)
 
     @property
     def phases(self) -> list[RunSize]:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
-from llm_fp8.config.recipes import DEFAULTS, chosen, recipe_names
+from llm_fp8.config.options import AUTO_BATCH_SIZE, MODES, Config
+from llm_fp8.config.recipes import DEFAULTS, EMULATING, chosen, recipe_names
 from llm_fp8.config.validation import check_declared
 from llm_fp8.models.build import count_parameters
 from llm_fp8.optim.optimizers import OptimizerKind
@@ -37,7 +37,7 @@ class Settled:
     machine: Machine
     hf_config: PretrainedConfig
     precision: PrecisionPlan
-    """Without the library's recipe object, which `llm_fp8.precision.plan.with_recipe` makes."""
+    """Without the library's recipe object, which `llm_fp8.precision.context.with_recipe` makes."""
     mode: str
     """The sharding mode, 'single' for one process."""
     optimizer_kind: OptimizerKind
@@ -51,8 +51,8 @@ class Settled:
 
     @property
     def parameter_dtype(self) -> torch.dtype:
-        """The dtype of trained parameters. DeepSpeed keeps fp32 master weights itself."""
-        return self.precision.compute_dtype if self.mode.startswith("deepspeed") else trained_dtype(self.optimizer_kind)
+        """The dtype of trained parameters; a mode may keep fp32 master weights beside them."""
+        return self.precision.compute_dtype if MODES[self.mode].holds_masters else trained_dtype(self.optimizer_kind)
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -82,7 +82,7 @@ class Settled:
             return self.config.model.cuda_graphs
         if not self.certifies or self.precision.compute_dtype != torch.bfloat16:
             return False  # nothing shows whether the GPU is idle
-        if not self.mode.startswith("fsdp") and self.parameter_dtype != torch.bfloat16:
+        if MODES[self.mode].engine != "fsdp" and self.parameter_dtype != torch.bfloat16:
             return False
         sizes = self.size.sizes
         with contextlib.suppress(UserError):
@@ -94,7 +94,7 @@ class Settled:
     @property
     def holds_frozen_in_fp8(self) -> bool:
         """True where the frozen weights of an fp8 run with adapters exist in fp8 only."""
-        possible = self.config.parallel.fp8_params or not self.mode.startswith("fsdp")
+        possible = self.config.parallel.fp8_params or MODES[self.mode].engine != "fsdp"
         in_fp8 = self.precision.effective == "fp8" and self.precision.backend == "te"
         return possible and in_fp8 and holds_frozen_in_fp8(self.config, self.mode)
 
@@ -177,20 +177,19 @@ def resolve_precision(config: Config, machine: Machine) -> PrecisionPlan:
             raise UserError("--mixed_precision fp16 needs a CUDA GPU; use bf16 or no (fp32) on the CPU.")
         return PrecisionPlan(requested=requested, effective=requested)
     wanted, fallback = chosen(options.fp8_scenario, options.fp8_backend), None
-    # torchao's recipes need no fallback: all run on every GPU with fp8, and on a CPU, emulated, by torchao alone.
-    if not machine.has_fp8 and (machine.gpu is not None or options.fp8_backend == "te"):
+    if not machine.has_fp8 and (machine.gpu is not None or options.fp8_backend not in EMULATING):
         where = machine.gpu or "no CUDA GPU"
         raise UserError(
             f"--mixed_precision fp8 needs a GPU of compute capability 8.9 or later; found {where}. Use bf16."
         )
     effective = wanted
-    if options.fp8_backend == "te" and wanted in machine.lacking:
-        others = ", ".join(name for name in recipe_names("te") if name not in machine.lacking)
+    if wanted in machine.lacking:
+        others = ", ".join(name for name in recipe_names(options.fp8_backend) if name not in machine.lacking)
         where = f"{machine.gpu}{', assumed' if machine.is_assumed else ''}"
         fallback = f"{wanted} is not available on {where}: {machine.lacking[wanted]} Available here: {others}."
         if options.fp8_strict:
             raise UserError(f"--fp8_scenario {wanted} with --fp8_strict: {fallback}")
-        effective = DEFAULTS["te"]
+        effective = DEFAULTS[options.fp8_backend]
     return PrecisionPlan(
         requested="fp8",
         effective="fp8",

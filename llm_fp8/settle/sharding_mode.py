@@ -1,25 +1,18 @@
 """The choice of --sharding_mode, and of what depends on it.
 
-`auto` takes the first mode that leaves 40% of the smallest GPU's memory to activations, fp8 casts and logits. Bytes per
-parameter between micro-batches, with N GPUs:
-
-    ddp          12              bf16 weight, gradient, moments and the master weight's remainder (`adamw_master`)
-    fsdp_grad    12 / N + 2 + 4  all that sharded; unsharded bf16 weights, and fp32 gradients while accumulating
-    fsdp_full    12 / N + 4      the same without unsharded weights
-
-The 4 bytes fall away with one micro-batch per step or --sync_every_micro_batch.
+`auto` takes the first mode that leaves 40% of the smallest GPU's memory to activations, fp8 casts and logits.
+`llm_fp8.config.options.Mode` has the bytes of each mode.
 """
 
 from __future__ import annotations
 
-from llm_fp8.config.options import Config
+from llm_fp8.config.options import MODES, Config
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, OptimizerKind
 from llm_fp8.utils.ranks import LaunchRanks
 
 STATE_SHARE = 0.6  # of a GPU's memory, for weights, gradients and optimizer state
-_DEEPSPEED_BYTES = {"deepspeed_1": (12, 4), "deepspeed_2": (14, 2), "deepspeed_3": (16, 0)}  # sharded, unsharded
-_GATHERED_WEIGHT_BYTES, _ACCUMULATED_GRADIENT_BYTES = 2, 4
+_FROZEN_WEIGHT_BYTES, _ACCUMULATED_GRADIENT_BYTES = 2, 4
 
 
 def choose_mode(
@@ -52,8 +45,9 @@ def resolve_optimizer(config: Config, mode: str, compute: str = "bf16", device_t
     """Resolve --optimizer for a mode and a machine that computes in `compute`: fp32, bf16 or fp16."""
     if config.optim.optimizer != "auto":
         return config.optim.optimizer
-    needs_fp32 = compute != "bf16" or device_type != "cuda" or mode == "fsdp_offload" or mode.startswith("deepspeed")
-    if mode.startswith("fsdp") and not needs_fp32:
+    row = MODES[mode]
+    needs_fp32 = compute != "bf16" or device_type != "cuda" or row.on_host or row.holds_masters
+    if row.engine == "fsdp" and not needs_fp32:
         # Shards of gradients are summed in the parameters' dtype, and weights sharded in fp8 have fp32 masters.
         parallel = config.parallel
         needs_fp32 = parallel.sync_every_micro_batch or parallel.fp8_params or config.trains_adapters
@@ -64,25 +58,21 @@ def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config)
     """Bytes per parameter of weights, gradients and optimizer state on one of `num_shards` GPUs that share a copy,
     between micro-batches; of frozen weights alone where adapters are trained.
     """
-    if mode == "fsdp_offload":
+    row, of_kind = MODES[mode], BYTES_PER_PARAMETER[kind]
+    if row.on_host:
         return 0.0
-    gathered = _GATHERED_WEIGHT_BYTES if mode == "fsdp_grad" else 0
     if config.trains_adapters:
-        return _GATHERED_WEIGHT_BYTES / (num_shards if mode.startswith("fsdp") else 1) + gathered
-    if mode in _DEEPSPEED_BYTES:
-        sharded, unsharded = _DEEPSPEED_BYTES[mode]
-        return sharded / num_shards + unsharded
-    kept = BYTES_PER_PARAMETER[kind]
-    if not mode.startswith("fsdp"):
-        return kept.total - config.optim.offload_optimizer * kept.state
+        return _FROZEN_WEIGHT_BYTES / (1 if row.engine == "copies" else num_shards) + row.unsharded_bytes
+    if row.engine == "copies":
+        return of_kind.total - config.optim.offload_optimizer * of_kind.state
     gradients = _ACCUMULATED_GRADIENT_BYTES if keeps_unsharded_gradients(mode, config) else 0
-    return kept.total / num_shards + gathered + gradients
+    return (row.sharded_bytes or of_kind.total) / num_shards + row.unsharded_bytes + gradients
 
 
 def keeps_unsharded_gradients(mode: str, config: Config) -> bool:
     """Return True if an fsdp mode keeps unsharded gradients on every GPU from one micro-batch to the next."""
     accumulates = config.optim.gradient_accumulation_steps > 1 and not config.parallel.sync_every_micro_batch
-    return mode.startswith("fsdp") and accumulates and not config.trains_adapters
+    return MODES[mode].engine == "fsdp" and accumulates and not config.trains_adapters
 
 
 def holds_frozen_in_fp8(config: Config, mode: str) -> bool:

@@ -8,11 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from transformers import TrainingArguments
 
-from llm_fp8.config.options import EMBEDDED, MOST_USED, OTHER_NAMES, SECTIONS, Config
+from llm_fp8.config.options import EMBEDDED, MODES, MOST_USED, OTHER_NAMES, SECTIONS, Config, ShardingMode
 from llm_fp8.config.parser import OptionsParser, parse_config, words_of
 from llm_fp8.config.recipes import RECIPE_OPTIONS
 from llm_fp8.utils.errors import UserError
@@ -226,9 +227,14 @@ def test_every_option_is_read_somewhere():
     assert set(Config().options) - names <= through_properties
 
 
+def test_every_sharding_mode_has_a_row():
+    assert {"single", *get_args(ShardingMode)} == {"auto", *MODES}
+
+
 def test_declared_conditions_name_options():
     conditions = {each for field in FIELDS for each in (*field.metadata["needs"], *field.metadata["excludes"])}
-    assert {condition.partition("=")[0] for condition in conditions} <= set(Config().options)
+    parts = {part for condition in conditions for part in re.split(" and | or ", condition)}
+    assert {part.partition("=")[0] for part in parts} <= set(Config().options)
     assert all(
         bound in ("at_least", "at_most", "above", "below") for field in FIELDS for bound in field.metadata["bounds"]
     )
