@@ -34,8 +34,9 @@ from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.optim.adamw_master import draw_lower_bits_
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import read_json
-from llm_fp8.utils.packages import DEEPSPEED, SHIPPED
+from llm_fp8.utils.packages import FOLDER, SHIPPED, OptionalPackage
 
+DEEPSPEED = OptionalPackage("DeepSpeed", "deepspeed", f"pip install -r {FOLDER}requirements-deepspeed.txt")
 _TAG = "."  # DeepSpeed writes to folder/tag: into the folder itself
 _SET_ELSEWHERE = {
     "fp8": "--mixed_precision and --fp8_scenario",

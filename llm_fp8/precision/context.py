@@ -14,6 +14,7 @@ can run. What differs between the libraries whose modules compute in fp8 is in t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -33,19 +34,29 @@ if TYPE_CHECKING:
     from llm_fp8.precision.torchao import TorchaoBackend
 
 
-def build_backend(name: str | None, recipe: Any = None, scenario: str | None = None) -> TEBackend | TorchaoBackend:
-    """The library whose modules compute in fp8: `PrecisionPlan.backend`."""
+def backend_class(name: str | None) -> type[TEBackend | TorchaoBackend]:
+    """The interface to the library of `PrecisionPlan.backend`; Transformer Engine's outside fp8."""
     if name != "torchao":
-        return TEBackend(recipe, scenario)
+        return TEBackend
     from llm_fp8.precision.torchao import TorchaoBackend
 
-    return TorchaoBackend(recipe)
+    return TorchaoBackend
 
 
 def backend_in(model: nn.Module) -> TEBackend | TorchaoBackend:
     """The library whose linear modules `model` has; Transformer Engine where it has none."""
     is_torchao = any(type(module).__name__ == "Float8Linear" for module in model.modules())
-    return build_backend("torchao" if is_torchao else "te")
+    return backend_class("torchao" if is_torchao else "te")()
+
+
+def with_recipe(plan: PrecisionPlan, options: PrecisionConfig, device: torch.device) -> PrecisionPlan:
+    """The plan with its library's recipe object for `device`; `UserError` where the library, or a compiler that it
+    needs, is not installed.
+    """
+    if plan.effective_scenario is None:
+        return plan
+    recipe = backend_class(plan.backend).build_recipe(options, RECIPES[plan.effective_scenario], device)
+    return dataclasses.replace(plan, recipe=recipe)
 
 
 class Precision:
@@ -55,7 +66,7 @@ class Precision:
         self, plan: PrecisionPlan, options: PrecisionConfig, device: torch.device, parameter_dtype: torch.dtype
     ) -> None:
         self.plan, self._options, self._device = plan, options, device
-        self.backend = build_backend(plan.backend, plan.recipe, plan.effective_scenario)
+        self.backend = backend_class(plan.backend)(plan.recipe, plan.effective_scenario)
         # With parameters already in the compute dtype, torch.autocast would only add casts.
         self._torch_autocast = parameter_dtype != plan.compute_dtype
         self._caching_modules: list[nn.Module] = []
@@ -114,7 +125,7 @@ class Precision:
         return scenario is not None and RECIPES[scenario].scales_lag
 
     def module_state(self) -> ModuleState:
-        """State of the modules in fp8; in a run without fp8 of all linear ones of Transformer Engine or torchao."""
+        """State of the modules in fp8; in a run without fp8, of all linear ones of the back end."""
         return self.backend.state((self._fp8_modules if self.in_fp8 else self._linears).values())
 
     def keep_casts_of_frozen_weights(self) -> None:

@@ -38,7 +38,7 @@ def hold_in_fp8(model: nn.Module, precision: Precision) -> int:
     """
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor
 
-    recipe, dropped = precision.plan.te_recipe, 0
+    recipe, dropped = precision.plan.recipe, 0
     modules: list[Any] = [module for module in model.modules() if module in precision.fp8_modules]
     for module in modules:
         names = prepare_module(module, recipe)

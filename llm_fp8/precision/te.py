@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llm_fp8.config.recipes import size_multiple
+from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.config.recipes import Recipe, size_multiple
 from llm_fp8.precision.coverage import ModuleState, linear_weights, linears_left, plain_linears, size_misfit
 from llm_fp8.utils.te_internals import forget_weight_casts, require_te
 from llm_fp8.utils.torch_internals import wrap_forward
@@ -23,6 +24,23 @@ class TEBackend:
 
     def __init__(self, recipe: Any = None, scenario: str | None = None) -> None:
         self.recipe, self.scenario = recipe, scenario
+
+    @staticmethod
+    def build_recipe(options: PrecisionConfig, recipe: Recipe, device: torch.device) -> Any:
+        """The library's recipe object for `device`; options that the recipe lacks are left out."""
+        from transformer_engine.common import recipe as te_recipes
+
+        keywords = dict(recipe.defaults)
+        for name in recipe.options:
+            value = getattr(options, name)
+            if value is not None:
+                keywords[name] = getattr(te_recipes.Format, value) if name == "fp8_format" else value
+        built = getattr(te_recipes, recipe.recipe_class)(**keywords)
+        # Later GPUs scale by powers of two, as in MXFP8.
+        if recipe.fp32_scales_on_hopper and torch.cuda.get_device_capability(device) == (9, 0):
+            for operand in ("fwd_inp", "fwd_weight", "bwd_grad"):
+                setattr(built, f"fp8_quant_{operand}", te_recipes.QParams(power_2_scale=False))
+        return built
 
     def linears_of(self, model: nn.Module) -> dict[str, nn.Module]:
         """Name -> linear module of this library in `model`, fused ones among them."""

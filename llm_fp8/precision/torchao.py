@@ -15,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
+import shutil
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -23,9 +25,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from llm_fp8.config.recipes import recipe_names
+from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.config.recipes import Recipe, recipe_names
 from llm_fp8.precision.coverage import ModuleState, linears_left, plain_linears
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.packages import GPU_REQUIREMENTS, OptionalPackage
 from llm_fp8.utils.torch_internals import compile_without_ddp_cuts, local_of, sharded_like
+
+TORCHAO = OptionalPackage("torchao", "torchao.float8", f"pip install torchao -c {GPU_REQUIREMENTS}")
 
 
 def build_config(scenario: str, emulate: bool) -> Any:
@@ -40,8 +47,16 @@ class TorchaoBackend:
 
     recomputes_fprop = False  # torch.compile decides
 
-    def __init__(self, recipe: Any = None) -> None:
+    def __init__(self, recipe: Any = None, scenario: str | None = None) -> None:
         self.recipe = recipe
+
+    @staticmethod
+    def build_recipe(options: PrecisionConfig, recipe: Recipe, device: torch.device) -> Any:
+        why, on_gpu = "--fp8_backend torchao", device.type == "cuda"
+        TORCHAO.require(why)
+        if on_gpu and not any(map(shutil.which, (os.environ.get("CC") or "gcc", "clang", "cc"))):
+            raise UserError(f"{why}: Triton needs a C compiler, and none is found; install gcc, or name one in CC.")
+        return build_config(recipe.name, emulate=not on_gpu)
 
     def linears_of(self, model: nn.Module) -> dict[str, nn.Module]:
         return {name: module for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}

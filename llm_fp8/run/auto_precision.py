@@ -19,7 +19,7 @@ from llm_fp8.data.collate import Batch
 from llm_fp8.data.prepare import PreparedData
 from llm_fp8.distributed.process_group import gathered
 from llm_fp8.observability.step_profile import profiled
-from llm_fp8.precision.plan import with_recipe
+from llm_fp8.precision.context import with_recipe
 from llm_fp8.run.plan import RunPlan
 from llm_fp8.run.setup import TrainingSetup, build_setup
 from llm_fp8.run.train_state import restore_rng_state, rng_state

@@ -20,7 +20,8 @@ from llm_fp8.models.fp8_checkpoint import Fp8Format
 from llm_fp8.models.source import ModelSource, load_config, resolve_source, stored_dtype
 from llm_fp8.models.weights import StoredCheckpoint, checkpoint_of, untie
 from llm_fp8.observability.trackers import require_trackers
-from llm_fp8.precision.plan import PrecisionPlan, with_recipe
+from llm_fp8.precision.context import with_recipe
+from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.run.checkpoint import Checkpoint
 from llm_fp8.settle.machine import look
 from llm_fp8.settle.probe import probe
@@ -126,8 +127,8 @@ def announce(plan: RunPlan) -> None:
     if precision.fallback_reason:
         say(fallback_warning(precision))
     say(f"precision: {precision.name} (asked for: {precision_name(precision.requested, precision.requested_scenario)})")
-    if precision.backend == "torchao":
-        say(f"fp8 by torchao{', EMULATED on the CPU in higher precision' if precision.emulated else ''}")
+    if precision.backend not in (None, "te"):
+        say(f"fp8 by {precision.backend}{', EMULATED on the CPU in higher precision' if precision.emulated else ''}")
     trained, frozen = (str(each).removeprefix("torch.") for each in (plan.parameter_dtype, plan.weight_dtype))
     rank = plan.config.lora.lora_rank
     adapters = f"adapters of rank {rank} in {trained}, frozen model in {frozen}"

@@ -183,7 +183,7 @@ def _recompute_layers(plan: RunPlan, layers: nn.ModuleList) -> Sequence[nn.Modul
     """Turn on activation checkpointing where --gradient_checkpointing asks for it; returns its decoder layers."""
     if (every := plan.config.model.gradient_checkpointing) == 0:
         return ()
-    uses_te = plan.config.model.use_te or plan.precision.te_recipe is not None
+    uses_te = plan.config.model.use_te or plan.precision.backend == "te"
     reentrant = uses_te and plan.strategy.reentrant_te_checkpoints
     return enable_gradient_checkpointing(layers, every, uses_te, reentrant, plan.takes_graphs)
 

@@ -17,9 +17,9 @@ SHIPPED = Path(__file__).resolve().parents[1] / "config" / "shipped"
 """Folder of configs/ and the requirements files: links in the repository, files in a wheel."""
 
 _IN_REPOSITORY = (REPOSITORY / "requirements.txt").is_file()
-# As a command names them that is meant to be copied.
-_FOLDER = "" if _IN_REPOSITORY else f"{SHIPPED}/"
-BASE_REQUIREMENTS, GPU_REQUIREMENTS = f"{_FOLDER}requirements.txt", f"{_FOLDER}requirements-gpu.txt"
+FOLDER = "" if _IN_REPOSITORY else f"{SHIPPED}/"
+"""Of the requirements files, as a command names them that is meant to be copied."""
+BASE_REQUIREMENTS, GPU_REQUIREMENTS = f"{FOLDER}requirements.txt", f"{FOLDER}requirements-gpu.txt"
 VERIFY = "python scripts/verify_fp8.py" if _IN_REPOSITORY else "llm-fp8 verify"
 
 
@@ -56,5 +56,3 @@ TRANSFORMER_ENGINE = OptionalPackage(
     f"pip install --no-build-isolation -r {GPU_REQUIREMENTS}",
 )
 FLASH_ATTENTION_2 = OptionalPackage("flash-attn", "flash_attn", "pip install --no-build-isolation flash-attn")
-TORCHAO = OptionalPackage("torchao", "torchao.float8", f"pip install torchao -c {GPU_REQUIREMENTS}")
-DEEPSPEED = OptionalPackage("DeepSpeed", "deepspeed", f"pip install -r {_FOLDER}requirements-deepspeed.txt")

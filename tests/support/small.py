@@ -19,7 +19,8 @@ from llm_fp8.models.fill import build_model
 from llm_fp8.models.model import Model
 from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
 from llm_fp8.models.weights import checkpoint_of
-from llm_fp8.precision.plan import PrecisionPlan, with_recipe
+from llm_fp8.precision.context import with_recipe
+from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.run.run import run_training
 from llm_fp8.settle.machine import Machine, look
 from llm_fp8.settle.settle import resolve_precision
