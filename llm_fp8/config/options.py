@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal
 
 from llm_fp8.utils.errors import UserError, reading
@@ -50,7 +49,8 @@ def option(
     alias: str | None = None,
     bare: int | None = None,
     needs: tuple[str, ...] = (),
-    excludes: dict[str, str] = MappingProxyType({}),  # type: ignore[assignment]
+    excludes: dict[str, str] | None = None,
+    resume: Literal["same", "scales", "evaluation", "total_steps", "global_batch_size"] | None = None,
     **bounds: float,
 ) -> Any:
     """Declare a dataclass field that becomes a command-line option; `llm_fp8.config.validation` checks its conditions.
@@ -60,10 +60,14 @@ def option(
     be on the option's own value. Without those in `needs` the option has no effect; `excludes` says why it cannot go
     with others. `alias` is its name in transformers, where the meaning is exactly the same, `bare` the value of a
     number whose flag stands alone; `bounds` are at_least, at_most, above and below.
+
+    `resume`: a resumed run refuses a change unless --allow_changed names the option. 'same': it changes the result;
+    'scales': also what delayed scaling's histories mean; 'total_steps', 'global_batch_size': the setting it decides,
+    which is what is compared. A change of 'evaluation' is reported.
     """
     aliases = [] if alias is None else [f"--{alias}"]
-    declared = {"help": help, "aliases": aliases, "bare": bare, "needs": needs, "excludes": excludes, "bounds": bounds}
-    return field(default=default, metadata=declared)
+    declared = {"help": help, "aliases": aliases, "bare": bare, "bounds": bounds, "needs": needs, "resume": resume}
+    return field(default=default, metadata=declared | {"excludes": excludes or {}})
 
 
 @dataclass(frozen=True)
@@ -116,31 +120,39 @@ class PrecisionConfig:
             "lora_rank": "torchao computes gradients of frozen weights too",
             "mixed_precision=auto": "Transformer Engine's modules are measured",
         },
+        resume="same",
     )
     fp8_scenario: str = option(  # choices and help come from the table, in the parser
         "default", "What this GPU lacks falls back to 'default' with a warning.", needs=(IN_FP8,)
     )
     fp8_format: Literal["HYBRID", "E4M3"] | None = option(
-        None, "E4M3, or HYBRID: E5M2 for gradients (default of delayed and current).", needs=(IN_FP8,)
+        None, "E4M3, or HYBRID: E5M2 for gradients (default of delayed and current).", needs=(IN_FP8,), resume="scales"
     )
-    amax_history_len: int | None = option(None, "Passes in the history (default: 1024).", needs=(IN_FP8,), at_least=1)
+    amax_history_len: int | None = option(
+        None, "Passes in the history (default: 1024).", needs=(IN_FP8,), resume="scales", at_least=1
+    )
     amax_compute_algo: Literal["max", "most_recent"] | None = option(
-        None, "The amax of that history that sets the scale (default: max).", needs=(IN_FP8,)
+        None, "The amax of that history that sets the scale (default: max).", needs=(IN_FP8,), resume="same"
     )
     fp8_bf16_modules: str = option(
-        "", "Modules in bf16, with commas: layers.0, layers.-4:, qkv, 0.mlp or patterns (layers.2?.*).", needs=(IN_FP8,)
+        "",
+        "Modules in bf16, with commas: layers.0, layers.-4:, qkv, 0.mlp or patterns (layers.2?.*).",
+        needs=(IN_FP8,),
+        resume="scales",
     )
     fp8_recast_weights: bool = option(
         False,
         "Keep no fp8 casts of weights: two bytes per weight less, slower (one GPU and ddp).",
         needs=(IN_FP8, WHOLE_MODEL),
         excludes={"fp8_backend=torchao": "torchao keeps no casts", "lora_rank": "frozen weights are cast once"},
+        resume="same",
     )
     fp8_until: float = option(
         1.0,
         "Share of the steps in fp8; the last ones run in bf16.",
         needs=(IN_FP8,),
         excludes={"fp8_params": "weights are kept in fp8 alone"},
+        resume="same",
         above=0,
         at_most=1,
     )
@@ -172,7 +184,10 @@ class DataConfig:
     streaming: bool = option(False, "Read the dataset as a stream, without preparing it first.", needs=("max_steps",))
     max_seq_length: int = option(1024, "Tokens of a sequence; see --overlong for longer samples.", at_least=1)
     batch_size: int = option(
-        8, "Sequences of a micro-batch per GPU, or auto: as many as fit.", alias="per_device_train_batch_size"
+        8,
+        "Sequences of a micro-batch per GPU, or auto: as many as fit.",
+        alias="per_device_train_batch_size",
+        resume="global_batch_size",
     )
     packing: bool | None = option(None, "Pack whole samples into full sequences (default: on with --use_te).")
     train_on_prompt: bool = option(False, "Take the loss on the prompt too, not on the solution only.")
@@ -206,22 +221,23 @@ OptimizerKind = Literal["adamw_fp32", "adamw_master", "adamw_8bit"]
 class OptimConfig:
     """Optimizer, schedule and length of the training."""
 
-    num_epochs: int = option(1, "Passes over the training rows.", alias="num_train_epochs", at_least=1)
-    max_steps: int | None = option(None, "Optimizer steps to stop after, in place of --num_epochs.", at_least=1)
+    num_epochs: int = option(1, "Passes over the rows.", alias="num_train_epochs", resume="total_steps", at_least=1)
+    max_steps: int | None = option(None, "Optimizer steps, in place of --num_epochs.", resume="total_steps", at_least=1)
     learning_rate: float = option(
         1e-5,
         f"Peak (default: 1e-5, {LORA_LEARNING_RATE:g} for LoRA, {SCRATCH_LEARNING_RATE:g} for random weights).",
+        resume="same",
         at_least=0,
     )
-    gradient_accumulation_steps: int = option(1, "Micro-batches per optimizer step.", at_least=1)
+    gradient_accumulation_steps: int = option(1, "Micro-batches per step.", resume="global_batch_size", at_least=1)
     merge_micro_batches: bool = option(True, "Run as many micro-batches of a step as one as fit the GPU's memory.")
-    num_warmup_steps: int = option(100, "Steps of linear warm-up; at most a tenth of the run.", at_least=0)
+    num_warmup_steps: int = option(100, "Steps of linear warm-up, at most a tenth of all.", resume="same", at_least=0)
     lr_scheduler: Literal["linear", "cosine", "constant"] = option(
-        "cosine", "Shape of the learning rate after warm-up.", alias="lr_scheduler_type"
+        "cosine", "Shape of the learning rate after warm-up.", alias="lr_scheduler_type", resume="same"
     )
-    weight_decay: float = option(0.0, "Decoupled weight decay; norms and biases are exempt.", at_least=0)
-    adam_beta2: float = option(0.95, "Decay of the second moment.", at_least=0, below=1)
-    max_grad_norm: float = option(1.0, "Clip the global gradient norm to this; 0: never.", at_least=0)
+    weight_decay: float = option(0.0, "Decoupled weight decay; norms and biases are exempt.", resume="same", at_least=0)
+    adam_beta2: float = option(0.95, "Decay of the second moment.", resume="same", at_least=0, below=1)
+    max_grad_norm: float = option(1.0, "Clip the global gradient norm to this; 0: never.", resume="same", at_least=0)
     optimizer: Literal["auto", OptimizerKind] = option(
         "auto",
         "adamw_fp32: 16 bytes a parameter; adamw_master: bf16 with master weights, 12; adamw_8bit: bf16, stochastic "
@@ -255,12 +271,20 @@ class RunConfig:
     )
     save_total_limit: int = option(2, "Checkpoints kept, besides that of --keep_best.", at_least=1)
     export: bool = option(True, "Write the final weights as a Hugging Face checkpoint with tokenizer and model card.")
-    eval_every: int = option(0, "Steps between evaluations; 0: at the end only.", alias="eval_steps", at_least=0)
-    keep_best: bool = option(False, "Keep and export the checkpoint of the lowest eval loss.", needs=("eval_every",))
-    early_stopping_patience: int = option(
-        0, "Evaluations without a lower eval loss that end the run; 0: never.", needs=("eval_every",), at_least=0
+    eval_every: int = option(
+        0, "Steps between evaluations; 0: at the end only.", alias="eval_steps", resume="evaluation", at_least=0
     )
-    eval_batches: int | None = option(None, "Batches per evaluation (default: all).", at_least=1)
+    keep_best: bool = option(
+        False, "Keep and export the checkpoint of the lowest eval loss.", needs=("eval_every",), resume="evaluation"
+    )
+    early_stopping_patience: int = option(
+        0,
+        "Evaluations without a lower eval loss that end the run; 0: never.",
+        needs=("eval_every",),
+        resume="evaluation",
+        at_least=0,
+    )
+    eval_batches: int | None = option(None, "Batches per evaluation (default: all).", resume="evaluation", at_least=1)
     certify: bool | None = option(None, "Exit with 1 if other kernels run than requested (default: on with a GPU).")
     log_every: int = option(10, "Optimizer steps between log lines.", alias="logging_steps", at_least=1)
     use_wandb: bool = option(False, "Log to Weights & Biases; WANDB_RUN_GROUP and its like hold.")
@@ -476,23 +500,12 @@ MOST_USED = (
 )  # fmt: skip
 """Options that --help explains; --help_all explains all."""
 
-TRAINING_OPTIONS = (
-    "global_batch_size", "total_steps", "learning_rate", "num_warmup_steps", "lr_scheduler", "weight_decay",
-    "adam_beta2", "max_grad_norm", "fp8_backend", "fp8_format", "amax_history_len", "amax_compute_algo",
-    "fp8_bf16_modules", "fp8_recast_weights", "fp8_until",
-)  # fmt: skip
-"""Settings that change the result but may differ on resume if --allow_changed names them."""
-DECIDES = {
-    "max_steps": "total_steps",
-    "num_epochs": "total_steps",
-    "batch_size": "global_batch_size",
-    "gradient_accumulation_steps": "global_batch_size",
-}
-"""Option -> the entry of `TRAINING_OPTIONS` that it decides, and stands for in --allow_changed."""
-SCALE_OPTIONS = ("fp8_format", "amax_history_len", "fp8_bf16_modules")
-"""Options of `TRAINING_OPTIONS` that change the scales and histories of delayed scaling, or their meaning."""
-EVALUATION_OPTIONS = ("eval_every", "eval_batches", "keep_best", "early_stopping_patience")
-"""Options of `RunConfig` that decide when a run ends and which step it exports; a resumed run reports a change."""
+FIELDS = {each.name: each for section in SECTIONS.values() for each in dataclasses.fields(section)}
+"""Option -> its declaration."""
+RESUME = {name: each.metadata["resume"] for name, each in FIELDS.items() if each.metadata["resume"]}
+"""Option -> what it means for a resumed run (see `option`)."""
+SETTINGS = {name: name if kind in ("same", "scales") else kind for name, kind in RESUME.items() if kind != "evaluation"}
+"""Option -> the setting, itself or what it decides, that a resumed run compares."""
 
 OTHER_NAMES = {
     "accumulate_grad_batches grad_accum grad_accum_steps": "use --gradient_accumulation_steps",

@@ -5,19 +5,11 @@ field can declare. `llm_fp8.settle.checks` looks at the machine.
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 from fnmatch import fnmatchcase
 
 from llm_fp8.config import options
-from llm_fp8.config.options import ALL_LINEAR, SECTIONS, Config, names_in
-from llm_fp8.config.recipes import (
-    DEFAULT,
-    FP8_SIZE_MULTIPLE,
-    RECIPE_OPTIONS,
-    RECIPES,
-    chosen,
-    recipe_names,
-)
+from llm_fp8.config.options import ALL_LINEAR, Config, names_in
+from llm_fp8.config.recipes import DEFAULT, FP8_SIZE_MULTIPLE, RECIPE_OPTIONS, RECIPES, chosen, recipe_names
 from llm_fp8.utils.errors import UserError, did_you_mean, reading
 
 
@@ -25,7 +17,6 @@ def check_declared(config: Config, mode: str | None = None) -> None:
     """Raise `UserError` for an option that its field's `needs` or `excludes` forbid. `mode` is the sharding
     mode that 'auto' came to, 'single' on one GPU; until it is known, what depends on it passes.
     """
-    declared = {each.name: each for section in SECTIONS.values() for each in fields(section)}
     values = {**config.options, "packing": config.packing, "sharding_mode": mode or config.parallel.sharding_mode}
     values["use_wandb"] = bool(config.run.trackers)  # W&B's options hold for every tracker
 
@@ -35,21 +26,21 @@ def check_declared(config: Config, mode: str | None = None) -> None:
         if " and " in condition:
             return all(map(holds, condition.split(" and ")))
         name, _, allowed = condition.partition("=")
-        value = str(values[name])
-        return any(fnmatchcase(value, each) for each in allowed.split("|")) if allowed else bool(values[name])
+        patterns = allowed.split("|")
+        return any(fnmatchcase(str(values[name]), pattern) for pattern in patterns) if allowed else bool(values[name])
 
-    for name, each in declared.items():
+    for name, field in options.FIELDS.items():
         value = values[name]
-        if value is False or value == each.default:
+        if value is False or value == field.default:
             continue
-        given = f"--{name}" if value is True else f"--{name} {value}"
-        for condition in each.metadata["needs"]:
+        words = f"--{name}" if value is True else f"--{name} {value}"
+        for condition in field.metadata["needs"]:
             is_open = condition.startswith("sharding_mode") and values["sharding_mode"] == "auto"
             if not (is_open or holds(condition)):
-                raise UserError(f"{given} needs {_flags(condition, name)}; add it or drop --{name}.")
-        for condition, why in each.metadata["excludes"].items():
+                raise UserError(f"{words} needs {_flags(condition, name)}; add it or drop --{name}.")
+        for condition, why in field.metadata["excludes"].items():
             if holds(condition):
-                raise UserError(f"{given} cannot go with {_flags(condition, name)}: {why}; drop one of them.")
+                raise UserError(f"{words} cannot go with {_flags(condition, name)}: {why}; drop one of them.")
 
 
 def _flags(condition: str, name: str) -> str:
@@ -107,7 +98,11 @@ def _check_names(config: Config) -> None:
     layers = (*options.DECODER_LINEARS, ALL_LINEAR) if config.model.use_te else ()  # else the model's own, seen later
     for flag, names, known in (
         ("--columns", data.column_names, options.COLUMN_NAMES),
-        ("--allow_changed", names_in(config.run.allow_changed), (*options.TRAINING_OPTIONS, *options.DECIDES)),
+        (
+            "--allow_changed",
+            names_in(config.run.allow_changed),
+            {**options.SETTINGS, **dict.fromkeys(options.SETTINGS.values())},
+        ),
         ("--lora_targets", targets, layers),
     ):
         if unknown := [name for name in names if known and name not in known]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llm_fp8.config.options import DECIDES, EVALUATION_OPTIONS, SCALE_OPTIONS, TRAINING_OPTIONS, Config, names_in
+from llm_fp8.config.options import RESUME, SETTINGS, Config, names_in
 from llm_fp8.data.prepare import PreparedData
 from llm_fp8.distributed.process_group import largest
 from llm_fp8.models.source import text_config
@@ -61,7 +61,7 @@ def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
 def run_options(config: Config, data: PreparedData, num_steps: int) -> dict[str, Any]:
     """Collect the options that a checkpoint records: all but those of reports and saves, steps, rows."""
     sections = config.to_dict()
-    sections["run"] = {name: sections["run"][name] for name in EVALUATION_OPTIONS}
+    sections["run"] = {name: value for name, value in sections["run"].items() if name in RESUME}
     options = {name: value for section in sections.values() for name, value in section.items()}
     return options | {"total_steps": num_steps, "global_batch_size": data.train.global_batch_size}
 
@@ -89,15 +89,14 @@ def check_compatible(checkpoint: Checkpoint, fingerprint: Mapping[str, Any]) -> 
 def changed_options(config: Config, checkpoint: Checkpoint, options: Mapping[str, Any]) -> list[str]:
     """The `run_options` in which a run differs from that of the checkpoint it resumes from, each with both values.
 
-    Raises `UserError` where one of `TRAINING_OPTIONS` differs and --allow_changed does not name it, or an option that
-    decides it.
+    Raises `UserError` where one of `SETTINGS` differs and --allow_changed does not name it, or an option that decides it.
     """
-    allowed = [DECIDES.get(name, name) for name in names_in(config.run.allow_changed)]
+    allowed = [SETTINGS.get(name, name) for name in names_in(config.run.allow_changed)]
     saved = checkpoint.meta["options"]
     names = [name for name, value in options.items() if name in saved and saved[name] != value]
     changed = {name: f"{name} {saved[name]} -> {options[name]}" for name in names}
-    if refused := [name for name in TRAINING_OPTIONS if name in changed and name not in allowed]:
-        deciding = {name: [option for option in changed if DECIDES.get(option) == name] or [name] for name in refused}
+    if refused := [name for name in dict.fromkeys(SETTINGS.values()) if name in changed and name not in allowed]:
+        deciding = {name: [option for option in changed if SETTINGS.get(option) == name] or [name] for name in refused}
         raise UserError(
             f"--resume_from {checkpoint.folder} was trained with other options ("
             f"{', '.join(changed[name] for name in refused)}); "
@@ -146,7 +145,7 @@ class RunState:
     def has_the_scales(self, checkpoint: Checkpoint) -> bool:
         """Return True if the checkpoint's scales and amax histories are those that a run with these options keeps."""
         saved = checkpoint.meta["options"]
-        return all(saved.get(name) == self.options.get(name) for name in SCALE_OPTIONS)
+        return all(saved.get(name) == self.options.get(name) for name, kind in RESUME.items() if kind == "scales")
 
     def save(self, step: int, optimizer: Any, history: EvalHistory, tokens_seen: int) -> Path:
         """Write a checkpoint after `step`, with --async_save while training goes on; returns its folder."""

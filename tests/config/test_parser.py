@@ -13,14 +13,13 @@ from typing import get_args
 import pytest
 from transformers import TrainingArguments
 
-from llm_fp8.config.options import EMBEDDED, MODES, MOST_USED, OTHER_NAMES, SECTIONS, Config, ShardingMode
+from llm_fp8.config.options import EMBEDDED, FIELDS, MODES, MOST_USED, OTHER_NAMES, SECTIONS, Config, ShardingMode
 from llm_fp8.config.parser import OptionsParser, parse_config, words_of
 from llm_fp8.config.recipes import RECIPE_OPTIONS
 from llm_fp8.utils.errors import UserError
 from tests.support.documented_commands import COMMANDS, config_of, options_of
 
 ROOT = Path(__file__).resolve().parents[2]
-FIELDS = [field for section in SECTIONS.values() for field in dataclasses.fields(section)]
 
 PROMISED_OPTIONS = """
 model_name dataset_name split_name batch_size mixed_precision max_seq_length use_te fp8_scenario use_wandb
@@ -32,7 +31,7 @@ train_on_prompt random_init log_every fp8_format amax_history_len amax_compute_a
 
 
 def test_promised_options_exist_and_no_name_occurs_in_two_sections():
-    names = [field.name for field in FIELDS]
+    names = [field.name for section in SECTIONS.values() for field in dataclasses.fields(section)]
     assert len(names) == len(set(names)) and set(PROMISED_OPTIONS) <= set(names)
 
 
@@ -51,7 +50,7 @@ def test_help_explains_every_option_with_its_default(capsys):
         parse_config(["--help_all"], prog="train_multi_gpu.py", parallel=True)
     assert ended.value.code == 0
     printed = "".join(capsys.readouterr().out.split())  # lines are broken at hyphens too
-    for field in FIELDS:
+    for field in FIELDS.values():
         said = f"(default: {field.default})" if field.default is not None else "default"
         assert f"--{field.name}" in printed and "".join(field.metadata["help"].split()) in printed
         assert "(default:" in field.metadata["help"] or "".join(said.split()) in printed
@@ -110,7 +109,7 @@ def test_the_trainers_names_are_names_of_the_same_options(words, name, value, tm
 
 def test_a_name_of_the_trainer_stands_for_what_transformers_means_by_it():
     theirs = {field.name for field in dataclasses.fields(TrainingArguments)} | {"model_name_or_path"}
-    aliases = {alias[2:] for field in FIELDS for alias in field.metadata["aliases"] if "_" in alias}
+    aliases = {alias[2:] for field in FIELDS.values() for alias in field.metadata["aliases"] if "_" in alias}
     assert aliases and aliases <= theirs
     names, flags = " ".join(OTHER_NAMES).split(), re.findall(r" --(\w+)", " ".join(OTHER_NAMES.values()))
     assert len(set(names)) == len(names) and not {*names} & {*aliases, *Config().options}
@@ -232,9 +231,11 @@ def test_every_sharding_mode_has_a_row():
 
 
 def test_declared_conditions_name_options():
-    conditions = {each for field in FIELDS for each in (*field.metadata["needs"], *field.metadata["excludes"])}
+    conditions = {each for field in FIELDS.values() for each in (*field.metadata["needs"], *field.metadata["excludes"])}
     parts = {part for condition in conditions for part in re.split(" and | or ", condition)}
     assert {part.partition("=")[0] for part in parts} <= set(Config().options)
     assert all(
-        bound in ("at_least", "at_most", "above", "below") for field in FIELDS for bound in field.metadata["bounds"]
+        bound in ("at_least", "at_most", "above", "below")
+        for field in FIELDS.values()
+        for bound in field.metadata["bounds"]
     )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 
-from llm_fp8.config.options import SECTIONS, Config
+from llm_fp8.config.options import FIELDS, Config
 from llm_fp8.config.parser import parse_config
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
@@ -17,7 +15,7 @@ GRAPHS = "--cuda_graphs --use_te "
 REFUSED = [
     # the option that is named, and the words that name it
     *((each.name, f"--{each.name}={limit + {'at_least': -1, 'at_most': 1}.get(bound, 0)}")
-      for section in SECTIONS.values() for each in fields(section) for bound, limit in each.metadata["bounds"].items()),
+      for each in FIELDS.values() for bound, limit in each.metadata["bounds"].items()),
     ("batch_size", "--batch_size 0"),
     ("max_steps", f"--max_steps {2**31}"),
     ("learning_rate", "--learning_rate nan"),
