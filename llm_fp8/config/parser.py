@@ -16,14 +16,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 import yaml
 
 from llm_fp8.config.accelerate_env import LAUNCH_FILE, apply_launch_settings, check_launch
-from llm_fp8.config.options import (
-    AUTO_BATCH_SIZE,
-    MOST_USED,
-    OTHER_NAMES,
-    SECTIONS,
-    Config,
-    ParallelConfig,
-)
+from llm_fp8.config.options import AUTO_BATCH_SIZE, MOST_USED, OTHER_NAMES, SECTIONS, Config, ParallelConfig
 from llm_fp8.config.recipes import DEFAULT, describe_recipes, recipe_names
 from llm_fp8.config.validation import check_options
 from llm_fp8.utils.errors import OneSentenceParser, number, positive, reading

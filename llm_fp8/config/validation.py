@@ -96,12 +96,13 @@ def _check_names(config: Config) -> None:
     if data.columns is not None and ("" in theirs or len(theirs) != len(data.columns.split(","))):
         raise UserError(f"--columns '{data.columns}' must be pairs, as in problem=question,generated_solution=answer.")
     layers = (*options.DECODER_LINEARS, ALL_LINEAR) if config.model.use_te else ()  # else the model's own, seen later
+    settings = dict.fromkeys([*options.SETTINGS, *options.SETTINGS.values()])
     for flag, names, known in (
         ("--columns", data.column_names, options.COLUMN_NAMES),
         (
             "--allow_changed",
             names_in(config.run.allow_changed),
-            {**options.SETTINGS, **dict.fromkeys(options.SETTINGS.values())},
+            (*options.SETTINGS, "total_steps", "global_batch_size"),
         ),
         ("--lora_targets", targets, layers),
     ):

@@ -89,7 +89,7 @@ def check_compatible(checkpoint: Checkpoint, fingerprint: Mapping[str, Any]) -> 
 def changed_options(config: Config, checkpoint: Checkpoint, options: Mapping[str, Any]) -> list[str]:
     """The `run_options` in which a run differs from that of the checkpoint it resumes from, each with both values.
 
-    Raises `UserError` where one of `SETTINGS` differs and --allow_changed does not name it, or an option that decides it.
+    Raises `UserError` where one of `SETTINGS` differs, and --allow_changed names neither it nor an option behind it.
     """
     allowed = [SETTINGS.get(name, name) for name in names_in(config.run.allow_changed)]
     saved = checkpoint.meta["options"]

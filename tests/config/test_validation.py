@@ -7,9 +7,7 @@ import pytest
 from llm_fp8.config.options import FIELDS, Config
 from llm_fp8.config.parser import parse_config
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.ranks import LaunchRanks
 
-TWO_HOSTS = LaunchRanks(world_size=16, local_world_size=8)
 FP8 = "--mixed_precision=fp8 "
 GRAPHS = "--cuda_graphs --use_te "
 REFUSED = [
