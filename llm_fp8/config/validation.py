@@ -99,11 +99,7 @@ def _check_names(config: Config) -> None:
     settings = dict.fromkeys([*options.SETTINGS, *options.SETTINGS.values()])
     for flag, names, known in (
         ("--columns", data.column_names, options.COLUMN_NAMES),
-        (
-            "--allow_changed",
-            names_in(config.run.allow_changed),
-            (*options.SETTINGS, "total_steps", "global_batch_size"),
-        ),
+        ("--allow_changed", names_in(config.run.allow_changed), settings),
         ("--lora_targets", targets, layers),
     ):
         if unknown := [name for name in names if known and name not in known]:
