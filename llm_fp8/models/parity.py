@@ -65,20 +65,20 @@ def judge(comparisons: Sequence[Comparison], dtype: torch.dtype) -> str:
         logarithms.setdefault(one.layer, []).append(logarithm)
     worst = max(comparisons, key=lambda one: math.inf if math.isnan(one.fp32) else one.fp32)
     mean = math.exp(statistics.fmean(itertools.chain(*logarithms.values())))
-    layer, ratio = max(
-        ((layer, statistics.median(all_)) for layer, all_ in logarithms.items()), key=lambda item: item[1]
-    )
+    medians = {layer: statistics.median(of_layer) for layer, of_layer in logarithms.items()}
+    worst_layer, median = max(medians.items(), key=lambda item: item[1])
+    rounds = "its error in the training dtype is"
     for figure, limit, what in (
         (worst.fp32, FP32_LIMIT, f"{worst.tensor} of layer {worst.layer} differs in fp32 by"),
-        (mean, MEAN_LIMIT, "its error in the training dtype is Hugging Face's times"),
-        (math.exp(ratio), LAYER_LIMIT, f"its error in the training dtype is, in layer {layer}, Hugging Face's times"),
+        (mean, MEAN_LIMIT, f"{rounds} Hugging Face's times"),
+        (math.exp(median), LAYER_LIMIT, f"{rounds}, in layer {worst_layer}, Hugging Face's times"),
     ):
         if not figure <= limit:
             raise UserError(f"--use_te is not Hugging Face's model: {what} {figure:.2g}, at most {limit:g}. {_ADVICE}")
     return (
         f"{len(comparisons)} tensors of {len(logarithms)} layers differ in fp32 by at most {worst.fp32:.1g}; in "
         f"{str(dtype).removeprefix('torch.')} their distance from fp32 is {mean:.2f} times Hugging Face's "
-        f"({math.exp(ratio):.2f} in the worst layer)"
+        f"({math.exp(median):.2f} in the worst layer)"
     )
 
 
@@ -105,87 +105,83 @@ def first_row(batch: Batch, max_seq_length: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def check_parity(
-    model: PreTrainedModel,
+    model: Model,
     layers: Iterable[nn.Module],
     batch: Batch,
     max_seq_length: int,
     dtype: torch.dtype,
-    stored: Model,
     full_tensor: FullTensor = Tensor.detach,
 ) -> str:
-    """Run the three tests on a TE decoder that computes in `dtype` and has the weights `stored`, and return a sentence
-    on them; `UserError` where one fails. Each of its `layers` needs its weights only until the next is asked for.
-    `full_tensor` returns an unsharded parameter, and is collective where they are sharded.
+    """Run the three tests on a TE decoder that computes in `dtype` and return a sentence on them; `UserError` where one
+    fails. Each of its `layers` needs its weights only until the next is asked for. `full_tensor` returns an unsharded
+    parameter, and is collective where they are sharded.
     """
-    entries = te_llama.parameter_map(model)
-    outside, names = dict(entries), {module: name for name, module in model.named_modules()}
+    entries = te_llama.parameter_map(model.module)
+    outside, names = dict(entries), {module: name for name, module in model.module.named_modules()}
 
     def loaded() -> Iterator[nn.Module]:
         for layer in layers:
             of_layer = [name for name in entries if name.startswith(f"{names[layer]}.")]
-            check_weights(model, stored, full_tensor, {name: outside.pop(name) for name in of_layer})
+            check_weights(model, full_tensor, {name: outside.pop(name) for name in of_layer})
             yield layer
 
-    found = judge(compare_layers(model, loaded(), batch, max_seq_length, dtype, full_tensor), dtype)
-    check_weights(model, stored, full_tensor, outside)
-    return f"parity with Hugging Face: {sum(map(len, entries.values()))} stored tensors loaded bit for bit; {found}"
+    comparisons = compare_layers(model.module, loaded(), first_row(batch, max_seq_length), dtype, full_tensor)
+    verdict = judge(comparisons, dtype)
+    check_weights(model, full_tensor, outside)
+    return f"parity with Hugging Face: {sum(map(len, entries.values()))} stored tensors loaded bit for bit; {verdict}"
 
 
-def check_weights(
-    model: PreTrainedModel,
-    stored: Model,
-    full_tensor: FullTensor,
-    entries: Mapping[str, tuple[Part, ...]],
-) -> None:
+def check_weights(model: Model, full_tensor: FullTensor, entries: Mapping[str, tuple[Part, ...]]) -> None:
     """Test 1 of these `entries` of the model's parameter map. Raises `UserError` naming the first that differs."""
     for te_name, parts in entries.items():
-        full = full_tensor(model.get_parameter(te_name))
+        full = full_tensor(model.module.get_parameter(te_name))
         for part in parts:
-            weight = stored.read(part.hf_name, full.device)
+            weight = model.read(part.hf_name, full.device)
             if weight.dtype != full.dtype == torch.bfloat16:
                 weight = split_master(weight.float())[0]  # as it was loaded
             if not torch.equal(full[part.start : part.stop], weight.to(full)):
-                raise UserError(f"--use_te: {part.hf_name} is not the tensor in {model.config.name_or_path}. {_ADVICE}")
+                source = model.module.config.name_or_path
+                raise UserError(f"--use_te: {part.hf_name} is not the tensor in {source}. {_ADVICE}")
 
 
 def compare_layers(
     model: PreTrainedModel,
     layers: Iterable[Any],
-    batch: Batch,
-    max_seq_length: int,
+    row: tuple[Tensor, Tensor, Tensor],
     dtype: torch.dtype,
     full_tensor: FullTensor,
 ) -> list[Comparison]:
-    """Tests 2 and 3, unjudged, on layers of both kinds that are built anew and given the weights of `layers`."""
-    input_ids, position_ids, cu_seqlens = first_row(batch, max_seq_length)
+    """Tests 2 and 3, unjudged, on layers of both kinds that are built anew and given the weights of `layers`; for `row`
+    see `first_row`.
+    """
+    input_ids, position_ids, cu_seqlens = row
     documents = {"cu_seq_lens_q": cu_seqlens, "max_length_q": int((cu_seqlens[1:] - cu_seqlens[:-1]).max())}
-    decoder: Any = text_decoder(model)
+    config: Any = text_decoder(model).config
     embedding: Any = model.get_input_embeddings()
     generator = torch.Generator(device=input_ids.device).manual_seed(0)
     pairs: dict[tuple[Any, torch.dtype], tuple[Any, Any]] = {}
     comparisons = []
-    for layer, own in enumerate(layers):
-        if layer == 0:  # the embedding has its weights when the first layer has
+    for number, layer in enumerate(layers):
+        if number == 0:  # the embedding has its weights when the first layer has
             hidden = F.embedding(input_ids, full_tensor(embedding.weight).to(dtype))
             hidden = hidden * getattr(embedding, "embed_scale", 1)
-        if not isinstance(own, te_llama.TEDecoderLayer):  # it is Hugging Face's
-            reference: Any = _one_layer_model(decoder.config, layer, dtype, hidden.device)
-            reference.layers[0].load_state_dict({name: full_tensor(p) for name, p in own.named_parameters()})
+        if not isinstance(layer, te_llama.TEDecoderLayer):  # it is Hugging Face's
+            reference: Any = _one_layer_model(config, number, dtype, hidden.device)
+            reference.layers[0].load_state_dict({name: full_tensor(p) for name, p in layer.named_parameters()})
             hidden = _run(reference, hidden, torch.zeros_like(hidden), position_ids=position_ids)[0]["output"]
             continue
-        spec = dataclasses.replace(own.spec, attention_dropout=0.0)
+        spec = dataclasses.replace(layer.spec, attention_dropout=0.0)
         parts = te_llama.layer_map(spec)
-        weights = {name: full_tensor(own.get_parameter(name)) for name in parts}
+        weights = {name: full_tensor(layer.get_parameter(name)) for name in parts}
         hf_weights = te_llama.in_hf_layout(parts, weights)
         gradient = torch.randn(hidden.shape, generator=generator, device=hidden.device)
         hf: dict[torch.dtype, dict[str, Tensor]] = {}
         te: dict[torch.dtype, dict[str, Tensor]] = {}
         for kind in dict.fromkeys((torch.float32, dtype)):
-            key = (spec, kind)
-            if key not in pairs:
-                te_layer = te_llama.TEDecoderLayer(spec, layer, own.softmax_scale, kind, hidden.device)
-                pairs[key] = _one_layer_model(decoder.config, layer, kind, hidden.device), te_layer
-            reference, te_layer = pairs[key]
+            if (spec, kind) not in pairs:
+                te_layer = te_llama.TEDecoderLayer(spec, number, layer.softmax_scale, kind, hidden.device)
+                pairs[spec, kind] = _one_layer_model(config, number, kind, hidden.device), te_layer
+            reference, te_layer = pairs[spec, kind]
             reference.layers[0].load_state_dict(hf_weights)
             with torch.no_grad():
                 for name, parameter in te_layer.named_parameters():
@@ -193,12 +189,12 @@ def compare_layers(
             results, gradients = _run(reference, hidden.to(kind), gradient.to(kind), position_ids=position_ids)
             of_layer = {name.removeprefix("layers.0."): value for name, value in gradients.items()}
             hf[kind] = results | _joined(parts, of_layer)
-            inputs = {"position_embeddings": own.angles, **documents}
+            inputs = {"position_embeddings": layer.angles, **documents}
             results, gradients = _run(te_layer, hidden.to(kind), gradient.to(kind), **inputs)
             te[kind] = results | _joined(parts, te_llama.in_hf_layout(parts, gradients))
         for name, exact in hf[torch.float32].items():
-            errors = (relative_difference(found[name], exact) for found in (te[torch.float32], te[dtype], hf[dtype]))
-            comparisons.append(Comparison(layer, name, *errors))
+            errors = (relative_difference(each[name], exact) for each in (te[torch.float32], te[dtype], hf[dtype]))
+            comparisons.append(Comparison(number, name, *errors))
         hidden = hf[dtype]["output"]
     return comparisons
 

@@ -88,7 +88,7 @@ def test_the_check_passes_a_right_model_and_leaves_it_as_it_was(right_model):
     model, stored = right_model
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     model.model.layers[1].requires_grad_(False)  # frozen weights are compared too
-    found = check_parity(model, model.model.layers, packed_batch("cpu"), S, torch.float32, stored=stored)
+    found = check_parity(stored, model.model.layers, packed_batch("cpu"), S, torch.float32)
     num_stored, num_compared = (41, 45) if model.config.model_type == "gemma3_text" else (30, 33)
     assert found.startswith(f"parity with Hugging Face: {num_stored} stored tensors loaded bit for bit; {num_compared}")
     after = dict(model.named_parameters())
@@ -101,7 +101,7 @@ def test_the_check_refuses_another_rope(right_model):
     for angles in model.model.rotary_emb.angles.values():
         angles *= 1.01
     with pytest.raises(UserError, match="--use_te .* in fp32 by"):
-        check_parity(model, model.model.layers, packed_batch("cpu"), S, torch.float32, stored)
+        check_parity(stored, model.model.layers, packed_batch("cpu"), S, torch.float32)
 
 
 def test_the_check_refuses_weights_that_are_not_the_files(right_model):
@@ -109,4 +109,4 @@ def test_the_check_refuses_weights_that_are_not_the_files(right_model):
     with torch.no_grad():
         model.model.layers[1].mlp.fc2_weight[3, 5] += 0.01
     with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.down_proj\.weight is not the tensor in"):
-        check_parity(model, model.model.layers, packed_batch("cpu"), S, torch.float32, stored=stored)
+        check_parity(stored, model.model.layers, packed_batch("cpu"), S, torch.float32)

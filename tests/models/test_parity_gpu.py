@@ -136,10 +136,10 @@ def test_the_check_passes_a_right_model_and_names_what_is_wrong(tmp_path, device
         stored = Model(model, StoredCheckpoint([tmp_path / "model.safetensors"], config))
         fill_weights(stored)
         for batch in (packed_batch(device), padded_batch(device)):
-            found = check_parity(model, model.model.layers, batch, S, dtype, stored=stored)
+            found = check_parity(stored, model.model.layers, batch, S, dtype)
             record_property(f"{dtype} {'packed' if batch.cu_seqlens is not None else 'padded'}", found)
             assert found.startswith("parity with Hugging Face: 30 stored tensors loaded bit for bit; 33 tensors of 3")
             assert all(parameter.grad is None for parameter in model.parameters())
     model.model.rotary_emb.angles[None] *= 1.01  # as a slightly wrong RoPE base would
     with pytest.raises(UserError, match="--use_te .* in fp32 by"):
-        check_parity(model, model.model.layers, packed_batch(device), S, dtype, stored)
+        check_parity(stored, model.model.layers, packed_batch(device), S, dtype)
