@@ -285,11 +285,11 @@ def _window(config: PretrainedConfig, layer: int) -> int | None:
 
 
 def stacked(*tensors: tuple[str, tuple[int, ...]]) -> tuple[Part, ...]:
-    """Hugging Face tensors, by name and shape, stacked along dim 0."""
+    """Hugging Face tensors, by name and shape, stacked along dim 0; a scalar is one row."""
     parts: list[Part] = []
     for name, shape in tensors:
         start = parts[-1].stop if parts else 0
-        parts.append(Part(name, start, start + shape[0], shape))
+        parts.append(Part(name, start, start + (shape[0] if shape else 1), shape))
     return tuple(parts)
 
 
@@ -641,21 +641,21 @@ def build_te_model(
     *,
     table_device: torch.device | str | None = None,
     unfused_mlp: bool = False,
-    from_config: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config,
+    model: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
     """A Hugging Face causal LM with TE decoder layers; its parameters of `dtype` on `device` are not yet filled.
 
     On "meta" the parameters have no memory; the rotary table is on `table_device` (default: `device`). For
-    `unfused_mlp` see `LayerSpec`; `from_config` makes the Hugging Face model. Fill the parameters with
-    `llm_fp8.models.fill.fill_weights`. Raises
-    `UnsupportedArchitecture`.
+    `unfused_mlp` see `LayerSpec`. `model`: Hugging Face's, without memory, that is given the layers (default: a new
+    one). Fill the parameters with `llm_fp8.models.fill.fill_weights`. Raises `UnsupportedArchitecture`.
     """
     import transformer_engine.pytorch as te
 
     device, specs = torch.device(device), layer_specs(config, unfused_mlp)
     # SDPA for the general form: Hugging Face then builds the masks that it needs, and none for training.
-    with init_empty_weights(include_buffers=False):
-        model = from_config(config, dtype=dtype, attn_implementation="sdpa")
+    if model is None:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     decoder: Any = model.get_decoder()
     layers = decoder.layers = nn.ModuleList(
         nn.Identity() if spec else layer for spec, layer in zip(specs, decoder.layers, strict=True)

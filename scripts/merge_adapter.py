@@ -48,7 +48,7 @@ def main() -> int:
     from llm_fp8.models.model import Model
     from llm_fp8.models.side_files import Origin
     from llm_fp8.models.source import ModelSource
-    from llm_fp8.models.weights import StoredCheckpoint, weight_files
+    from llm_fp8.models.weights import checkpoint_of
     from llm_fp8.utils.console import quiet_libraries
     from llm_fp8.utils.json_files import read_json
 
@@ -71,8 +71,8 @@ def main() -> int:
             trained_ends = GenerationConfig.from_pretrained(options.adapter).eos_token_id
     model, plain = Model(module), model_on_meta(module.config)
     if plain.left_out and not plain.left_out_of(adapted):  # towers are exported as they are
-        stored = StoredCheckpoint(weight_files(ModelSource(base, base, is_random=False)), module.config)
-        model = replace(without_towers(module), stored=stored)
+        source = ModelSource(base, base, is_random=False)
+        model = replace(without_towers(module), stored=checkpoint_of(source, module.config))
     module = merged_by_peft(module, options.adapter, "--adapter")
     card = {"base model": base, "adapter": options.adapter, "merged by": "scripts/merge_adapter.py"}
     ends, base_ends = map(listed, (trained_ends, module.generation_config.eos_token_id))

@@ -2,10 +2,5 @@
 
 from pathlib import Path
 
-ARCHITECTURES = Path(__file__).parent / "architectures"
-"""Configs of well-known models, one JSON file each, with which --random_init and scripts/memory.py need no hub."""
-
-
-def bundled_architectures() -> list[str]:
-    """Model names (the last component of the hub id) whose config is bundled."""
-    return sorted(path.stem for path in ARCHITECTURES.glob("*.json"))
+BUNDLED = {path.stem: path for path in sorted(Path(__file__).with_name("architectures").glob("*.json"))}
+"""Configs of well-known models, by the end of the hub id: --random_init and scripts/memory.py need no hub for them."""

@@ -70,20 +70,17 @@ def build_structure(
         if device.type == "cuda":
             width = text_config(hf_config).hidden_size
             choose_norm_backend(width, torch.cuda.get_device_capability(device)[0], os.environ)
-        place = "meta" if te_on_meta else device
-        left_out: list[str] = []
-
-        def text_part(config: PretrainedConfig, **hf_options: Any) -> PreTrainedModel:
-            model = model_from_config(config, **hf_options)
-            left_out.extend(model.left_out)
-            return model.module
-
-        shared: dict[str, Any] = {"table_device": device, "unfused_mlp": unfused_mlp, "from_config": text_part}
-        return Model(te_llama.build_te_model(hf_config, parameter_dtype, place, **shared), stored, tuple(left_out))
-    attention = choose_attention(options.attn_implementation, hf_config, device, compute_dtype)
-    with init_empty_weights(include_buffers=False), torch.device(device):
+        requested, buffer_device = "sdpa", torch.device("cpu")
+    else:
+        requested, buffer_device = options.attn_implementation, device
+    attention = choose_attention(requested, hf_config, device, compute_dtype)
+    with init_empty_weights(include_buffers=False), buffer_device:
         model = model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
-    model.module.tie_weights()  # undone by `init_empty_weights`
+    if options.use_te:
+        shared: dict[str, Any] = {"table_device": device, "unfused_mlp": unfused_mlp, "model": model.module}
+        te_llama.build_te_model(hf_config, parameter_dtype, "meta" if te_on_meta else device, **shared)
+    else:
+        model.module.tie_weights()  # undone by `init_empty_weights`
     return replace(model, stored=stored)
 
 

@@ -19,7 +19,7 @@ import itertools
 import math
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -55,21 +55,23 @@ def needs_unfused_mlp(options: LoraConfig) -> bool:
     return options.lora_rank > 0 and not in_mlp.isdisjoint(options.targets)
 
 
-def add_adapters(model: Model, options: LoraConfig, dtype: torch.dtype) -> None:
-    """Freeze `model` and add adapters of `dtype`, uninitialised, on the device of its weights ("meta" included).
-
-    Raises `UserError` where a name in --lora_targets is no linear layer of the model.
+def add_adapters(model: Model, options: LoraConfig, dtype: torch.dtype) -> str:
+    """Freeze `model` and add adapters of `dtype`, uninitialised, on the device of its weights ("meta" included). Return
+    the line that names the kinds of layers without an adapter; "" where there are none. Raises `UserError` where a name
+    in --lora_targets is no linear layer of the model.
     """
     prefer_torchs_cudnn()  # PEFT imports Transformer Engine where that is installed
     import peft  # noqa: F401  # which an export needs too: where it is missing, the run ends here
 
+    note = ""
     if model.uses_te:
         _add_to_te_decoder(model.module, options, dtype)
     else:
-        _add_by_peft(model.module, options, dtype)
+        note = _add_by_peft(model.module, options, dtype)
         _check_names(model, options)
     for name, parameter in model.module.named_parameters():
         parameter.requires_grad_(is_adapter(name))
+    return note
 
 
 def _check_names(model: Model, options: LoraConfig) -> None:
@@ -87,22 +89,32 @@ def _check_names(model: Model, options: LoraConfig) -> None:
             raise ValueError(f"PEFT does not find {listed(misfits)} in the plain model")
 
 
-def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> tuple[list[str], tuple[str, ...]]:
-    """The linear layers and the parameters that get an adapter, by the ends of their names; `UserError` for a name in
-    --lora_targets that `model` does not have.
+def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> tuple[list[str], set[str], str]:
+    """The linear layers and the parameters that get an adapter, by the ends of their names, and the line that names the
+    kinds of layers without one; `UserError` for a name in --lora_targets that `model` does not have.
     """
-    head, routed = model.get_output_embeddings(), routed_modules(model)
-    mamba = {name.rpartition(".")[2] for name in read_by_kernels(model)}  # PEFT forbids an adapter there
+    others = {model.get_output_embeddings(), *routed_modules(model)}
+    mamba = sorted({name.rpartition(".")[2] for name in read_by_kernels(model)})  # PEFT forbids an adapter there
     # A subclass of nn.Linear returns something else, as a router does, or takes its input in groups.
-    linears = [name for name, module in model.named_modules() if type(module) is nn.Linear and module not in routed]
-    linears = [name for name in linears if model.get_submodule(name) is not head]
-    known = [end for end in dict.fromkeys(_ends(model, dict.fromkeys(linears))) if end not in mamba]
-    experts = _weights_of_experts(model)
-    choices = [*known, *([EXPERTS] if experts else [])]
+    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    linears = {name: module for name, module in linears.items() if module not in others}
+    layers = [end for end in dict.fromkeys(_ends(model, linears)) if end not in mamba]
+    experts = {
+        f"{name.rpartition('.')[2]}.{weight}"
+        for name, module in model.named_modules()
+        if expert_weights(module)
+        for weight, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() == 3
+    }
+    choices = [*layers, *([EXPERTS] if experts else [])]
     if unknown := sorted(set(options.targets) - {*choices, ALL_LINEAR}):
         raise UserError(f"--lora_targets {', '.join(unknown)}: the model has {', '.join(choices)}; choose from these.")
-    chosen = known if ALL_LINEAR in options.targets else [name for name in options.targets if name != EXPERTS]
-    return chosen, experts if EXPERTS in options.targets else ()
+    notes = [f"no adapter for {', '.join(mamba)}, whose weight Mamba's kernels read past it"] if mamba else []
+    if experts and EXPERTS not in options.targets:
+        notes.append(f"no adapter for routed experts (--lora_targets {options.lora_targets},{EXPERTS} adds it)")
+    if ALL_LINEAR not in options.targets:
+        layers = [name for name in options.targets if name != EXPERTS]
+    return layers, experts if EXPERTS in options.targets else set(), "; ".join(notes)
 
 
 def _ends(model: nn.Module, layers: Collection[str]) -> list[str]:
@@ -113,23 +125,6 @@ def _ends(model: nn.Module, layers: Collection[str]) -> list[str]:
 
     others = {end for name, _ in model.named_modules() if name not in layers for end in ends(name)}
     return [next(end for end in ends(name) if end not in others) for name in layers]
-
-
-def _weights_of_experts(model: nn.Module) -> tuple[str, ...]:
-    """The ends of their names, as experts.down_proj."""
-    modules = [(name.rpartition(".")[2], module) for name, module in model.named_modules() if expert_weights(module)]
-    named = (f"{end}.{own}" for end, module in modules for own, p in module.named_parameters("", False) if p.dim() == 3)
-    return tuple(dict.fromkeys(named))
-
-
-def without_adapter(model: PreTrainedModel, options: LoraConfig) -> str | None:
-    """The line that names what gets no adapter by its kind; None where there is nothing."""
-    mamba, said = ", ".join(sorted({name.rpartition(".")[2] for name in read_by_kernels(model)})), []
-    if mamba:
-        said.append(f"no adapter for {mamba}, whose weight Mamba's kernels read past it")
-    if EXPERTS not in options.targets and _weights_of_experts(model):
-        said.append(f"no adapter for routed experts (--lora_targets {options.lora_targets},{EXPERTS} adds it)")
-    return "; ".join(said) or None
 
 
 def peft_config(options: LoraConfig, modules: Iterable[str], parameters: Iterable[str] = ()) -> Any:
@@ -179,10 +174,10 @@ def _is_misread(model: PreTrainedModel, settings: Any) -> bool:
     return not settings.target_modules
 
 
-def _add_by_peft(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype) -> None:
+def _add_by_peft(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype) -> str:
     from peft import inject_adapter_in_model
 
-    on_meta, (modules, parameters) = next(model.parameters()).is_meta, _hf_targets(model, options)
+    on_meta, (modules, parameters, note) = next(model.parameters()).is_meta, _hf_targets(model, options)
     if parameters and on_meta:
         raise UserError(
             f"--lora_targets {EXPERTS}: PEFT's adapters of experts are not sharded; use --sharding_mode ddp."
@@ -196,18 +191,19 @@ def _add_by_peft(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype
     for name, module in model.named_modules():
         if is_adapter(name):
             module.to(dtype)
+    return note
 
 
 def _add_to_te_decoder(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype) -> None:
     targets = DECODER_LINEARS if ALL_LINEAR in options.targets else options.targets
     for te_name, parts in te_llama.parameter_map(model).items():
         module_name, _, kind = te_name.rpartition(".")
-        chosen = [part for part in parts if part.hf_name.split(".")[-2] in targets]
-        if kind != "weight" or not chosen:
+        adapted = [part for part in parts if part.hf_name.split(".")[-2] in targets]
+        if kind != "weight" or not adapted:
             continue
         module = model.get_submodule(module_name)
         device = model.get_parameter(te_name).device
-        module.add_module("adapters", FusedAdapters(chosen, options, dtype, device))
+        module.add_module("adapters", FusedAdapters(adapted, options, dtype, device))
         if hasattr(module, "return_layernorm_output"):
             module.return_layernorm_output = True  # type: ignore[assignment]  # the hook needs the GEMM's input
         module.register_forward_hook(_with_adapters)
@@ -215,8 +211,8 @@ def _add_to_te_decoder(model: PreTrainedModel, options: LoraConfig, dtype: torch
 
 def _with_adapters(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Tensor:
     """Forward hook of a Transformer Engine module: its output with the adapters' added."""
-    projected, seen = output if isinstance(output, tuple) else (output, inputs[0])
-    return module.adapters(seen, projected)
+    projected, gemm_input = output if isinstance(output, tuple) else (output, inputs[0])
+    return module.adapters(gemm_input, projected)
 
 
 class FusedAdapters(nn.Module):
@@ -225,16 +221,12 @@ class FusedAdapters(nn.Module):
     def __init__(self, parts: Iterable[Part], options: LoraConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
-        self.columns: list[tuple[int, int]] = []
-        self.layer_names: dict[str, str] = {}  # adapter -> its Hugging Face layer
-        self.rank, self.scaling, self.dropout = options.lora_rank, options.scaling, options.lora_dropout
-        for part in parts:
-            layer_name, (out_features, in_features) = part.hf_name.removesuffix(".weight"), part.shape
-            name = layer_name.rpartition(".")[2]
-            self.lora_A[name] = nn.Parameter(torch.empty(self.rank, in_features, dtype=dtype, device=device))
-            self.lora_B[name] = nn.Parameter(torch.empty(out_features, self.rank, dtype=dtype, device=device))
-            self.columns.append((part.start, part.stop))
-            self.layer_names[name] = layer_name
+        self.parts = {part.hf_name.split(".")[-2]: part for part in parts}
+        self.scaling, self.dropout, rank = options.scaling, options.lora_dropout, options.lora_rank
+        for name, part in self.parts.items():
+            out_features, in_features = part.shape
+            self.lora_A[name] = nn.Parameter(torch.empty(rank, in_features, dtype=dtype, device=device))
+            self.lora_B[name] = nn.Parameter(torch.empty(out_features, rank, dtype=dtype, device=device))
 
     @property
     def gemm_weights(self) -> list[Tensor]:
@@ -246,7 +238,8 @@ class FusedAdapters(nn.Module):
         dtype = output.dtype
         stacked = torch.cat([a.to(dtype) for a in self.lora_A.values()])
         low = F.linear(F.dropout(inputs.to(dtype), self.dropout, self.training), stacked) * self.scaling
-        return _AddLowRank.apply(output, low, self.columns, *(b.to(dtype) for b in self.lora_B.values()))
+        columns = [(part.start, part.stop) for part in self.parts.values()]
+        return _AddLowRank.apply(output, low, columns, *(b.to(dtype) for b in self.lora_B.values()))
 
 
 class _AddLowRank(torch.autograd.Function):
@@ -267,34 +260,32 @@ class _AddLowRank(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         low, *bs = ctx.saved_tensors
-        rank = bs[0].shape[1]
         rows, flat_low = gradient.reshape(-1, gradient.shape[-1]), low.reshape(-1, low.shape[-1])
-        grad_low, grad_bs = torch.empty_like(flat_low), []
+        grad_low, grad_bs, rank = torch.empty_like(flat_low), [], bs[0].shape[1]
+        parts = zip(ctx.columns, flat_low.split(rank, dim=1), grad_low.split(rank, dim=1), bs, strict=True)
         with torch.autocast(gradient.device.type, enabled=False):
-            for number, ((start, stop), b) in enumerate(zip(ctx.columns, bs, strict=True)):
-                part = slice(number * rank, (number + 1) * rank)
-                grad_low[:, part] = rows[:, start:stop] @ b
-                grad_bs.append(rows[:, start:stop].t() @ flat_low[:, part])
+            for (start, stop), part, grad_part, b in parts:
+                grad_part.copy_(rows[:, start:stop] @ b)
+                grad_bs.append(rows[:, start:stop].t() @ part)
         return gradient, grad_low.view_as(low), None, *grad_bs
 
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
     """Name of a Hugging Face linear layer -> its adapter, in the order of the modules; empty without adapters."""
-    found: dict[str, Adapter] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, FusedAdapters):
-            for part, layer_name in module.layer_names.items():
-                weight = f"{layer_name}.weight"
-                found[layer_name] = Adapter(module.lora_A[part], module.lora_B[part], module.scaling, weight)
-        elif isinstance(getattr(module, "lora_A", None), nn.ModuleDict):
-            layer: Any = module
+    adapters: dict[str, Adapter] = {}
+    layer: Any
+    for name, layer in model.named_modules():
+        if isinstance(layer, FusedAdapters):
+            for end, part in layer.parts.items():
+                adapter = Adapter(layer.lora_A[end], layer.lora_B[end], layer.scaling, part.hf_name)
+                adapters[part.hf_name.removesuffix(".weight")] = adapter
+        elif isinstance(getattr(layer, "lora_A", None), nn.ModuleDict):
             a, b = (matrices["default"].weight for matrices in (layer.lora_A, layer.lora_B))
-            parameter, delta = getattr(layer, "parameter_name", "weight"), None
-            if hasattr(layer, "parameter_name"):
-                delta = functools.partial(layer.get_delta_weight, "default")
-            weight = f"{name_without_adapter(name)}.{parameter}"
-            found[name] = Adapter(a, b, layer.scaling["default"], weight, delta)
-    return found
+            of_parameter = hasattr(layer, "parameter_name")
+            weight = f"{name_without_adapter(name)}.{layer.parameter_name if of_parameter else 'weight'}"
+            delta = functools.partial(layer.get_delta_weight, "default") if of_parameter else None
+            adapters[name] = Adapter(a, b, layer.scaling["default"], weight, delta)
+    return adapters
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -324,15 +315,3 @@ def with_adapter(weight: Tensor, adapter: Adapter, full_tensor: Callable[[Tensor
         return weight.float() + adapter.delta().float()
     a, b = (full_tensor(matrix).to(weight.device, torch.float32) for matrix in (adapter.a, adapter.b))
     return torch.addmm(weight.float(), b, a, alpha=adapter.scaling)
-
-
-def gemms_per_weight(model: Model) -> Mapping[nn.Module, int]:
-    """The least number of GEMMs of each frozen linear module in a micro-batch, without recomputation: fprop and dgrad;
-    fprop alone where nothing trained may lie below. Empty without adapters.
-    """
-    module, layers = model.module, list(model.layers)
-    first = next((number for number, layer in enumerate(layers) if adapters_of(layer)), None)
-    if first is None:
-        return {}
-    above = {part for layer in layers[first + 1 :] for part in layer.modules()} | {module.get_output_embeddings()}
-    return {part: 1 + (part in above) for name, part in module.named_modules() if not is_adapter(name)}

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 import te_llama
 from llm_fp8.config.options import EMBEDDED, Config, ModelConfig
 from llm_fp8.data.embedded import MODEL_DIR as EMBEDDED_MODEL
-from llm_fp8.models import ARCHITECTURES, bundled_architectures
+from llm_fp8.models import BUNDLED
 from llm_fp8.models.fp8_checkpoint import fp8_format
 from llm_fp8.utils.errors import UserError, reading
 
@@ -45,7 +45,7 @@ def resolve_source(options: ModelConfig) -> ModelSource:
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise UserError(f"--model_name {name}: no such folder, and a hub id is OWNER/NAME.")
     if options.random_init and (bundled := bundled_name(name)):
-        return ModelSource(name, str(ARCHITECTURES / f"{bundled}.json"), is_random=True)
+        return ModelSource(name, str(BUNDLED[bundled]), is_random=True)
     return ModelSource(name, name, options.random_init)
 
 
@@ -53,7 +53,7 @@ def bundled_name(name: str) -> str | None:
     """The bundled architecture that a name or hub id means, in any case; None where there is none."""
     # The 8B model has had both names on the hub; a model tuned to instructions has the architecture of its base.
     plain = name.rpartition("/")[2].lower().replace("meta-llama", "llama").removesuffix("-instruct")
-    return next((bundled for bundled in bundled_architectures() if bundled.lower() == plain), None)
+    return next((bundled for bundled in BUNDLED if bundled.lower() == plain), None)
 
 
 def reading_model(what: str, name: str | None) -> contextlib.AbstractContextManager[None]:

@@ -34,20 +34,18 @@ _TIED = ("lm_head.weight", "embed_tokens.weight")
 
 
 def checkpoint_of(source: ModelSource, hf_config: PretrainedConfig) -> StoredCheckpoint | None:
-    """The weights of `source`; None where they are drawn. Raises `UserError` for files that cannot be read."""
-    return None if source.is_random else StoredCheckpoint(weight_files(source), hf_config)
-
-
-def weight_files(source: ModelSource) -> list[Path]:
-    """Local paths of the model's safetensors files, downloaded from the hub where needed. As in transformers,
-    model.safetensors is taken before an index.
+    """The weights of `source`, downloaded where needed; None where they are drawn. As in transformers,
+    model.safetensors is taken before an index. Raises `UserError` for files that cannot be read.
     """
+    if source.is_random:
+        return None
     with reading_model("weights as safetensors", source.name):
-        with contextlib.suppress(OSError):  # there is none of this name
-            return [Path(str(cached_file(source.location, SAFE_WEIGHTS_NAME)))]
-        index = cached_file(source.location, SAFE_WEIGHTS_INDEX_NAME)
-        files, _ = get_checkpoint_shard_files(source.location, index)
-    return [Path(file) for file in files]
+        try:
+            files = [cached_file(source.location, SAFE_WEIGHTS_NAME)]
+        except OSError:  # there is none of this name
+            index = cached_file(source.location, SAFE_WEIGHTS_INDEX_NAME)
+            files, _ = get_checkpoint_shard_files(source.location, index)
+    return StoredCheckpoint([Path(str(file)) for file in files], hf_config)
 
 
 def untie(hf_config: PretrainedConfig, checkpoint: StoredCheckpoint | None) -> list[str]:
@@ -57,12 +55,12 @@ def untie(hf_config: PretrainedConfig, checkpoint: StoredCheckpoint | None) -> l
     ties = [part for part in (hf_config, text_config(hf_config)) if getattr(part, "tie_word_embeddings", False)]
     if not ties or checkpoint is None:
         return []
-    found = [next((name for name in checkpoint.stored if name.endswith(end)), "") for end in _TIED]
-    if not all(found) or torch.equal(*(checkpoint.read(name) for name in found)):
+    head, embedding = (next((name for name in checkpoint.stored if name.endswith(end)), None) for end in _TIED)
+    if head is None or embedding is None or torch.equal(checkpoint.read(head), checkpoint.read(embedding)):
         return []
     for part in ties:
         part.tie_word_embeddings = False
-    return [f"WARNING: config.json ties {found[0]} to {found[1]}, but both are stored and differ: they are not tied"]
+    return [f"WARNING: config.json ties {head} to {embedding}, but both are stored and differ: they are not tied"]
 
 
 def weights_digest(files: Sequence[Path]) -> str:

@@ -60,7 +60,7 @@ class ExpectedKernels:
         recomputed: Sequence[nn.Module] = (),
         gemms: Mapping[nn.Module, int] = MappingProxyType({}),
     ) -> ExpectedKernels:
-        """The kernels of a model to which `precision` is attached; `gemms`: the fewest of each frozen module. The
+        """The kernels of a model to which `precision` is attached; `gemms`: see `gemms_per_weight`. The
         modules in `recomputed` compute fprop once more, unless torch.compile decides about that.
         """
         plan, scenario = precision.plan, precision.plan.effective_scenario

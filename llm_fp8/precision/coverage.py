@@ -20,7 +20,7 @@ from llm_fp8.config.options import PrecisionConfig, names_in
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE
 from llm_fp8.models.build import read_by_kernels
 from llm_fp8.models.experts import Routed, expert_weights, routed_modules
-from llm_fp8.models.model import is_adapter
+from llm_fp8.models.model import Model, is_adapter
 from llm_fp8.utils.errors import UserError
 
 GEMMS_PER_WEIGHT = 3  # of a trained weight in a micro-batch: fprop, dgrad, wgrad
@@ -87,7 +87,7 @@ def measure_coverage(
 ) -> Fp8Coverage:
     """Count the linear weights of `model`, converted already. GEMMs of `fp8_modules` run in fp8, others in `compute`.
 
-    `reasons`: name -> why a module is not in fp8, where known. `gemms`: the fewest of each frozen module. Of a
+    `reasons`: name -> why a module is not in fp8, where known. `gemms`: see `gemms_per_weight`. Of a
     trained weight's GEMMs the recipe computes `most_in_fp8` in fp8.
     """
     in_fp8, routed, reasons = set(fp8_modules), routed_modules(model), never_in_fp8(model) | reasons
@@ -120,6 +120,19 @@ def measure_coverage(
         converted=dict(converted),
         skipped={pattern: f"{count} {reason}" for (pattern, reason), count in skipped.items()},
     )
+
+
+def gemms_per_weight(model: Model) -> dict[nn.Module, int]:
+    """The least number of GEMMs of each frozen linear module in a micro-batch, without recomputation: fprop and dgrad;
+    fprop alone where nothing trained may lie below. Empty without adapters.
+    """
+    module, layers = model.module, list(model.layers)
+    adapted = [any(is_adapter(name) for name, _ in layer.named_modules()) for layer in layers]
+    if True not in adapted:
+        return {}
+    trained_below = layers[adapted.index(True) + 1 :]
+    above = {part for layer in trained_below for part in layer.modules()} | {module.get_output_embeddings()}
+    return {part: 1 + (part in above) for name, part in module.named_modules() if not is_adapter(name)}
 
 
 def linear_weights(module: nn.Module) -> list[Tensor]:

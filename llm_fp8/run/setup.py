@@ -18,14 +18,14 @@ from llm_fp8.data.collate import Batch
 from llm_fp8.data.loader import TrainLoader
 from llm_fp8.models.build import build_structure
 from llm_fp8.models.fill import build_model, fill_weights, filled_layers
-from llm_fp8.models.lora import add_adapters, gemms_per_weight, initialize_adapters_, needs_unfused_mlp, without_adapter
+from llm_fp8.models.lora import add_adapters, initialize_adapters_, needs_unfused_mlp
 from llm_fp8.models.model import Model, is_adapter
 from llm_fp8.models.parity import check_parity
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import build_optimizer, build_scheduler
 from llm_fp8.precision.certificate import ExpectedKernels
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.coverage import Fp8Coverage, measure_coverage
+from llm_fp8.precision.coverage import Fp8Coverage, gemms_per_weight, measure_coverage
 from llm_fp8.run.plan import RunPlan
 from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.step.loss_model import TrainingModel
@@ -150,9 +150,8 @@ def _decoder_with_adapters(plan: RunPlan, on_meta: bool) -> Model:
         shared |= {"seed": plan.config.optim.seed, "keep_lower_bits": plan.keeps_lower_bits}
         model = build_model(options, plan.hf_config, plan.stored, **shared)
     if plan.config.trains_adapters:
-        if note := without_adapter(model.module, lora):
+        if note := add_adapters(model, lora, plan.parameter_dtype):
             plan.say(note)
-        add_adapters(model, lora, plan.parameter_dtype)
     return model
 
 
@@ -212,13 +211,12 @@ def _load_weights(
     if first_batch is not None:
         context = plan.strategy.context_group
         comparison = check_parity(
-            model.module,
+            model,
             full_layers,
             (first_batch if context is None else context.on_its_own(first_batch)).to(plan.device),
             plan.config.data.max_seq_length // (1 if context is None else context.size),
             dtype=plan.precision.compute_dtype if shards_parameters else plan.weight_dtype,
             full_tensor=plan.strategy.full_tensor,
-            stored=model,
         )
         plan.say(comparison)
     if not holds_in_fp8:

@@ -24,7 +24,7 @@ from llm_fp8.models.experts import expert_weights
 from llm_fp8.models.export import replaced_folder, write_weights
 from llm_fp8.models.side_files import add_older_keys
 from llm_fp8.models.source import load_config, resolve_source
-from llm_fp8.models.weights import StoredCheckpoint, finite, untie, weight_files
+from llm_fp8.models.weights import checkpoint_of, finite, untie
 from llm_fp8.utils.errors import UserError, listed
 from llm_fp8.utils.hf_internals import renaming_on_load
 from llm_fp8.utils.json_files import read_json
@@ -76,7 +76,8 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
     hf_config = load_config(source)
     if getattr(hf_config, "quantization_config", None) is not None:
         raise UserError(f"{folder} is quantised already (quantization_config in config.json).")
-    checkpoint = StoredCheckpoint(weight_files(source), hf_config)
+    checkpoint = checkpoint_of(source, hf_config)
+    assert checkpoint is not None, "nothing asked for random weights"
     unties = {"tie_word_embeddings": False} if untie(hf_config, checkpoint) else {}
     meta = model_on_meta(hf_config)
     model = meta.module

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from llm_fp8.config.options import EMBEDDED, Config, ModelConfig, PrecisionConfig
 from llm_fp8.config.recipes import DEFAULTS
 from llm_fp8.config.validation import check_declared
-from llm_fp8.models import bundled_architectures
+from llm_fp8.models import BUNDLED
 from llm_fp8.tools.programs import wide_console
 from llm_fp8.utils.errors import OneSentenceParser, UserError, did_you_mean, positive
 from llm_fp8.utils.json_files import writable, write_json_atomic
@@ -99,8 +99,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Parse the command line. Training options have the names and defaults of train_fp8.py."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     add = parser.add_argument
-    bundled = ", ".join(bundled_architectures())
-    add("--model_name", type=os.path.expanduser, required=True, help=f"hub id, folder, or bundled name: {bundled}")
+    names = f"hub id, folder, or bundled name: {', '.join(BUNDLED)}"
+    add("--model_name", type=os.path.expanduser, required=True, help=names)
     add("--gpu", help=f"{', '.join(GPUS)}, or its memory in GiB (default: this machine's)")
     defaults = Config().options
     for name in ("num_gpus", *SIZES):
@@ -141,7 +141,7 @@ def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
     words = [f"--model_name={name}"]
     if "/" not in name and name != EMBEDDED and not Path(name).is_dir():
         if (known := bundled_name(name)) is None:
-            near = did_you_mean(name, bundled_architectures())
+            near = did_you_mean(name, BUNDLED)
             raise UserError(f"--model_name {name}: neither a folder, nor bundled{near}, nor owner/name on the hub.")
         owner = next((owner for start, owner in HUB_OWNERS.items() if known.startswith(start)), None)
         words = [f"--model_name={owner}/{known}"] if owner else [f"--model_name={known}", "--random_init"]

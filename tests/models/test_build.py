@@ -19,7 +19,7 @@ import te_llama
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.collate import Batch
-from llm_fp8.models import build, bundled_architectures
+from llm_fp8.models import BUNDLED, build
 from llm_fp8.models.build import choose_attention, decoder_size, model_from_config
 from llm_fp8.models.export import export_hf
 from llm_fp8.models.fill import build_model
@@ -109,7 +109,7 @@ def test_renamed_private_functions_of_transformers_do_not_stop_a_plain_model(tmp
     assert_same_bits(stored_weights(tmp_path / "final"), stored_weights(tiny_model))
 
 
-@pytest.mark.parametrize("name", bundled_architectures())
+@pytest.mark.parametrize("name", BUNDLED)
 def test_a_bundled_architecture_needs_no_hub(name):
     options = ModelConfig(model_name=f"somebody/{name}", random_init=True)
     source = resolve_source(options)

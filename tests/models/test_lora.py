@@ -26,14 +26,13 @@ from llm_fp8.models.fill import fill_weights
 from llm_fp8.models.lora import (
     adapters_of,
     add_adapters,
-    gemms_per_weight,
     initialize_adapters_,
     needs_unfused_mlp,
 )
 from llm_fp8.models.model import Model
 from llm_fp8.models.weights import StoredCheckpoint
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.coverage import linear_weights, measure_coverage
+from llm_fp8.precision.coverage import gemms_per_weight, linear_weights, measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.precision.te import TEBackend
 from llm_fp8.run.checkpoint import Checkpoint

@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM
 import te_llama
 from llm_fp8.config.options import LoraConfig, OptimConfig
 from llm_fp8.models.fill import fill_weights
-from llm_fp8.models.lora import adapters_of, add_adapters, gemms_per_weight, initialize_adapters_, needs_unfused_mlp
+from llm_fp8.models.lora import adapters_of, add_adapters, initialize_adapters_, needs_unfused_mlp
 from llm_fp8.models.model import Model, decoder_layers
 from llm_fp8.models.parity import relative_difference
 from llm_fp8.models.weights import StoredCheckpoint
 from llm_fp8.optim.optimizers import build_optimizer
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.coverage import linear_weights, measure_coverage
+from llm_fp8.precision.coverage import gemms_per_weight, linear_weights, measure_coverage
 from llm_fp8.precision.frozen import hold_in_fp8
 from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.step.loss_model import TrainingModel

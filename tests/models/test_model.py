@@ -310,7 +310,7 @@ def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path, use_te)
         assert module.lm_head.weight is module.model.embed_tokens.weight
         assert torch.equal(module.lm_head.weight, expected)
         if use_te:
-            check_weights(module, model, torch.Tensor.detach, te_llama.parameter_map(module))
+            check_weights(model, torch.Tensor.detach, te_llama.parameter_map(module))
 
 
 @pytest.mark.parametrize("family", EXPERTS)

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import te_llama
-from llm_fp8.models import ARCHITECTURES, bundled_architectures
+from llm_fp8.models import BUNDLED
 from llm_fp8.models.fill import fill_weights
 from llm_fp8.models.model import Model
 from llm_fp8.models.parity import check_parity
@@ -87,9 +87,9 @@ def test_shards_add_up_to_the_unsharded_parameters(num_blocks):
     assert all(torch.equal(in_blocks[name], parameter) for name, parameter in whole.items())
 
 
-@pytest.mark.parametrize("name", bundled_architectures())
+@pytest.mark.parametrize("name", BUNDLED)
 def test_map_covers_the_bundled_architectures(name):
-    config = AutoConfig.from_pretrained(ARCHITECTURES / f"{name}.json")
+    config = AutoConfig.from_pretrained(BUNDLED[name])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     expected = {key: tuple(p.shape) for key, p in model.named_parameters()}
@@ -111,7 +111,7 @@ def test_published_parameter_counts():
         "Llama-3.1-70B": 70_553_706_496,
     }
     for name, count in counts.items():
-        entries = map_of(AutoConfig.from_pretrained(ARCHITECTURES / f"{name}.json"))
+        entries = map_of(AutoConfig.from_pretrained(BUNDLED[name]))
         shapes = [part.shape for parts in entries.values() for part in parts]
         assert sum(torch.Size(shape).numel() for shape in shapes) == count, name
 
@@ -225,7 +225,7 @@ def test_a_layer_without_a_spec_stays_hugging_faces(tmp_path, family, monkeypatc
     torch.testing.assert_close(te(ids).logits, hf(ids).logits, rtol=1e-5, atol=1e-5)
     weights = in_hf_layout(parameter_map(te), dict(te.named_parameters()))
     assert weights.keys() == dict(hf.named_parameters()).keys()
-    figures = check_parity(te, te.model.layers, packed_batch("cpu"), S, torch.float32, stored)
+    figures = check_parity(stored, te.model.layers, packed_batch("cpu"), S, torch.float32)
     assert f"{len(weights)} stored tensors" in figures and "of 2 layers" in figures
 
 

@@ -26,7 +26,7 @@ from llm_fp8.data.tokenise import Document
 from llm_fp8.models.build import auto_class, is_multimodal, read_by_kernels
 from llm_fp8.models.experts import routed_modules
 from llm_fp8.models.export import export_adapter, export_hf
-from llm_fp8.models.lora import adapters_of, add_adapters, initialize_adapters_, without_adapter
+from llm_fp8.models.lora import adapters_of, add_adapters, initialize_adapters_
 from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
 from llm_fp8.precision.coverage import linears_left
 from llm_fp8.settle.probe import probe
@@ -223,8 +223,7 @@ def _check_adapter(options: ModelConfig, folder: Path) -> str:
     """Adapters on all linear layers, exported, read by PEFT beside the source: the same loss."""
     built, lora = built_model(options.model_name), LoraConfig(lora_rank=4)
     model = built.module
-    note = without_adapter(model, lora) or ""
-    add_adapters(built, lora, torch.float32)
+    note = add_adapters(built, lora, torch.float32)
     initialize_adapters_(model, 0)
     for adapter in adapters_of(model).values():
         adapter.b.data.normal_(0, 0.1)
