@@ -90,21 +90,17 @@ def listed(names: Iterable[str]) -> str:
 def did_you_mean(wrong: str, known: Iterable[object]) -> str:
     """Return ' (did you mean X?)' for a name in `known` that begins with or resembles `wrong`; '' for none or many."""
     wrong, names = wrong.lower(), {str(name).lower(): name for name in known}
-    near = [name for name in names if name.startswith(wrong)] or [name for name in names if _is_slip(wrong, name)]
+    near = [name for name in names if name.startswith(wrong)] or [name for name in names if _resembles(wrong, name)]
     best = difflib.get_close_matches(wrong, near, n=1, cutoff=0) if len(near) < 3 else []
     return f" (did you mean {names[best[0]]}?)" if best else ""
 
 
-def _is_slip(wrong: str, name: str) -> bool:
-    """Return True if `wrong` may mean `name`: same numbers, and words misspelt, joined, or shortened and left out."""
+def _resembles(wrong: str, name: str) -> bool:
+    """Return True if `name` has each word of `wrong`, perhaps longer, and at most two more, or is spelt much alike."""
     words, parts = (re.findall(r"[a-z]+|\d+", each) for each in (wrong, name))
-    ratio_of_joined, ratio, most = (0.85, 1, len(words) + 2) if len(words) < len(parts) else (1, 0.74, len(words))
-
-    def is_near(word: str, part: str, ratio: float) -> bool:
-        return word == part or (word.isalpha() and difflib.SequenceMatcher(None, word, part).ratio() > ratio)
-
-    begins = all(any(part.startswith(word) or is_near(word, part, ratio) for part in parts) for word in words)
-    return (begins and len(parts) <= most) or is_near("".join(words), "".join(parts), ratio_of_joined)
+    has_words = all(any(part.startswith(word) for part in parts) for word in words)
+    alike = difflib.SequenceMatcher(None, wrong, name).ratio() > 0.85
+    return alike or (has_words and len(parts) <= len(words) + 2)
 
 
 _BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from llm_fp8.utils.errors import UserError
 
@@ -18,12 +17,11 @@ SHIPPED = Path(__file__).resolve().parents[1] / "config" / "shipped"
 
 _IN_REPOSITORY = (REPOSITORY / "requirements.txt").is_file()
 FOLDER = "" if _IN_REPOSITORY else f"{SHIPPED}/"
-"""Of the requirements files, as a command names them that is meant to be copied."""
+"""Folder of the requirements files, as it stands in a command that is meant to be copied."""
 BASE_REQUIREMENTS, GPU_REQUIREMENTS = f"{FOLDER}requirements.txt", f"{FOLDER}requirements-gpu.txt"
 VERIFY = "python scripts/verify_fp8.py" if _IN_REPOSITORY else "llm-fp8 verify"
 
 
-@functools.cache
 def package_version(name: str) -> str | None:
     """Return the version of an installed distribution, None if it is not installed; imports nothing."""
     try:
@@ -32,14 +30,12 @@ def package_version(name: str) -> str | None:
         return None
 
 
-@dataclass(frozen=True)
-class OptionalPackage:
-    """A package that only some options need."""
+class OptionalPackage(NamedTuple):
+    """A package that only some options need, and the command that installs it."""
 
     name: str
     module: str
     install: str
-    """Command that installs it."""
 
     def require(self, why: str) -> ModuleType:
         """Import the module. Raises `UserError`, beginning with `why`, if it is missing or does not load."""
