@@ -1,8 +1,7 @@
 """A check (`Check`), its input (`Setup`) and its result (`Result`); the checks of packages, variables and GPUs.
 
 The rules for variables cover settings that guides to fp8 training recommend, and settings that silently break or slow a
-run. They were read in the sources of torch 2.13, accelerate 1.15 and the Python part of Transformer Engine 2.20;
-docs/multi_gpu.md explains these variables and useful ones.
+run (read in torch 2.13, accelerate 1.15, Transformer Engine 2.20); docs/multi_gpu.md explains these and useful ones.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import io
+import itertools
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 REQUIREMENTS = ("requirements.txt", "requirements-deepspeed.txt")
-GPU_REQUIREMENTS = "requirements-gpu.txt"
-"""The versions of all GPU tests."""
+GPU_REQUIREMENTS = "requirements-gpu.txt"  # the versions of all GPU tests
 OPTIONAL = ("flash-attn", "torchao", "peft", "deepspeed", "wandb", "wandb-workspaces", "nvidia-ml-py")
 """Packages that only an option, the dashboard or the energy figures need."""
 TE = "transformer-engine"
@@ -58,7 +57,7 @@ class Result:
     failures: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     fixes: list[str] = field(default_factory=list)  # commands for a shell in the repository
-    name: str = ""
+    name: str = ""  # of the check
     wall_s: float = 0.0
 
     def fail(self, sentence: str, fix: str) -> None:
@@ -144,8 +143,7 @@ def check_packages(setup: Setup) -> Result:
     """Compare installed versions with the pins and import the packages."""
     from llm_fp8.utils.te_internals import require_te
 
-    pins = read_pins(setup.num_gpus > 0)
-    errors = {}
+    pins, errors = read_pins(setup.num_gpus > 0), {}
     names = (*(pin.name for pin in pins), *TE_PARTS, *IMPORTED)
     installed = {name: version for name in names if (version := package_version(name)) is not None}
     to_import = [name for name in IMPORTED if name in installed and (name != TE or setup.num_gpus)]
@@ -163,23 +161,18 @@ def check_packages(setup: Setup) -> Result:
 
 
 class Rule(NamedTuple):
-    """A setting that the check reports. `name` and `value` are regular expressions for the whole name and the whole
-    value in any case; in a finding they are the name and the value. `level` is harmful (a run is several times slower,
-    hangs or is not as requested), slower, or no effect. `effect` ends a sentence that begins with the setting.
-    """
+    """A setting that the check reports; a finding is a rule with the variable's own name and value."""
 
-    name: str
-    value: str
-    level: str
-    effect: str
+    name: str  # a regular expression for the whole name
+    value: str  # one for the whole value, in any case
+    level: str  # harmful (a run is several times slower, hangs or is not as requested), slower, or no effect
+    effect: str  # ends a sentence that begins with the setting
 
 
+# Variables that a launcher sets for its processes; they should not be in a shell.
 _LAUNCH = "WORLD_SIZE|RANK|LOCAL_RANK"
-_ACCELERATE = (
-    "ACCELERATE_(MIXED_PRECISION|GRADIENT_ACCUMULATION_STEPS|USE_.*|(FP8|DEEPSPEED|DYNAMO)_.*)"
-    "|(FSDP|PARALLELISM_CONFIG)_.*"
-)
-"""Variables that a launcher sets for its processes; they should not be in a shell."""
+_ACCELERATE = "(ACCELERATE_(USE|FP8|DEEPSPEED|DYNAMO)|FSDP|PARALLELISM_CONFIG)_.*"
+_ACCELERATE += "|ACCELERATE_(MIXED_PRECISION|GRADIENT_ACCUMULATION_STEPS)"
 
 RULES: tuple[Rule, ...] = (
     Rule("NVTE_(FP8_ALLREDUCE|APPLY_QK_LAYER_SCALING|FP8_DPA_BWD)", ".*", "no effect", "does nothing here"),
@@ -203,13 +196,11 @@ RULES: tuple[Rule, ...] = (
 
 def judge_variables(environ: Mapping[str, str]) -> list[Rule]:
     """List the variables in a shell's `environ` with which a run should not start, harmful ones first."""
-    findings = []
-    for name, value in environ.items():
-        matching = (rule for rule in RULES if re.fullmatch(rule.name, name))
-        rule = next((rule for rule in matching if re.fullmatch(rule.value, value.strip(), re.I | re.S)), None)
-        if rule is not None:
-            findings.append(rule._replace(name=name, value=value))
-    return sorted(findings, key=lambda rule: (rule.level, rule.name))
+    findings: dict[str, Rule] = {}
+    for rule, (name, value) in itertools.product(RULES, environ.items()):
+        if re.fullmatch(rule.name, name) and re.fullmatch(rule.value, value.strip(), re.I | re.S):
+            findings.setdefault(name, rule._replace(name=name, value=value))
+    return sorted(findings.values(), key=lambda rule: (rule.level, rule.name))
 
 
 def is_left_over(name: str) -> bool:
@@ -219,13 +210,12 @@ def is_left_over(name: str) -> bool:
 
 def check_variables(setup: Setup) -> Result:
     """Fail for harmful variables in the user's environment; warn of variables that slow or have no effect."""
-    result = Result()
-    for rule in judge_variables(setup.environ):
+    findings = judge_variables(setup.environ)
+    result = Result("" if findings else "none that is harmful or has no effect")
+    for rule in findings:
         report = result.fail if rule.level == "harmful" else result.warn
         report(f"{rule.name}={rule.value} {rule.effect}", f"unset {rule.name}")
         result.facts[rule.name] = {"value": rule.value, "level": rule.level}
-    if not result.facts:
-        result.summary = "none that is harmful or has no effect"
     return result
 
 
@@ -240,9 +230,8 @@ def check_gpu(setup: Setup) -> Result:
     cuda = torch.version.cuda
     result = Result(facts={"driver_gpus": gpus, "torch": torch.__version__, "torch_cuda": cuda})
     if setup.num_gpus:
-        name = torch.cuda.get_device_name(0)
+        name, cudnn = torch.cuda.get_device_name(0), torch.backends.cudnn.version()
         driver = "".join(gpus[:1]).rpartition(", ")[2]
-        cudnn = torch.backends.cudnn.version()
         result.summary = f"{setup.num_gpus} x {name}, driver {driver}, CUDA {cuda}, cuDNN {cudnn}"
     elif not gpus:
         result.summary = "no NVIDIA GPU: nvidia-smi lists none, torch finds none"

@@ -54,16 +54,14 @@ def run_check(check: Check, setup: Setup) -> Result:
     except Exception as error:
         result = Result(details=traceback.format_exc().splitlines()[-12:])
         result.fail(f"the check ended with {type(error).__name__}: {error}", f"{VERIFY} --only {check.name}")
-    result.name = check.name
-    result.wall_s = time.perf_counter() - began
+    result.name, result.wall_s = check.name, time.perf_counter() - began
     return result
 
 
 def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
     """Parse and check the command line. Raises `UserError`."""
     parser = OneSentenceParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    names = [check.name for check in CHECKS]
+    add, names = parser.add_argument, [check.name for check in CHECKS]
     add("--model_name", default="meta-llama/Llama-3.2-1B", help="two layers of it are trained (default %(default)s)")
     add("--max_seq_length", type=positive, default=1024, help="tokens of a sequence (default %(default)s)")
     add("--batch_size", type=positive, default=8, help="sequences of a micro-batch (default %(default)s)")
@@ -104,8 +102,13 @@ def main(argv: Sequence[str] | None = None, description: str = "Is this machine 
         from llm_fp8.observability.provenance import collect_provenance
 
         rows = [{"status": result.status, **asdict(result)} for result in results]
-        report = {"exit_code": code, "options": vars(options), "checks": rows}
-        write_json_atomic(options.output, report | {"provenance": collect_provenance(sys.argv)})
+        report = {
+            "exit_code": code,
+            "options": vars(options),
+            "checks": rows,
+            "provenance": collect_provenance(sys.argv),
+        }
+        write_json_atomic(options.output, report)
     print_table(results, wide_console())
     return code
 

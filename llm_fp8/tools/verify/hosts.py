@@ -74,8 +74,7 @@ def _within_limit(name: str, check: Callable[[], Result]) -> Result:
     except Exception as error:
         _end(name, f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
     timer.cancel()
-    result.name = name
-    result.wall_s = time.perf_counter() - began
+    result.name, result.wall_s = name, time.perf_counter() - began
     return result
 
 
@@ -113,8 +112,7 @@ def check_versions(ranks: LaunchRanks) -> Result:
 
 def check_network() -> Result:
     """Sum a tensor over all ranks, by NCCL where they have GPUs and by gloo elsewhere."""
-    device = own_device()
-    size = dist.get_world_size()
+    device, size = own_device(), dist.get_world_size()
     tensor = torch.full((2**26 if device.type == "cuda" else 2**16,), float(dist.get_rank()), device=device)
     dist.all_reduce(tensor)
     if (tensor != size * (size - 1) / 2).any():

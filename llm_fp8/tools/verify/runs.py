@@ -87,9 +87,7 @@ def train(setup: Setup, name: str, *words: str, num_processes: int = 1) -> Run:
 
 def judge(result: Result, run: Run, baseline: Run | None = None) -> None:
     """Judge a run: it must succeed, be certified, use fast attention, lower its loss, and stay near `baseline`."""
-    name = run.name
-    losses = run.losses
-    again = shlex.join(run.command)
+    name, losses, again = run.name, run.losses, shlex.join(run.command)
     result.facts[name] = {"wall_s": run.ended.wall_s, "losses": losses, "summary": run.summary}
     if run.ended.failure is not None:
         result.fail(f"{name}: the run failed: {run.ended.failure}", again)
