@@ -9,6 +9,7 @@ single run has no interval. `tests/tools/compare/test_statistics.py` simulates h
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -146,13 +147,12 @@ def _gap(pairs: Sequence[tuple[RunRecord, RunRecord]], figure: Callable[[RunReco
 
 
 def certificate_state(summaries: Sequence[dict[str, Any]]) -> CertificateState:
-    """Return the worst certificate of a variant's runs, those after --fp8_until ended fp8 included."""
-    known = [summary.get("certificate") or {"verdict": "missing"} for summary in summaries]
-    known += [after for summary in summaries if (after := summary.get("certificate_after_fp8"))]
-    worst = max((certificate["verdict"] for certificate in known), key=_SEVERITY.index, default="missing")
-    of_worst = [certificate for certificate in known if certificate["verdict"] == worst]
-    reasons = [reason for certificate in of_worst for reason in certificate.get("reasons") or []]
-    return CertificateState(worst, list(dict.fromkeys(reasons)))
+    """Return the worst certificate of a variant's runs, those of steps after fp8 ended included."""
+    certificates = [summary.get("certificate") or {"verdict": "missing"} for summary in summaries]
+    certificates += [after for summary in summaries if (after := summary.get("certificate_after_fp8"))]
+    worst = max((each["verdict"] for each in certificates), key=_SEVERITY.index, default="missing")
+    reasons = [each.get("reasons") or () for each in certificates if each["verdict"] == worst]
+    return CertificateState(worst, list(dict.fromkeys(itertools.chain(*reasons))))
 
 
 _FIELDS = {
@@ -193,13 +193,18 @@ def _facts(run: RunRecord) -> dict[str, Any]:
     }
 
 
+def _precision_facts(run: RunRecord) -> dict[str, Any]:
+    """Return the facts that should be the same in all runs of a variant."""
+    config = run.stored["config"]
+    options = {**config["precision"], "fp8_params": config["parallel"]["fp8_params"]}
+    return {"config.precision": options, "precision.effective": run.effective_name}
+
+
 def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
     """List all differences among `runs`, the most severe first."""
     differences = _differing(runs, _facts)
     for variant in sorted({run.variant for run in runs}):  # all runs of a variant should compute in one precision
-        group = [run for run in runs if run.variant == variant]
-        differences += _differing(group, _precision_options)
-        differences += _differing(group, lambda run: {"precision.effective": run.effective_name})
+        differences += _differing([run for run in runs if run.variant == variant], _precision_facts)
     for seed in sorted({run.seed for run in runs}):  # a seed should give the same sequences, order and weights
         group = [run for run in runs if run.seed == seed]
         differences += _differing(
@@ -209,11 +214,6 @@ def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
         if not math.isclose(min(losses), max(losses), rel_tol=0.05):  # rounding explains no more
             differences += _differing(group, lambda run: {"first_loss": run.steps[0]["loss"]})
     return sorted(differences, key=lambda difference: (difference.effect, difference.field))
-
-
-def _precision_options(run: RunRecord) -> dict[str, Any]:
-    config = run.stored["config"]
-    return {"config.precision": {**config["precision"], "fp8_params": config["parallel"]["fp8_params"]}}
 
 
 def _differing(runs: Sequence[RunRecord], facts_of: Callable[[RunRecord], dict[str, Any]]) -> list[Difference]:

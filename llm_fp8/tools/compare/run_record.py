@@ -6,18 +6,16 @@ import argparse
 import dataclasses
 import math
 from ast import literal_eval
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from llm_fp8.config.options import SECTIONS, PrecisionConfig
-from llm_fp8.config.recipes import DEFAULT, DEFAULTS, RECIPE_OPTIONS, RECIPES, Backend, chosen, precision_name
+from llm_fp8.config.recipes import DEFAULT, DEFAULTS, RECIPE_OPTIONS, RECIPES, chosen, precision_name
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import read_json, read_jsonl, with_floats
 
 REFERENCE = "bf16"  # the baseline of all other variants
-
 VARIANT_FIELDS = ("mixed_precision", "fp8_backend", "fp8_scenario")  # the options that define a variant
 
 
@@ -70,11 +68,10 @@ class RunRecord:
     @property
     def variant(self) -> str:
         """Requested variant; after a fallback the effective one differs."""
-        requested = self.precision["requested"]
+        requested = str(self.precision["requested"])
         if requested != "fp8":
-            return str(requested)
-        backend: Backend = "torchao" if self.precision.get("backend") == "torchao" else "te"
-        return chosen(self.precision.get("requested_scenario") or DEFAULT, backend)
+            return requested
+        return chosen(self.precision.get("requested_scenario") or DEFAULT, self.precision.get("backend") or "te")
 
     @property
     def effective_name(self) -> str:
@@ -92,8 +89,7 @@ class RunRecord:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Median over steps."""
-        return self.summary.get("median_tokens_per_s")
+        return self.summary.get("median_tokens_per_s")  # over steps
 
     @property
     def exact_match_percent(self) -> float | None:
@@ -128,11 +124,7 @@ def why_unfinished(summary: dict[str, Any]) -> str | None:
 
 
 def _record(
-    source: str,
-    run: dict[str, Any],
-    metrics: list[dict[str, Any]],
-    summary: dict[str, Any],
-    answers: Sequence[bool] = (),
+    source: str, run: dict[str, Any], metrics: list[dict[str, Any]], summary: dict[str, Any], *answers: bool
 ) -> RunRecord:
     """Make the record of a run from the contents of its files. Raises `UserError` if it did not finish."""
     if reason := why_unfinished(summary):
@@ -142,7 +134,7 @@ def _record(
         raise UserError(f"{source} holds no optimizer step.")
     stored = {name: run[name] for name in ("config", "precision", "effective", "data", "provenance")}
     stored["model"] = {name: run["model"][name] for name in ("location", "num_parameters")}
-    return RunRecord(source, stored, steps, evaluations, {**summary, **summary.get("throughput", {})}, tuple(answers))
+    return RunRecord(source, stored, steps, evaluations, {**summary, **summary.get("throughput", {})}, answers)
 
 
 def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
@@ -152,7 +144,7 @@ def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
         summary = read_json(folder / "summary.json", flag)
         answers = folder / "exact_match.json"
         right = [answer["correct"] for answer in read_json(answers)["answers"]] if answers.is_file() else []
-        return _record(str(folder), run, read_jsonl(folder / "metrics.jsonl"), summary, right)
+        return _record(str(folder), run, read_jsonl(folder / "metrics.jsonl"), summary, *right)
 
 
 def read_wandb(path: str, api: Any = None) -> RunRecord:
@@ -166,16 +158,16 @@ def read_wandb(path: str, api: Any = None) -> RunRecord:
         run = (api or wandb.Api()).run(path)
         if run.state != "finished":
             raise UserError(f"--wandb {path}: the W&B run is {run.state}; give a run that finished.")
-        config = dict(run.config)
-        summary = dict(run.summary)
         metrics: dict[int, dict[str, Any]] = {}
         for row in run.scan_history():  # an evaluation may have a row of its own
             metrics.setdefault(row["step"], {}).update({k: v for k, v in row.items() if v is not None})
-        effective = dict(config["effective"])
+        config, effective = dict(run.config), dict(run.config["effective"])
         stored = {name: effective.pop(name) for name in ("precision", "model", "data")}
         options = {name: config[name] for name in SECTIONS}
         stored |= {"config": options, "effective": effective, "provenance": config["provenance"]}
-        if verdict := summary.get("certificate/verdict"):
-            summary["certificate"] = {"verdict": verdict, "reasons": literal_eval(summary["certificate/reasons"])}
-        summary["cuda_graphs"] = {"used": summary.get("cuda_graphs/used")}
+        summary: dict[str, Any] = {}
+        for name, value in dict(run.summary).items():
+            part, is_nested, key = name.partition("/")  # as `send_summary` names the entries of a part
+            value = literal_eval(value) if key == "reasons" else value
+            summary |= {part: summary.get(part, {}) | {key: value}} if is_nested else {name: value}
         return _record(path, stored, with_floats([metrics[step] for step in sorted(metrics)]), summary)
