@@ -8,6 +8,7 @@ data and options. The first --warmup steps and the step whose kernels are record
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import shlex
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llm_fp8.config.parser import parse_config
+from llm_fp8.config.recipes import RECIPES
 from llm_fp8.observability.metrics import RECORDED_STEP
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.tools.programs import run_program, torchrun, training_command
@@ -29,9 +31,10 @@ from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError
 from llm_fp8.utils.json_files import read_json, read_jsonl, writable, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
 
-BASELINES = ("hf_bf16", "hf_bf16_compiled", "accelerate_te", "torchao_tensorwise", "torchao_rowwise")
+OTHER_RECIPES = tuple(f"{recipe.backend}_{name}" for name, recipe in RECIPES.items() if recipe.backend != "te")
+BASELINES = ("hf_bf16", "hf_bf16_compiled", "accelerate_te", *OTHER_RECIPES)
 VARIANTS = "hf_bf16: baseline hf_bf16; bf16: --use_te --mixed_precision bf16; fp8: --use_te --mixed_precision fp8"
-LEAST_WARMUP = 8  # the kernels of the fifth step are recorded, and CUDA graphs may be captured after it
+LEAST_WARMUP = 8  # the kernels of the fifth step are recorded, and graphs may be captured after it
 SPEEDS = ("tokens_per_s", "real_tokens_per_s", "model_tflops")
 
 
@@ -81,16 +84,14 @@ def parse_variants(text: str, num_gpus: int = 1) -> list[Variant]:
     """Parse 'NAME: OPTIONS; NAME: baseline NAME OPTIONS'. Raises a `UserError` that names --variants."""
     variants: dict[str, Variant] = {}
     for line in filter(None, map(str.strip, text.split(";"))):
-        name, colon, options = line.partition(":")
-        name = name.strip()
-        words = shlex.split(options)
-        baseline = None
+        name, _, options = map(str.strip, line.partition(":"))
+        if ":" not in line or not name or name in variants:
+            raise UserError(f"--variants {line!r}: write NAME: OPTIONS, each name once.")
+        words, baseline = shlex.split(options), None
         if words[:1] == ["baseline"]:
             baseline, words = "".join(words[1:2]), words[2:]
             if baseline not in BASELINES:
                 raise UserError(f"--variants {line!r}: the baselines are {', '.join(BASELINES)}.")
-        if not colon or not name or name in variants:
-            raise UserError(f"--variants {line!r}: write NAME: OPTIONS, each name once.")
         parse_config(words, parallel=num_gpus > 1)
         variants[name] = Variant(name, tuple(words), baseline)
     if not variants:
@@ -144,9 +145,8 @@ def summarise(work: Workload, variant: Variant, rounds: Sequence[Mapping[str, An
         low, median, high = np.quantile([step[name] for step in steps], (0.1, 0.5, 0.9)).tolist()
         row |= {name: median, f"{name}_p10": low, f"{name}_p90": high}
     row |= {"num_rounds": len(measured), "num_timed_steps": len(steps), "losses": measured[0]["losses"]}
-    # Which grow from step to step.
-    peaks = [step[name] for step in steps for name in ("peak_memory_gib_max_rank", "peak_memory_gib") if name in step]
-    if peaks:
+    names = ("peak_memory_gib_max_rank", "peak_memory_gib")
+    if peaks := [step[name] for step in steps for name in names if name in step]:
         row["peak_memory_gib"] = max(peaks)
     return row | {"recorded_step": measured[-1].get("recorded_step")}
 
@@ -162,19 +162,18 @@ def measure_all(
         if work.dataset is None:
             num_rows = work.batch_size * work.micro_batches * work.num_gpus * plan.num_steps
             write_random_rows(Path(dataset), num_rows, work.seq_length)
-        for number in range(plan.num_rounds):
-            for variant in variants:
-                if any(result["failed"] for result in rounds[variant.name]):
-                    continue  # it would fail again
-                result = measure(work, variant, dataset, plan)
-                rounds[variant.name].append(result)
-                speed = result["failed"]
-                if speed is None:
-                    speed = f"{statistics.median(step['tokens_per_s'] for step in result['steps']):,.0f} tokens/s"
-                print(f"round {number + 1}  {work.name}  {variant.name}: {speed}", flush=True)
-                rows = [summarise(work, one, rounds[one.name]) for one in variants if rounds[one.name]]
-                if output is not None:
-                    write_json_atomic(output, {"provenance": collect_provenance(sys.argv), "rows": rows})
+        for number, variant in itertools.product(range(plan.num_rounds), variants):
+            if any(result["failed"] for result in rounds[variant.name]):
+                continue  # it would fail again
+            result = measure(work, variant, dataset, plan)
+            rounds[variant.name].append(result)
+            speed = result["failed"]
+            if speed is None:
+                speed = f"{statistics.median(step['tokens_per_s'] for step in result['steps']):,.0f} tokens/s"
+            print(f"round {number + 1}  {work.name}  {variant.name}: {speed}", flush=True)
+            rows = [summarise(work, each, rounds[each.name]) for each in variants if rounds[each.name]]
+            if output is not None:
+                write_json_atomic(output, {"provenance": collect_provenance(sys.argv), "rows": rows})
     return rows
 
 
