@@ -107,6 +107,11 @@ class TEBackend:
 
         return te.autocast(enabled=enabled, recipe=self.recipe)
 
+    def call_in_bf16(self, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward` of a `module` of this library that computes in fp8, in bf16 instead."""
+        with self.autocast(enabled=False):
+            return forward(*args, **kwargs)
+
     def state_tensors(self, modules: Mapping[str, Any], in_fp8: bool) -> dict[str, Tensor]:
         """Delayed scaling's fp32 tensors: scales [num_tensors], amax histories [history, num_tensors]."""
         state: dict[str, Tensor] = {}

@@ -102,6 +102,9 @@ class TorchaoBackend:
     def autocast(self, enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
+    def call_in_bf16(self, module: Any, forward: Any, *args: Any) -> Any:
+        return nn.Linear.forward(module, *args)
+
     def state_tensors(self, *_: Any) -> dict[str, Tensor]:
         return {}
 

@@ -61,6 +61,20 @@ MOST_PADDED_TOKENS = 16384
 """The most in a merged micro-batch of padded rows: with more a GPU gains less than longer padding costs."""
 MOST_TOKENS = 65536  # of a micro-batch of --batch_size auto: the longest recorded run's
 
+RECOMPUTED, OFFLOADED = {"gradient_checkpointing": "auto"}, {"offload_optimizer": 1.0}
+EIGHT_BIT, ADAPTED = {"optimizer": "adamw_8bit"}, {"lora_rank": 16}
+WAYS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "full, recomputed": RECOMPUTED,
+    "adamw_8bit": EIGHT_BIT,
+    "offload": OFFLOADED,
+    "offload, fp8 weights cast anew": OFFLOADED | {"fp8_recast_weights": True},
+    "adamw_8bit, recomputed": EIGHT_BIT | RECOMPUTED,
+    "LoRA": ADAPTED,
+    "LoRA, recomputed": ADAPTED | RECOMPUTED,
+}
+"""Way of training -> the options that lower its memory; the cheapest in time and quality comes first."""
+
 STATE, CASTS, ACTIVATIONS, HEAD = "weights, gradients, optimizer", "fp8 casts of weights", "activations", "lm_head"
 _BF16, _FP32 = 2, 4
 _SHARDS_WITHOUT_ROOM = 0.4  # of gradients' shards: no recorded run of one micro-batch that fills half a GPU has more
@@ -410,15 +424,13 @@ def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None)
 
 def _suggestions(run: RunSize, gpu_gib: float) -> str:
     """List changes with which the run would fit, for the end of a message, the cheapest first."""
-    recomputing, offloaded = {"gradient_checkpointing": "auto"}, {"offload_optimizer": 1.0}
-    eight_bit = {"optimizer": "adamw_8bit"}
-    changes: list[dict[str, Any]] = [{}, recomputing]
+    changes: list[dict[str, Any]] = [{}, RECOMPUTED]
     if run.num_gpus > 1:
         sharded = {"sharding_mode": "fsdp_full", "sync_every_micro_batch": True}
-        changes += [{"sharding_mode": "fsdp_full"}, sharded, sharded | recomputing]
-        changes += [] if run.adapted else [sharded | eight_bit]
+        changes += [{"sharding_mode": "fsdp_full"}, sharded, sharded | RECOMPUTED]
+        changes += [] if run.adapted else [sharded | EIGHT_BIT]
     if not run.sharded and not run.adapted:
-        changes += [eight_bit, offloaded, eight_bit | recomputing, offloaded | recomputing]
+        changes += [EIGHT_BIT, OFFLOADED, EIGHT_BIT | RECOMPUTED, OFFLOADED | RECOMPUTED]
     suggestions = []
     for change in changes:
         if "gradient_checkpointing" in change and (run.spec is None or run.config.model.gradient_checkpointing == 1):

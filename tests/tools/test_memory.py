@@ -11,6 +11,7 @@ import pytest
 
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.embedded import MODEL_DIR
+from llm_fp8.settle.memory import WAYS
 from llm_fp8.tools import memory
 from llm_fp8.tools.memory import assumed_machine, find_model
 from llm_fp8.tools.programs import wide_console
@@ -72,9 +73,7 @@ def test_a_misspelt_model_name_suggests_the_nearest():
 def test_rows_cover_every_way_and_mode_and_fitting_ones_come_first(figures):
     rows = figures("--model_name=Llama-3.1-8B", "--gpu=H100", "--num_gpus=2")["rows"]
     assert {(row["training"], row["sharding_mode"]) for row in rows} == {
-        (way, mode)
-        for way in memory.WAYS
-        for mode in (("ddp",) if "offload" in way else ("ddp", "fsdp_grad", "fsdp_full"))
+        (way, mode) for way in WAYS for mode in (("ddp",) if "offload" in way else ("ddp", "fsdp_grad", "fsdp_full"))
     }
     fits = [row["fits"] for row in rows]
     assert fits == sorted(fits, key=lambda words: ("yes", "with", "no").index(words.split()[0]))

@@ -46,7 +46,7 @@ def main() -> int:
         render(found)
         code = EXIT_FAILED_CHECK if found["problems"] else 0
     else:
-        print("What a step does needs an NVIDIA GPU; --quality measures torchao's recipes on a CPU too.")
+        print("What a step does needs an NVIDIA GPU; --quality also measures recipes that a CPU emulates.")
         return EXIT_NO_GPU
     if own.json is not None:
         origin = {"config": config.to_dict(), "provenance": collect_provenance(sys.argv)}

@@ -114,10 +114,7 @@ class _Comparison:
     def _forward(self, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         if module not in self._in_bf16:
             return forward(*args, **kwargs)
-        if isinstance(module, nn.Linear):  # torchao's class, which computes in fp8 by itself
-            output = nn.Linear.forward(module, *args)
-        else:
-            output = self.setup.precision.without_fp8(forward, *args, **kwargs)
+        output = self.setup.precision.backend.call_in_bf16(module, forward, *args, **kwargs)
         if self.names[module] not in self._errors:
             error = (forward(*args, **kwargs) - output).float().norm() / output.float().norm()
             inputs = args[0].float()
