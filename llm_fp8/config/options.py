@@ -475,6 +475,11 @@ class Config:
         return self.lora.lora_rank > 0
 
     @property
+    def always_graphs(self) -> bool:
+        """True if every micro-batch runs as a CUDA graph or beside the graphs."""
+        return bool(self.model.cuda_graphs)
+
+    @property
     def draws_weights(self) -> bool:
         """True if the run starts from random weights that no checkpoint has."""
         return self.model.random_init or self.model.model_name == EMBEDDED

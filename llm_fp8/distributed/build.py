@@ -42,7 +42,7 @@ def build_strategy(
 
         return DeepSpeedStrategy(*run)
     if not mode.startswith("fsdp"):
-        return PlainCopiesStrategy(*run) if config.model.cuda_graphs else DistributedStrategy(*run)
+        return PlainCopiesStrategy(*run) if config.always_graphs else DistributedStrategy(*run)
     if not config.parallel.fp8_params:
         from llm_fp8.distributed.fsdp import FsdpStrategy
 

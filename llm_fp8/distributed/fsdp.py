@@ -86,7 +86,7 @@ class FsdpStrategy(DistributedStrategy):
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
         assert isinstance(model, FSDPModule)
-        if self._stream is not None:  # a CUDA graph is captured on another stream
+        if self._stream is not None:  # a capture runs on another stream
             self._stream = torch.cuda.current_stream()
         model.set_requires_gradient_sync(last or self.options.sync_every_micro_batch)
         # Weights change between steps alone, so gathered ones serve all micro-batches.

@@ -128,13 +128,13 @@ class DistributedStrategy:
 
 
 class PlainCopiesStrategy(DistributedStrategy):
-    """The strategy of --cuda_graphs: a copy of the model on each GPU without DDP, whose hooks would run only while a
-    graph is captured. The last micro-batch of a step averages gradients over the ranks, in its graph too.
+    """The strategy of captured micro-batches: a copy of the model on each GPU without DDP, whose hooks would run only
+    while a graph is captured. The last micro-batch of a step averages gradients over the ranks, in its graph too.
     """
 
     @classmethod
     def without_ddp(cls, strategy: DistributedStrategy, model: nn.Module) -> tuple[DistributedStrategy, nn.Module]:
-        """The strategy and the model of a run from a step on that takes CUDA graphs, from those before it."""
+        """The strategy and the model of a run from a step on that captures its micro-batches, from those before it."""
         if not isinstance(model, DistributedDataParallel):
             return strategy, model
         plain = cls(strategy.mode, strategy.accelerator, strategy.options)

@@ -68,7 +68,7 @@ def _keep_no_transposes(module: Any, names: list[str]) -> None:
             getattr(module, name).update_usage(columnwise_usage=False)
 
     def drop_before_and_after(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        drop()  # what a pass that ended in an error left: in the capture of a CUDA graph it was never computed
+        drop()  # what a pass that ended in an error left: in a capture it was never computed
         if inputs[0].requires_grad:
             inputs[0].register_hook(drop)  # called with its gradient, of which dgrad is a part
 

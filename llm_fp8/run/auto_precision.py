@@ -2,7 +2,7 @@
 
 The model of the measurement is dropped, and random states and the position in the data are put back: the run's losses
 are those of a run that asks for the precision. Bf16 is measured on the same model with Transformer Engine's autocast
-closed. DDP's reductions are left out. Where the GPU is idle and steps may run as CUDA graphs, only the time of the
+closed. DDP's reductions are left out. Where the GPU is idle and steps may run as graphs, only the time of the
 kernels counts.
 """
 
@@ -80,10 +80,10 @@ def _tokens_per_s(setup: TrainingSetup, batches: list[Batch], name: str) -> floa
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     seconds = clock.seconds(start, end)
-    if setup.plan.takes_graphs and not (setup.plan.strategy.shards_parameters and len(batches) > 1):
+    if setup.plan.graphs is not False and not (setup.plan.strategy.shards_parameters and len(batches) > 1):
         with profiled() as profile:
             take(next(taken))
         work_s = NUM_MEASURED * profile.work_s
-        if work_s < (1 - WORTH_GRAPHS) * seconds:  # steps will run as CUDA graphs, without the host's time
+        if work_s < (1 - WORTH_GRAPHS) * seconds:  # steps will run as graphs, without the host's time
             seconds = work_s
     return num_tokens / seconds

@@ -133,7 +133,7 @@ def summary_of(timeline: Timeline, exported: Path | None) -> dict[str, Any]:
         **setup.plan.parallel_record,
         "recorded_step": None if recorded is None else recorded.to_dict(),
         "gpu_idle": None if recorded is None else gpu_idle(recorded, timeline.reporter.own_steps()),
-        "cuda_graphs": {"used": timeline.stepper.uses_graphs, "notes": results.graph_notes},
+        **timeline.stepper.summary(),
         **_certificates_of(timeline),
         "tokens_seen": timeline.tokens_seen,
         "num_parameters": setup.num_parameters,

@@ -135,7 +135,7 @@ def build_stepper(setup: TrainingSetup, loader: TrainLoader | None, num_steps: i
         strategy,
         setup.precision,
         max_grad_norm=options.max_grad_norm,
-        graphs=True if plan.config.model.cuda_graphs else None if plan.takes_graphs else False,
+        graphs=plan.graphs,
     )
 
 
@@ -184,7 +184,7 @@ def _recompute_layers(plan: RunPlan, layers: nn.ModuleList) -> Sequence[nn.Modul
         return ()
     uses_te = plan.config.model.use_te or plan.precision.backend == "te"
     reentrant = uses_te and plan.strategy.reentrant_te_checkpoints
-    return enable_gradient_checkpointing(layers, every, uses_te, reentrant, plan.takes_graphs)
+    return enable_gradient_checkpointing(layers, every, uses_te, reentrant, plan.graphs is not False)
 
 
 def _load_weights(

@@ -46,7 +46,6 @@ class RunResults:
     attention_backend: str | None = None  # Transformer Engine's choice; known after the first step
     measured_tokens_per_s: dict[str, float] | None = None  # by precision (--mixed_precision auto)
     recorded: StepProfile | None = None
-    graph_notes: list[str] = field(default_factory=list)  # what became of CUDA graphs (--cuda_graphs)
     certificates: dict[str, Certificate] = field(default_factory=dict)
     """'certificate', and 'certificate_after_fp8' of the steps after --fp8_until; as their files are named."""
     summary: dict[str, Any] = field(default_factory=dict)  # of summary.json, once it is written
@@ -223,14 +222,13 @@ class Timeline:
         return self.restart_clocks()
 
     def _take_graphs_if_idle(self, profile: StepProfile, num_micro_batches: int) -> None:
-        """Let the stepper look whether CUDA graphs shorten steps, and say so. Collective."""
+        """Let the stepper look whether graphs shorten steps, and print what it says. Collective."""
         if self.step == self.total_steps:
             return
         # Two steps alone are measured by the recorded one, so a small share is looked at again when more are.
         asks_again, steps = self.step == self.profile_step, self.reporter.own_steps()
         note = self.stepper.take_graphs_if_idle(profile, steps, num_micro_batches, self.step, asks_again)
         if note is not None:
-            self.results.graph_notes.append(note)
             self.reporter.print(note)
         if self.stepper.uses_graphs:
             self.profile_step = self._next_profile_step()

@@ -6,7 +6,7 @@ The peak is at the start of the last micro-batch's backward pass: every layer's 
 inputs), the logits and the gradient of the lm_head exist at once, beside weights, optimizer state and the gradients of
 earlier micro-batches. With a single micro-batch there are no such gradients yet, and the peak may be the backward pass
 of the first layer, of the last recomputed one, under fsdp_full of the last but one, or the reduction of the outermost
-unit's gradients. With CUDA graphs gradients always exist, and activations twice.
+unit's gradients. With graphs of micro-batches gradients always exist, and activations twice.
 
 What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, Linear and LayerNormMLP, FusedAttnFunc):
 
@@ -242,7 +242,7 @@ class RunSize:
         all_gradients = 0.0 if unsharded else kept.gradient / shards * trained
         if unsharded:
             state -= kept.gradient / num_gpus * trained  # the shards of gradients come with the reduction
-        if mode == "ddp" and not config.model.cuda_graphs:
+        if mode == "ddp" and not config.always_graphs:
             state += kept.gradient * trained  # buckets
         # In place of frozen weights of two bytes, or beside their masters.
         state += (-1 if self.adapted else 1) * fp8_weights / num_gpus
@@ -251,7 +251,7 @@ class RunSize:
         state += _FP32 * (te_llama.num_positions(text_config(self.hf_config)) or 0) * spec.head_dim  # RoPE's angles
         gathered = outermost + (1 if fp8_weights else _BF16) * layer_linear if mode == "fsdp_full" else 0.0
 
-        graphs = config.model.cuda_graphs
+        graphs = config.always_graphs
         copies = 2 if graphs and not self.sharded else 1  # of the graphs, and of an eager micro-batch
         moments = [(state + gathered, copies * activations, copies * head)]
         if graphs and self.sharded:

@@ -76,8 +76,8 @@ class Settled:
         return self.machine.gpu is not None if wanted is None else wanted
 
     @property
-    def takes_graphs(self) -> bool:
-        """True where micro-batches run as CUDA graphs, or may once the GPU turns out to be idle (--cuda_graphs)."""
+    def graphs(self) -> bool | None:
+        """Whether micro-batches run as CUDA graphs; None: once the GPU turns out to be idle (--cuda_graphs)."""
         if self.config.model.cuda_graphs is not None:
             return self.config.model.cuda_graphs
         if not self.certifies or self.precision.compute_dtype != torch.bfloat16:
@@ -88,7 +88,7 @@ class Settled:
         with contextlib.suppress(UserError):
             # Check as if precision were 'auto': fp8 options are allowed although bf16 ignores them.
             check_declared(self.config.with_options(cuda_graphs=True, mixed_precision="auto"), self.mode)
-            return sizes is not None and sizes.attention_dropout == 0
+            return None if sizes is not None and sizes.attention_dropout == 0 else False
         return False
 
     @property
@@ -147,7 +147,7 @@ def settle(
     if is_auto:
         precision = dataclasses.replace(precision, requested="auto")
     config = size.config
-    check_machine(config, machine, mode, precision, num_parameters)
+    check_machine(config, machine, mode, precision, size)
     if config.model.use_te and size.sizes is not None:  # an unsupported one is refused when the model is looked at
         check_te_decoder(config, size.sizes, num_shards(mode, ranks))
     if ranks.world_size > 1:

@@ -40,7 +40,7 @@ def enable_gradient_checkpointing(
     layers: nn.ModuleList, amount: Amount, uses_te: bool, reentrant: bool = False, in_graphs: bool = False
 ) -> list[nn.Module]:
     """Recompute this `amount` of the decoder's `layers` in the backward pass; returns them. `reentrant`: each has a
-    backward pass of its own. `in_graphs`: a CUDA graph may hold the passes, which reads no random state on the host.
+    backward pass of its own. `in_graphs`: a graph may hold the passes, which reads no random state on the host.
     """
     checkpoint: Callable[..., Any] = torch.utils.checkpoint.checkpoint
     options: dict[str, Any] = {"use_reentrant": reentrant}

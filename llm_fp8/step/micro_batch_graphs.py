@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from llm_fp8.config.options import MODES, Config
 from llm_fp8.data.collate import Batch
 from llm_fp8.distributed.process_group import gathered, largest
 from llm_fp8.observability.metrics import GIB, RESERVE_GIB
@@ -48,6 +49,16 @@ the step's first and last -> its losses, detached.
 """
 Graph: TypeAlias = Callable[[], None]  # replays the kernels
 Key: TypeAlias = tuple[int, bool, bool]  # bucket, and whether the micro-batch is the first and the last of its step
+
+
+def check_graphs(config: Config, mode: str, compute: str, attention_dropout: float) -> None:
+    """Raise `UserError` where micro-batches of a run with --cuda_graphs cannot be captured; `compute`: fp32, bf16..."""
+    if compute != "bf16":
+        raise UserError("--cuda_graphs needs a run that computes in bf16; use --mixed_precision bf16 or fp8.")
+    if MODES[mode].engine == "fsdp" and config.optim.gradient_accumulation_steps > 1:
+        raise UserError(f"--cuda_graphs under --sharding_mode {mode} takes steps of one micro-batch; drop it.")
+    if attention_dropout > 0:
+        raise UserError("--cuda_graphs would repeat the random numbers of attention_dropout (config.json); drop it.")
 
 
 class Capture:

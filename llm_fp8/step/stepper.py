@@ -93,6 +93,7 @@ class Stepper:
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.wgrad_accumulation = FusedWgradAccumulation(model, strategy)
         self.may_take_graphs = graphs is None
+        self._graph_note = ""
         self._drops_graphs = False  # whether eager passes have no memory beside graphs
         self._graphs = self._build_graphs() if graphs else None
 
@@ -122,11 +123,17 @@ class Stepper:
         self.may_take_graphs = share < WORTH_GRAPHS and asks_again
         if share < WORTH_GRAPHS or (sharded and num_micro_batches > 1):
             return None
-        note = f"the GPU computes nothing during {share:.0%} of a step: "
         if lacking_gib:
-            return f"{note}--cuda_graphs would help, and might take {lacking_gib:.1f} GiB more than there are"
-        self.begin_graphs()
-        return f"{note}micro-batches run as CUDA graphs from step {step + 1} on"
+            consequence = f"--cuda_graphs would help, and might take {lacking_gib:.1f} GiB more than there are"
+        else:
+            self.begin_graphs()
+            consequence = f"micro-batches run as CUDA graphs from step {step + 1} on"
+        self._graph_note = f"the GPU computes nothing during {share:.0%} of a step: {consequence}"
+        return self._graph_note
+
+    def summary(self) -> dict[str, Any]:
+        """The entry of summary.json on CUDA graphs."""
+        return {"cuda_graphs": {"used": self.uses_graphs, "notes": [self._graph_note] if self._graph_note else []}}
 
     def begin_graphs(self) -> None:
         """Run micro-batches as CUDA graphs from the next step on."""

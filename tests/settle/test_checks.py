@@ -34,7 +34,6 @@ def settled(words: str, machine: Machine = ONE, model: LlamaConfig = LLAMA) -> S
     ("words", "decoder", "num_shards", "named"),
     [
         ("--use_te --context_parallel_size 2", {"windows": (None, 64)}, 4, "--context_parallel_size"),
-        ("--use_te --cuda_graphs", {"attention_dropout": 0.1}, 4, "--cuda_graphs"),
         (FP8_PARAMS, {}, 7, "--fp8_params"),
     ],
 )
@@ -78,6 +77,12 @@ REFUSED: list[tuple[str, Machine, str]] = [
 def test_what_this_machine_or_launch_cannot_do(words, machine, named):
     with pytest.raises(UserError, match=named):
         settled(words, machine)
+
+
+def test_graphs_would_repeat_the_random_numbers_of_a_dropout():
+    settled(GRAPHS)
+    with pytest.raises(UserError, match="--cuda_graphs"):
+        settled(GRAPHS, model=LlamaConfig(**LLAMA.to_dict() | {"attention_dropout": 0.1}))
 
 
 @pytest.mark.parametrize(
