@@ -475,6 +475,11 @@ class Config:
         return self.lora.lora_rank > 0
 
     @property
+    def ends_in_bf16(self) -> bool:
+        """True if the last steps of an fp8 run compute in bf16."""
+        return self.precision.fp8_until < 1
+
+    @property
     def always_graphs(self) -> bool:
         """True if every micro-batch runs as a CUDA graph or beside the graphs."""
         return bool(self.model.cuda_graphs)
@@ -517,7 +522,7 @@ OTHER_NAMES = {
     "activation_checkpointing recompute use_gradient_checkpointing": "use --gradient_checkpointing",
     "adam_beta1": "it is always 0.9",
     "adapter lora lora_r peft r use_lora use_peft": "use --lora_rank",
-    "amp bf16 dtype fp16 fp8 torch_dtype use_bf16 use_fp8": "use --mixed_precision with bf16, fp16 or fp8",
+    "amp bf16 dtype fp16 fp8 torch_dtype use_bf16 use_fp8": "use --mixed_precision bf16, fp16 or fp8",
     "base_lr lr max_lr peak_lr": "use --learning_rate",
     "block_size context_length cutoff_len max_length seqlen sequence_len": "use --max_seq_length",
     "bs bsz micro_batch_size": "use --batch_size",

@@ -186,7 +186,7 @@ def throughput_summary(steps: list[dict[str, float]]) -> dict[str, float]:
     """Return `num_steps_measured`, `num_steps_left_out`, and `median_<key>` for each of `MEDIANS` over the measured
     `steps` (of one process, in order). The first steps and the recorded one are not measured.
 
-    If --fp8_until ends fp8, it is the mean of two medians, weighted by steps for the time of a step, else by time.
+    If fp8 ends before the run, it is the mean of two medians, weighted by steps for the time of a step, else by time.
     """
     started = steps[min(WARMUP_STEPS, len(steps) // 2) :]
     measured = [record for record in started if RECORDED_STEP not in record]

@@ -80,7 +80,7 @@ class ExpectedKernels:
 
     @property
     def without_fp8(self) -> ExpectedKernels:
-        """The kernels of the same model after the steps in fp8 (--fp8_until)."""
+        """The kernels of the same model after the steps in fp8."""
         return ExpectedKernels(self.compute, self.compute)
 
 

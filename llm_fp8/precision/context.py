@@ -114,7 +114,7 @@ class Precision:
         return self.plan.recipe is not None and not self.in_fp8
 
     def end_fp8(self) -> None:
-        """Compute in bf16 from now on, with the same modules and weights (--fp8_until)."""
+        """Compute in bf16 from now on, with the same modules and weights."""
         self.in_fp8, self._num_casts_to_come = False, None
         self.backend.end_fp8(self._fp8_modules.values())
 

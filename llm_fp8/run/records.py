@@ -116,7 +116,7 @@ def export_final(timeline: Timeline, tokenizer: PreTrainedTokenizerBase, step: i
 
 
 def _certificates_of(timeline: Timeline) -> dict[str, Any]:
-    """The process's certificates; a run that is resumed after --fp8_until has the first in its folder."""
+    """The process's certificates; a run that is resumed after its steps in fp8 has the first in its folder."""
     before, found = timeline.state.folder / "certificate.json", dict[str, Any](certificate=None)
     if timeline.setup.precision.has_ended and before.exists():
         found["certificate"] = read_json(before)

@@ -315,7 +315,7 @@ class RunSize:
 
     @property
     def phases(self) -> list[RunSize]:
-        """The run, and where it may compute in bf16 too (--fp8_until, --mixed_precision auto) itself in bf16."""
+        """The run, and where some steps may compute in bf16 itself in bf16."""
         return [self, dataclasses.replace(self, recipe="bf16")] if self.may_be_bf16 else [self]
 
     def fits(self, gpu_gib: float) -> bool:

@@ -128,7 +128,7 @@ def settle(
     optimizer_kind = resolve_optimizer(config, mode, precision.compute_name, "cpu" if machine.gpu is None else "cuda")
     recipe = precision.effective_scenario or precision.effective
     # Once the precision is measured, and in a resumed run, --batch_size auto comes to the same rows again.
-    may_be_bf16 = may_be_either or config.precision.fp8_until < 1
+    may_be_bf16 = may_be_either or config.ends_in_bf16
     size = RunSize(config, hf_config, recipe, mode, num_shards(mode, ranks), num_parameters, may_be_bf16)
     if size.shards_in_fp8:
         size = size.changed(fp8_params=True)
