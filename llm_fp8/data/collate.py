@@ -78,7 +78,7 @@ Collate = Callable[[Sequence[Sequence[Document]]], Batch]
 
 
 def count_tokens(batches: Sequence[Batch]) -> StepTokens:
-    return StepTokens(*(sum(getattr(batch, f.name) for batch in batches) for f in dataclasses.fields(StepTokens)))
+    return StepTokens(*(sum(getattr(batch, name) for batch in batches) for name in StepTokens._fields))
 
 
 @dataclass(frozen=True)

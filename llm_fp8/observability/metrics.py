@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import re
 import statistics
-from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -31,8 +30,7 @@ GIB = 2**30
 RESERVE_GIB = 2.0  # of a GPU, for CUDA's context and the allocator's gaps
 
 
-@dataclass(frozen=True)
-class DecoderSize:
+class DecoderSize(NamedTuple):
     """The sizes that FLOPs depend on; `llm_fp8.models.build.decoder_size` reads them from a config."""
 
     num_linear_parameters: int  # those that compute a token: with lm_head, without embedding and what no router chose
@@ -41,18 +39,13 @@ class DecoderSize:
     num_adapter_parameters: int = 0  # where there are any, the linear weights are frozen
 
 
-@dataclass(frozen=True)
-class StepTokens:
+class StepTokens(NamedTuple):
     """Token counts of one optimizer step, summed over its micro-batches and all GPUs."""
 
     num_tokens: int  # all positions, padding included
     num_real_tokens: int
     num_supervised_tokens: int
     sum_squared_lengths: int  # over documents; for unpacked sequences of S positions `num_tokens * S`
-
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        return tuple(field.name for field in fields(cls))
 
 
 def step_flops(size: DecoderSize, tokens: StepTokens) -> float:
@@ -63,8 +56,7 @@ def step_flops(size: DecoderSize, tokens: StepTokens) -> float:
     return linear * tokens.num_tokens + attention
 
 
-@dataclass(frozen=True)
-class PeakTflops:
+class PeakTflops(NamedTuple):
     """Dense tensor-core peaks of one GPU in TFLOP/s (10**12 per second)."""
 
     bf16: float

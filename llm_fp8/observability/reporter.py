@@ -2,7 +2,7 @@
 main process alone.
 
 On a terminal one bar stays at the bottom and printed lines scroll above it. Elsewhere (log file, CI, pipe) there is one
-plain line every `log_every` steps. A run whose metrics.jsonl is moved or deleted meanwhile ends at the next report.
+plain line every `log_every` steps.
 
 A resumed run continues metrics.jsonl, from which lines beyond the last checkpoint are cut: those steps are taken again.
 In W&B it continues the same run. Trackers cannot take back steps: those that they have are not sent again.
@@ -10,7 +10,6 @@ In W&B it continues the same run. Trackers cannot take back steps: those that th
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import statistics
@@ -29,7 +28,7 @@ from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import METRICS, throughput_summary
 from llm_fp8.observability.trackers import send_record, send_summary, start_tracker
 from llm_fp8.utils.console import surviving_closed_output
-from llm_fp8.utils.errors import UserError, reading
+from llm_fp8.utils.errors import reading
 from llm_fp8.utils.json_files import json_line, read_json, write_json_atomic, write_text_atomic
 
 _STEP = {
@@ -120,17 +119,17 @@ class RunReporter:
         self._resume_step = self._last_step = resume_step
         self._folder, self._total_steps = folder, total_steps
         self._known_step = 0  # the last one that an earlier start reported
-        self._metrics = self._folder / "metrics.jsonl"
         if not self._is_main:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        if resume_step > 0 and self._metrics.exists():
-            self._known_step = truncate_metrics(self._metrics, resume_step, keep_evaluation=not evaluates_again)
+        folder.mkdir(parents=True, exist_ok=True)
+        metrics = folder / "metrics.jsonl"
+        if resume_step > 0 and metrics.exists():
+            self._known_step = truncate_metrics(metrics, resume_step, keep_evaluation=not evaluates_again)
         certificates = [] if resume_step else ["certificate.json", "certificate_after_fp8.json"]
         for name in ("summary.json", *certificates):  # which are to come again
-            (self._folder / name).unlink(missing_ok=True)
-        # Readable too: the summary is made from it, when its name may be gone.
-        self._file = open(self._metrics, "a+" if resume_step > 0 else "w+", encoding="utf-8", buffering=1)
+            (folder / name).unlink(missing_ok=True)
+        # Readable too: the summary is made from it.
+        self._file = open(metrics, "a+" if resume_step > 0 else "w+", encoding="utf-8", buffering=1)
         self._display = ProgressDisplay(total_steps, resume_step, config.run.log_every)
 
     def start_trackers(self, record: dict[str, Any]) -> None:
@@ -165,15 +164,6 @@ class RunReporter:
             self._last_step = int(record["step"])
             self._write(record)
             self._display.step(record)
-            self._require_metrics()
-
-    def _require_metrics(self) -> None:
-        """Raise `UserError` where metrics.jsonl is no longer the open file."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            if os.path.samestat(os.stat(self._metrics), os.fstat(self._file.fileno())):
-                return
-        what = f"{self._metrics} was moved or deleted while the run wrote to it"
-        raise UserError(f"--output_dir: {what}; continue with --resume_from latest and the --output_dir of now.")
 
     def evaluation(self, record: dict[str, float]) -> None:
         """Report an evaluation after the last reported step: that `step` and the `eval_` keys."""

@@ -190,7 +190,7 @@ class Timeline:
         for (step, epoch, result), values in zip(pending, read, strict=True):
             self._require_finite(step, result, values["loss"], values["grad_norm"])
             self.results.last_loss = values["loss"]
-            tokens = StepTokens(*(int(values.pop(name)) for name in StepTokens.names()))
+            tokens = StepTokens(*(int(values.pop(name)) for name in StepTokens._fields))
             values |= {name: values[name] / factor for name, factor in coefficients.items()}
             seconds = self.stepper.clock.seconds(result.start, result.end)
             self.tokens_seen += tokens.num_real_tokens

@@ -9,7 +9,6 @@ sharding mode averages gradients over ranks, its strategy (llm_fp8.distributed) 
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -183,7 +182,7 @@ class Stepper:
         """One optimizer step on this rank's micro-batches, which began at the stamp `start`."""
         accelerator, device, strategy = self.accelerator, self.accelerator.device, self.strategy
         # Pinned, as the batches: a pageable copy would wait for all work queued on the GPU.
-        on_host = torch.tensor(dataclasses.astuple(count_tokens(batches)), pin_memory=device.type == "cuda")
+        on_host = torch.tensor(count_tokens(batches), pin_memory=device.type == "cuda")
         tokens = accelerator.reduce(on_host.to(device, non_blocking=True), reduction="sum")
         num_supervised = tokens[2].clamp(min=1)
         loss_names = self.training_model.loss_names
@@ -208,7 +207,7 @@ class Stepper:
         end = self.clock.stamp()
         reduced = accelerator.reduce(losses.clone(), reduction="sum")  # gloo reduces in place
         values = {**dict(zip(loss_names, reduced, strict=True)), "grad_norm": grad_norm}
-        values |= dict(zip(StepTokens.names(), tokens, strict=True))
+        values |= dict(zip(StepTokens._fields, tokens, strict=True))
         rows = tuple(row for batch in batches for row in batch.row_ids)
         return StepResult(learning_rate, values, losses.sum(), rows, start, end)
 

@@ -35,6 +35,16 @@ def test_output_into_a_pipe_that_is_closed_ends_without_a_traceback() -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_a_log_at_its_limit_of_size_ends_no_run(tmp_path: Path) -> None:
+    program = (
+        "import resource; from llm_fp8.utils import console; console.on_closed_pipe = lambda: None; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (8, 8)); [console.say('a line') for _ in range(3)]"
+    )
+    with open(tmp_path / "log", "w") as log:
+        done = subprocess.run([sys.executable, "-c", program], stdout=log, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "log").stat().st_size == 8
+
+
 @pytest.mark.parametrize(
     "program", ["train_fp8.py", "scripts/verify_fp8.py", "scripts/diagnose_fp8.py", "-m llm_fp8 train"]
 )
