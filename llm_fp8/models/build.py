@@ -7,14 +7,13 @@ parameters on "meta", sharded or not, given memory, and filled tensor by tensor 
 from __future__ import annotations
 
 import copy
-import os
-from collections.abc import MutableMapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel
 
 import te_llama
@@ -26,11 +25,6 @@ from llm_fp8.models.weights import StoredCheckpoint
 from llm_fp8.observability.metrics import DecoderSize
 from llm_fp8.utils.hf_internals import supports_flash_attention
 from llm_fp8.utils.packages import FLASH_ATTENTION_2, package_version
-from llm_fp8.utils.te_internals import require_te
-
-TUNED_WIDTHS = (512, 768, 1024, 2048, 4096, 8192)  # hidden sizes for which TE 2.20 has tuned RMSNorm kernels
-HOPPER = 9  # major compute capability on which they were compared with cuDNN's
-VARIABLES = ("NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN")
 
 
 def choose_attention(
@@ -59,29 +53,21 @@ def build_structure(
     device: torch.device,
     unfused_mlp: bool = False,
     te_on_meta: bool = True,
+    full_tensor: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> Model:
     """The model of the weights `stored` with parameters on "meta" and buffers on `device`; `llm_fp8.models.fill` gives
-    it values. For `unfused_mlp` see `te_llama.LayerSpec`.
+    it values. For `unfused_mlp` see `te_llama.LayerSpec`, for `full_tensor` see `Model`.
     """
-    if options.use_te:
-        require_te("--use_te")
-        # An installed flash-attn 4, which TE would choose, is a beta whose dQ was wrong for heads of 80 elements.
-        os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
-        if device.type == "cuda":
-            width = text_config(hf_config).hidden_size
-            choose_norm_backend(width, torch.cuda.get_device_capability(device)[0], os.environ)
-        requested, buffer_device = "sdpa", torch.device("cpu")
-    else:
-        requested, buffer_device = options.attn_implementation, device
+    requested = "sdpa" if options.use_te else options.attn_implementation
     attention = choose_attention(requested, hf_config, device, compute_dtype)
-    with init_empty_weights(include_buffers=False), buffer_device:
+    with init_empty_weights(include_buffers=False), torch.device("cpu" if options.use_te else device):
         model = model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
     if options.use_te:
         shared: dict[str, Any] = {"table_device": device, "unfused_mlp": unfused_mlp, "model": model.module}
         te_llama.build_te_model(hf_config, parameter_dtype, "meta" if te_on_meta else device, **shared)
     else:
         model.module.tie_weights()  # undone by `init_empty_weights`
-    return replace(model, stored=stored)
+    return replace(model, stored=stored, full_tensor=full_tensor)
 
 
 def model_from_config(hf_config: PretrainedConfig, **options: Any) -> Model:
@@ -172,15 +158,3 @@ def attention_width(layer: Any) -> int:
     if (key_dim := getattr(layer, "qk_head_dim", None)) and (value_dim := getattr(layer, "v_head_dim", None)):
         head_dim = (key_dim + value_dim) // 2  # latent attention, whose `head_dim` is that of the rotated part
     return num_heads * head_dim
-
-
-def choose_norm_backend(width: int, major_capability: int, environ: MutableMapping[str, str]) -> None:
-    """Select cuDNN's RMSNorm for this process where it is faster; variables already in `environ` win.
-
-    Other widths than `TUNED_WIDTHS` take a general kernel of TE's: on an H200, 16,384 tokens of width 3,072, forward
-    and backward with quantisation, 316 us against cuDNN's 117 (benchmarks/LOG.md). cuDNN plans each number of tokens
-    anew, up to a second each, which small models would not earn back.
-    """
-    if width > 1024 and width not in TUNED_WIDTHS and major_capability == HOPPER:
-        for name in VARIABLES:
-            environ.setdefault(name, "1")

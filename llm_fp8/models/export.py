@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +48,16 @@ def export_hf(
     *,
     dtype: torch.dtype,
     card: dict[str, Any],
-    full_tensor: Callable[[Tensor], Tensor] = Tensor.detach,
     is_main: bool = True,
     advice: str = _ADVICE,
     origin: Origin | None = None,
 ) -> None:
     """Write `model` and `tokenizer` to `folder` (replaced if it exists), tensors as `dtype`; `card` fills README.md.
 
-    Every rank calls it; only the one with `is_main` writes. `full_tensor` returns an unsharded parameter and may be
-    collective. Raises `UserError` on the main rank where the folder cannot be written; an earlier one is kept then.
+    Collective; only the rank with `is_main` writes. Raises `UserError` there if the folder cannot be written, and keeps
+    an earlier one.
     """
-    gathered = hf_tensors(model, full_tensor, dtype if is_main else None)
+    gathered = hf_tensors(model, dtype if is_main else None)
     if not is_main:
         deque(gathered, maxlen=0)
         return
@@ -81,13 +80,12 @@ def export_adapter(
     options: LoraConfig,
     base_model: str,
     card: dict[str, Any],
-    full_tensor: Callable[[Tensor], Tensor] = Tensor.detach,
     is_main: bool = True,
     origin: Origin | None = None,
 ) -> None:
     """Write the adapters alone, in PEFT's format, else as `export_hf`; PEFT finds the frozen model at `base_model`."""
     matrices = adapter_tensors(model.module).items()
-    tensors = {name: full_tensor(matrix).to("cpu", copy=True).contiguous() for name, matrix in matrices}
+    tensors = {name: model.full_tensor(matrix).to("cpu", copy=True).contiguous() for name, matrix in matrices}
     if not is_main:
         return
     described = config_for_loading(model, options, base_model)
@@ -125,9 +123,7 @@ def replaced_folder(folder: Path, what: str = "The trained model", advice: str =
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def hf_tensors(
-    model: Model, full_tensor: Callable[[Tensor], Tensor], dtype: torch.dtype | None
-) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(model: Model, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """Name and CPU copy of each unsharded Hugging Face tensor, one parameter at a time: parameters in `dtype`, with
     adapters merged in fp32; buffers, such as a router's correction bias, in their own. With `dtype` None it only takes
     part in the collectives.
@@ -136,16 +132,16 @@ def hf_tensors(
     adapters = {adapter.weight: adapter for adapter in adapters_of(model.module).values()}
     for name, parts in model.layout.items():
         is_parameter = isinstance(tensors[name], nn.Parameter)
-        full = (full_tensor(tensors[name]) if is_parameter else tensors[name]).detach()
+        full = (model.full_tensor(tensors[name]) if is_parameter else tensors[name]).detach()
         if adapter := adapters.pop(name, None):
-            full = with_adapter(full, adapter, full_tensor)
+            full = with_adapter(full, adapter, model.full_tensor)
         for part in parts:
             tensor = part.view(full if part.shape == full.shape else full[part.start : part.stop])
             if adapter := adapters.pop(part.hf_name, None):  # of a fused weight
-                tensor = with_adapter(tensor, adapter, full_tensor)
+                tensor = with_adapter(tensor, adapter, model.full_tensor)
             if dtype is not None:
-                stored = dtype if is_parameter else tensor.dtype
-                yield part.hf_name, tensor.to("cpu", stored, copy=True).contiguous()
+                stored_dtype = dtype if is_parameter else tensor.dtype
+                yield part.hf_name, tensor.to("cpu", stored_dtype, copy=True).contiguous()
             del tensor
         del full
 

@@ -39,6 +39,8 @@ class Model:
     """Its weights; None where they are drawn."""
     left_out: tuple[str, ...] = ()
     """The modules of a multimodal checkpoint that text does not pass through, and that `module` does not have."""
+    full_tensor: Callable[[Tensor], Tensor] = Tensor.detach
+    """Returns an unsharded parameter of `module`; collective where they are sharded."""
 
     @functools.cached_property
     def layers(self) -> nn.ModuleList:

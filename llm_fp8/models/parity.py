@@ -23,8 +23,8 @@ import itertools
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +44,6 @@ LAYER_LIMIT = 2.0
 SMALLEST_ERROR = 1e-4  # added to both errors of a ratio: below it a difference means nothing
 MAX_TOKENS = 2048  # compared: TE's attention in fp32 holds scores of their square for every head
 _ADVICE = "Report this with config.json, or train without --use_te."
-FullTensor: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class Comparison(NamedTuple):
@@ -110,11 +109,9 @@ def check_parity(
     batch: Batch,
     max_seq_length: int,
     dtype: torch.dtype,
-    full_tensor: FullTensor = Tensor.detach,
 ) -> str:
     """Run the three tests on a TE decoder that computes in `dtype` and return a sentence on them; `UserError` where one
-    fails. Each of its `layers` needs its weights only until the next is asked for. `full_tensor` returns an unsharded
-    parameter, and is collective where they are sharded.
+    fails. Each of its `layers` needs its weights only until the next is asked for. Collective.
     """
     entries = te_llama.parameter_map(model.module)
     outside, names = dict(entries), {module: name for name, module in model.module.named_modules()}
@@ -122,19 +119,19 @@ def check_parity(
     def loaded() -> Iterator[nn.Module]:
         for layer in layers:
             of_layer = [name for name in entries if name.startswith(f"{names[layer]}.")]
-            check_weights(model, full_tensor, {name: outside.pop(name) for name in of_layer})
+            check_weights(model, {name: outside.pop(name) for name in of_layer})
             yield layer
 
-    comparisons = compare_layers(model.module, loaded(), first_row(batch, max_seq_length), dtype, full_tensor)
+    comparisons = compare_layers(model, loaded(), first_row(batch, max_seq_length), dtype)
     verdict = judge(comparisons, dtype)
-    check_weights(model, full_tensor, outside)
+    check_weights(model, outside)
     return f"parity with Hugging Face: {sum(map(len, entries.values()))} stored tensors loaded bit for bit; {verdict}"
 
 
-def check_weights(model: Model, full_tensor: FullTensor, entries: Mapping[str, tuple[Part, ...]]) -> None:
+def check_weights(model: Model, entries: Mapping[str, tuple[Part, ...]]) -> None:
     """Test 1 of these `entries` of the model's parameter map. Raises `UserError` naming the first that differs."""
     for te_name, parts in entries.items():
-        full = full_tensor(model.module.get_parameter(te_name))
+        full = model.full_tensor(model.module.get_parameter(te_name))
         for part in parts:
             weight = model.read(part.hf_name, full.device)
             if weight.dtype != full.dtype == torch.bfloat16:
@@ -145,19 +142,15 @@ def check_weights(model: Model, full_tensor: FullTensor, entries: Mapping[str, t
 
 
 def compare_layers(
-    model: PreTrainedModel,
-    layers: Iterable[Any],
-    row: tuple[Tensor, Tensor, Tensor],
-    dtype: torch.dtype,
-    full_tensor: FullTensor,
+    model: Model, layers: Iterable[Any], row: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype
 ) -> list[Comparison]:
     """Tests 2 and 3, unjudged, on layers of both kinds that are built anew and given the weights of `layers`; for `row`
     see `first_row`.
     """
     input_ids, position_ids, cu_seqlens = row
     documents = {"cu_seq_lens_q": cu_seqlens, "max_length_q": int((cu_seqlens[1:] - cu_seqlens[:-1]).max())}
-    config: Any = text_decoder(model).config
-    embedding: Any = model.get_input_embeddings()
+    config, full_tensor = text_decoder(model.module).config, model.full_tensor
+    embedding: Any = model.module.get_input_embeddings()
     generator = torch.Generator(device=input_ids.device).manual_seed(0)
     pairs: dict[tuple[Any, torch.dtype], tuple[Any, Any]] = {}
     comparisons = []

@@ -17,11 +17,12 @@ from llm_fp8.distributed.build import build_accelerator, build_strategy
 from llm_fp8.distributed.process_group import own_device
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.fp8_checkpoint import Fp8Format
-from llm_fp8.models.source import ModelSource, load_config, resolve_source, stored_dtype
+from llm_fp8.models.source import ModelSource, load_config, resolve_source, stored_dtype, text_config
 from llm_fp8.models.weights import StoredCheckpoint, checkpoint_of, untie
 from llm_fp8.observability.trackers import require_trackers
 from llm_fp8.precision.context import with_recipe
 from llm_fp8.precision.plan import PrecisionPlan
+from llm_fp8.precision.te import prepare_te_decoder
 from llm_fp8.run.checkpoint import Checkpoint
 from llm_fp8.settle.machine import look
 from llm_fp8.settle.probe import probe
@@ -29,7 +30,6 @@ from llm_fp8.settle.settle import Settled, settle
 from llm_fp8.step.loss_model import PackedForm
 from llm_fp8.utils.console import say as print_line
 from llm_fp8.utils.ranks import LaunchRanks
-from llm_fp8.utils.te_internals import require_te
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = No
         require_trackers(config.run.trackers)
     packed_form = None
     if config.model.use_te:
-        require_te("--use_te")
+        prepare_te_decoder(text_config(hf_config).hidden_size, device)
     else:
         packed_form = probe(config, hf_config, device, precision.compute_dtype)
     stored = checkpoint_of(source, hf_config)

@@ -103,8 +103,7 @@ def export_final(timeline: Timeline, tokenizer: PreTrainedTokenizerBase, step: i
     if rank := config.lora.lora_rank:
         card["LoRA"] = f"rank {rank}, scaling {config.lora.scaling:g}, {config.lora.lora_targets}"
     origin = Origin(plan.source.location, timeline.state.data.eos_ids)
-    is_main, full_tensor = plan.accelerator.is_main_process, plan.strategy.full_tensor
-    shared: dict[str, Any] = {"card": card, "full_tensor": full_tensor, "is_main": is_main, "origin": origin}
+    shared: dict[str, Any] = {"card": card, "is_main": plan.accelerator.is_main_process, "origin": origin}
     if setup.exports_adapter:
         # PEFT would look for a relative path from wherever it is started.
         place = plan.source.location

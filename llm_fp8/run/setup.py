@@ -143,15 +143,14 @@ def _decoder_with_adapters(plan: RunPlan, on_meta: bool) -> Model:
     """The model; adapters, and with `on_meta` all parameters, have no values yet."""
     options, lora = plan.config.model, plan.config.lora
     shared: dict[str, Any] = {"parameter_dtype": plan.weight_dtype, "compute_dtype": plan.precision.compute_dtype}
-    shared |= {"device": plan.device, "unfused_mlp": needs_unfused_mlp(lora)}
+    shared |= {"device": plan.device, "unfused_mlp": needs_unfused_mlp(lora), "full_tensor": plan.strategy.full_tensor}
     if on_meta:
         model = build_structure(options, plan.hf_config, plan.stored, **shared)
     else:
         shared |= {"seed": plan.config.optim.seed, "keep_lower_bits": plan.keeps_lower_bits}
         model = build_model(options, plan.hf_config, plan.stored, **shared)
-    if plan.config.trains_adapters:
-        if note := add_adapters(model, lora, plan.parameter_dtype):
-            plan.say(note)
+    if plan.config.trains_adapters and (note := add_adapters(model, lora, plan.parameter_dtype)):
+        plan.say(note)
     return model
 
 
@@ -216,7 +215,6 @@ def _load_weights(
             (first_batch if context is None else context.on_its_own(first_batch)).to(plan.device),
             plan.config.data.max_seq_length // (1 if context is None else context.size),
             dtype=plan.precision.compute_dtype if shards_parameters else plan.weight_dtype,
-            full_tensor=plan.strategy.full_tensor,
         )
         plan.say(comparison)
     if not holds_in_fp8:

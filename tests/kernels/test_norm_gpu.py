@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llm_fp8.models.build import HOPPER, TUNED_WIDTHS, choose_norm_backend
 from llm_fp8.models.parity import relative_difference
 from llm_fp8.observability.kernel_trace import kernel_class, kernel_times, record_kernels
+from llm_fp8.precision.te import HOPPER, TUNED_WIDTHS, choose_norm_backend
 
 pytestmark = pytest.mark.gpu
 

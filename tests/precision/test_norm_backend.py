@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llm_fp8.models.build import VARIABLES, choose_norm_backend
+from llm_fp8.precision.te import VARIABLES, choose_norm_backend
 
 
 @pytest.mark.parametrize(
