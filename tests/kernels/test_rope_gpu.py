@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 import te_llama
 from llm_fp8.models.fill import fill_weights
@@ -53,40 +52,6 @@ def test_gradients_of_any_strides(name, layout, split_rope, device):
 @pytest.mark.parametrize("name", LARGER)
 def test_many_tokens(name, dtype, split_rope, device):
     assert_same_split(split_rope, split_rope_reference, LARGER[name], dtype, "contiguous", device)
-
-
-def te_layer(case: Case) -> te_llama.TEDecoderLayer:
-    """A decoder layer of the case's heads, on the GPU."""
-    config = AutoConfig.for_model(
-        "llama",
-        hidden_size=64 * case.num_heads,  # transformers wants a multiple of the heads
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=case.num_heads,
-        num_key_value_heads=case.num_kv_heads,
-        head_dim=case.head_dim,
-        vocab_size=64,
-        max_position_embeddings=64,
-    )
-    return te_llama.build_te_model(config, torch.bfloat16, "cuda").model.layers[0]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", [name for name in CASES if name != "empty documents"])
-def test_the_kernel_is_transformer_engines_path_to_rounding(name, dtype, device, monkeypatch):
-    case = CASES[name]
-    layer = te_layer(case)
-
-    def through_layer(fused, angles, num_heads, num_kv_heads, cu_seqlens):
-        return layer._split_and_rotate(fused, angles, cu_seqlens, None if cu_seqlens is None else max(case.lengths))
-
-    def through_te(*arguments):
-        with monkeypatch.context() as patch:
-            patch.setattr(te_llama.TEDecoderLayer, "_one_kernel_rotates", lambda self, fused: False)
-            return through_layer(*arguments)
-
-    assert layer._one_kernel_rotates(case.fused(dtype, device))
-    assert_same_split(through_layer, through_te, case, dtype, "contiguous", device)
 
 
 def test_a_position_beyond_the_table_gives_nan_for_its_token_only(split_rope, device):

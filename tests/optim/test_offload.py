@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from llm_fp8.config.options import OptimConfig
 from llm_fp8.optim import offload
 from llm_fp8.optim.adamw import MasterAdamW
 from llm_fp8.optim.adamw_master import give_remainder_, remainder_of
 from llm_fp8.optim.offload import OffloadedMasterAdamW, largest_first
-from llm_fp8.optim.optimizers import build_optimizer, bytes_on_host, clip_and_step, optimizer_tensors
+from llm_fp8.optim.optimizers import bytes_on_host, clip_and_step
+from tests.support.optimizer_state import assert_same_training, master_adamw
 
 pytestmark = pytest.mark.slow
 
@@ -48,27 +48,11 @@ def set_gradients(parameters, step):
         parameters["down"].grad = None
 
 
-def build(parameters, share):
-    config = OptimConfig(learning_rate=1e-3, weight_decay=0.1, offload_optimizer=share)
-    return build_optimizer(config, "adamw_master", parameters.items())
-
-
 def train(parameters, optimizer, steps):
     for step in steps:
         set_gradients(parameters, step)
         optimizer.param_groups[0]["lr"] = 1e-3 / (1 + step)
         clip_and_step(optimizer, list(parameters.values()), max_norm=0.01)
-
-
-def assert_same_bits(parameters, optimizer, others, other_optimizer):
-    """Weights, and the state of every parameter that had a gradient."""
-    assert all(torch.equal(parameter, others[name]) for name, parameter in parameters.items())
-    state, other = (optimizer_tensors(o, p.items()) for o, p in ((optimizer, parameters), (other_optimizer, others)))
-    assert {name for name in state.keys() ^ other.keys() if not name.startswith("idle.")} == set()
-    for name in state.keys() & other.keys():
-        assert state[name].dtype == other[name].dtype and torch.equal(state[name], other[name]), name
-    groups, others = optimizer.param_groups, other_optimizer.param_groups
-    assert [group["step"] for group in groups] == [group["step"] for group in others]
 
 
 @pytest.mark.parametrize(
@@ -79,13 +63,13 @@ def assert_same_bits(parameters, optimizer, others, other_optimizer):
 @pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
 def test_offloading_changes_no_bit(share, remainders, dtype):
     plain, offloaded = make_parameters(dtype, remainders), make_parameters(dtype, remainders)
-    optimizers = build(plain, 0.0), build(offloaded, share)
+    optimizers = master_adamw(plain, 0.0), master_adamw(offloaded, share)
     assert [type(optimizer) for optimizer in optimizers] == [MasterAdamW, OffloadedMasterAdamW]
     assert all(buffer["exp_avg"].shape == (100,) for buffer in optimizers[1].pipeline._buffers)
     for steps in ((0,), (1, 2, 3), (4, 5)):
         train(plain, optimizers[0], steps)
         train(offloaded, optimizers[1], steps)
-        assert_same_bits(plain, optimizers[0], offloaded, optimizers[1])
+        assert_same_training(plain, optimizers[0], offloaded, optimizers[1])
     assert not torch.equal(plain["up"], make_parameters(dtype)["up"]), "they have moved"
     assert all(buffer["exp_avg_sq"].any() for buffer in optimizers[1].pipeline._buffers), "through every buffer"
 
@@ -96,11 +80,11 @@ def test_the_largest_are_offloaded_whole():
     by_size = [parameters[name] for name in ("embedding", "up", "down", "idle", "norm")]
     for share, count in ((1e-9, 1), (1024 / NUM_ELEMENTS, 1), (0.34, 2), (0.99, 4), (1.0, 5)):
         assert [id(p) for p in largest_first(in_order, share)] == [id(p) for p in by_size[:count]], share
-        optimizer = build(parameters, share)
+        optimizer = master_adamw(parameters, share)
         held = sum(parameter.numel() for parameter in by_size[:count])
         assert optimizer.host_bytes == bytes_on_host(optimizer) == 8 * held >= 8 * share * NUM_ELEMENTS
         arenas = {name: arena.untyped_storage().data_ptr() for name, arena in optimizer._host.items()}
         for number, parameter in enumerate(by_size):
             places = {name: tensor.untyped_storage().data_ptr() for name, tensor in optimizer.state[parameter].items()}
             assert (places == arenas) == (number < count)
-    assert bytes_on_host(build(parameters, 0.0)) == 0
+    assert bytes_on_host(master_adamw(parameters, 0.0)) == 0

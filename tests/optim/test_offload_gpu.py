@@ -1,7 +1,4 @@
-"""State in pinned host memory on a GPU: the bits of the optimizer without it, memory, and both directions at once.
-
-python -m pytest tests/optim/test_offload_gpu.py -s      (-s shows the rates of the copies)
-"""
+"""State in pinned host memory on a GPU: the bits of the optimizer without it, and memory."""
 
 from __future__ import annotations
 
@@ -9,11 +6,10 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from llm_fp8.config.options import OptimConfig
 from llm_fp8.optim import offload
 from llm_fp8.optim.adamw_master import give_remainder_, remainder_of, split_master
-from llm_fp8.optim.optimizers import build_optimizer, clip_and_step, optimizer_tensors
-from tests.support.optimizer_state import take_over
+from llm_fp8.optim.optimizers import clip_and_step
+from tests.support.optimizer_state import assert_same_training, master_adamw
 
 pytestmark = pytest.mark.gpu
 
@@ -48,11 +44,6 @@ def set_gradients(parameters, step):
         parameter.grad = (1e-3 * (gradient + 0.3)).bfloat16()
 
 
-def build(parameters, share):
-    config = OptimConfig(learning_rate=1e-4, weight_decay=0.1, offload_optimizer=share)
-    return build_optimizer(config, "adamw_master", parameters.items())
-
-
 def train(parameters, optimizer, steps):
     for step in steps:
         set_gradients(parameters, step)
@@ -60,37 +51,18 @@ def train(parameters, optimizer, steps):
         optimizer.zero_grad(set_to_none=True)
 
 
-def assert_same_bits(parameters, optimizer, others, other_optimizer):
-    state, other = (optimizer_tensors(o, p.items()) for o, p in ((optimizer, parameters), (other_optimizer, others)))
-    assert state.keys() == other.keys()
-    for name, tensor in state.items():
-        assert torch.equal(tensor.cpu(), other[name].cpu()), name
-    assert all(torch.equal(parameter, others[name]) for name, parameter in parameters.items())
-
-
 @pytest.mark.parametrize("share", [0.4, 1.0])
 def test_offloading_changes_no_bit(share, pieces):
     plain, offloaded = make_parameters(), make_parameters()
-    optimizers = build(plain, 0.0), build(offloaded, share)
+    optimizers = master_adamw(plain, 0.0), master_adamw(offloaded, share)
     for steps in (range(1), range(1, 5), range(5, 30)):  # read after one step, and after many without waiting between
         train(plain, optimizers[0], steps)
         train(offloaded, optimizers[1], steps)
-        assert_same_bits(plain, optimizers[0], offloaded, optimizers[1])
+        assert_same_training(plain, optimizers[0], offloaded, optimizers[1])
     state = optimizers[1].state
     assert all(tensor.is_pinned() for tensor in state[offloaded["embedding"]].values())
     assert all(tensor.is_cuda for tensor in state[offloaded["bias"]].values()) == (share < 1)
     assert all(buffer["exp_avg"].shape == (pieces,) for buffer in optimizers[1].pipeline._buffers)
-
-
-@pytest.mark.parametrize(("before", "after"), [(0.0, 1.0), (1.0, 0.0)])
-def test_a_checkpoint_resumes_with_and_without_offloading(before, after, pieces):
-    whole, first, second = (make_parameters() for _ in range(3))
-    never_stopped, stopped, resumed = build(whole, 0.0), build(first, before), build(second, after)
-    train(whole, never_stopped, range(8))
-    train(first, stopped, range(4))
-    take_over(resumed, second.items(), stopped, first.items())
-    train(second, resumed, range(4, 8))
-    assert_same_bits(whole, never_stopped, second, resumed)
 
 
 def test_the_gpu_holds_only_state_that_is_not_offloaded():
@@ -100,7 +72,7 @@ def test_the_gpu_holds_only_state_that_is_not_offloaded():
     at_rest, peaks = {}, {}
     for share in (0.0, 0.5, 1.0):
         parameters = make_parameters(shapes)
-        optimizer = build(parameters, share)
+        optimizer = master_adamw(parameters, share)
         for step in range(3):
             set_gradients(parameters, step)
             torch.cuda.synchronize()

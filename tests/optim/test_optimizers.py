@@ -22,8 +22,8 @@ from llm_fp8.optim.optimizers import (
     optimizer_tensors,
     parameter_dtype,
     parameter_groups,
+    set_completed_steps,
 )
-from tests.support.optimizer_state import take_over
 
 
 class TinyModel(torch.nn.Module):
@@ -104,9 +104,9 @@ def test_schedule_values():
     assert learning_rate_factor(0, 1, 0, "cosine") == 1.0
 
 
-@pytest.mark.parametrize(("asked", "total", "want"), [(100, 10_000, 100), (100, 500, 50), (100, 9, 0), (0, 500, 0)])
-def test_warmup_is_at_most_a_tenth(asked, total, want):
-    assert effective_warmup_steps(asked, total) == want
+@pytest.mark.parametrize(("num_steps", "total", "want"), [(100, 10_000, 100), (100, 500, 50), (100, 9, 0), (0, 500, 0)])
+def test_warmup_is_at_most_a_tenth(num_steps, total, want):
+    assert effective_warmup_steps(num_steps, total) == want
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant"])
@@ -167,6 +167,23 @@ def test_initialize_state_changes_nothing(wrapped, kind, accelerator):
     train(model, optimizer, 3)
     train(other, other_optimizer, 3)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def take_over(optimizer, named_parameters, stopped, stopped_parameters):
+    """Let `optimizer` and its parameters go on from `stopped` and its own, which have the same names."""
+    saved = optimizer_tensors(stopped, stopped_parameters)
+    weights = dict(stopped_parameters)
+    with torch.no_grad():
+        for name, parameter in named_parameters:
+            parameter.copy_(weights[name])
+    initialize_state(optimizer)
+    targets = optimizer_tensors(optimizer, named_parameters)
+    assert targets.keys() == saved.keys()
+    with torch.no_grad():
+        for name, target in targets.items():
+            assert target.dtype == saved[name].dtype
+            target.copy_(saved[name])
+    set_completed_steps(optimizer, stopped.param_groups[0].get("step", 0))
 
 
 @pytest.mark.slow

@@ -11,68 +11,66 @@ from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, build_optimizer, clip_
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = {"embedding": (1000, 64), "linear": (128, 257), "bias": (257,), "norm": (64,)}
-"""The embedding has 8-bit moments under adamw_8bit, the others have not."""
-
-
-def make_parameters(dtype):
-    generator = torch.Generator("cuda").manual_seed(0)
-    return {
-        name: torch.nn.Parameter((0.02 * torch.randn(shape, generator=generator, device="cuda")).bfloat16().to(dtype))
-        for name, shape in SHAPES.items()
-    }
-
-
-def set_gradients(parameters, step):
-    generator = torch.Generator("cuda").manual_seed(100 + step)
-    for parameter in parameters.values():
-        gradient = 1e-3 * (torch.randn(parameter.shape, generator=generator, device="cuda") + 0.3)
-        parameter.grad = gradient.bfloat16().to(parameter.dtype)
-
 
 def coefficients_of(step):
     return Coefficients.of_step(step, lr=1e-3 / step, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
 
-def make_tensors(shape, dtype, any_magnitude=False):
-    """weight, remainder, gradient, exp_avg, exp_avg_sq in the middle of a run, on the GPU."""
+def make_master(shape, dtype, any_magnitude=False):
+    """Weight, gradient and state of MasterAdamW in the middle of a run, on the GPU."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal():
         return torch.randn(shape, generator=generator, device="cuda")
 
     if any_magnitude:
-        drawn = (
-            torch.randint(-(2**31), 2**31, shape, generator=generator, device="cuda")
-            .to(torch.int32)
-            .view(torch.float32)
-        )
-        master = torch.where(drawn.isnan(), 0.02, drawn)
+        words = torch.randint(-(2**31), 2**31, shape, generator=generator, device="cuda")
+        numbers = words.to(torch.int32).view(torch.float32)
+        master = torch.where(numbers.isnan(), 0.02, numbers)
     else:
         master = 0.02 * normal()
-    weight, remainder = split_master(master) if dtype == torch.bfloat16 else (master, None)
-    return [weight, remainder, (1e-3 * normal()).to(dtype), (1e-3 * normal()).bfloat16(), 1e-6 * normal().square()]
+    gradient = (1e-3 * normal()).to(dtype)
+    state = {"exp_avg": (1e-3 * normal()).bfloat16(), "exp_avg_sq": 1e-6 * normal().square()}
+    if dtype == torch.bfloat16:
+        master, state["remainder"] = split_master(master)
+    return master, gradient, state
 
 
-def update_by_torch(weight, remainder, gradient, exp_avg, exp_avg_sq, scale, coefficients, update_=update_with_torch_):
-    state = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    if remainder is not None:
-        state["remainder"] = remainder
-    update_(weight, gradient, state, scale, coefficients, (0, 0))
+def make_eight_bit(shape, dtype, device="cuda"):
+    """Weight, gradient and state of EightBitAdamW in the middle of a run: the same on every device."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal():
+        return torch.randn(shape, generator=generator)
+
+    weight, gradient = (0.02 * normal()).to(dtype), (1e-3 * normal()).to(dtype)
+    state = {"exp_avg": 1e-3 * normal(), "exp_avg_sq": 1e-6 * normal().square()}
+    if weight.numel() >= SMALLEST_ENCODED and weight.numel() % CODE_BLOCK == 0:
+        for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+            codes, state[f"{name}_scale"] = encode(state[name].view(-1), signed)
+            state[name] = codes.view(shape)
+    return weight.to(device), gradient.to(device), {name: tensor.to(device) for name, tensor in state.items()}
 
 
-def update_by_kernel(*tensors_and_coefficients):
+def update_by_kernel(*arguments):
     from llm_fp8.optim.adamw_triton import update_
 
-    update_by_torch(*tensors_and_coefficients, update_=update_)
+    update_(*arguments)
 
 
-def assert_same_bits(tensors, others):
-    for name, one, other in zip(["weight", "remainder", "gradient", "m", "v"], tensors, others, strict=True):
-        if one is not None:
-            torch.testing.assert_close(
-                one, other, rtol=0, atol=0, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
-            )
+def assert_same_bits(ours, reference):
+    """Of weight, gradient and state."""
+    both = [{"weight": weight, "gradient": gradient, **state} for weight, gradient, state in (ours, reference)]
+    assert both[0].keys() == both[1].keys()
+    for name, tensor in both[0].items():
+        torch.testing.assert_close(
+            tensor.cpu(),
+            both[1][name].cpu(),
+            rtol=0,
+            atol=0,
+            equal_nan=True,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 @pytest.mark.parametrize("clipped", [False, True], ids=["unclipped", "clipped"])
@@ -83,69 +81,24 @@ def test_the_kernel_is_the_torch_implementation_bit_for_bit(shape, dtype, clippe
     differ.
     """
     scale = torch.tensor(0.37, device="cuda") if clipped else None
-    ours, reference = make_tensors(shape, dtype), make_tensors(shape, dtype)
+    ours, reference = make_master(shape, dtype), make_master(shape, dtype)
     for step in range(1, 6):
-        update_by_kernel(*ours, scale, coefficients_of(step))
-        update_by_torch(*reference, scale, coefficients_of(step))
+        update_by_kernel(*ours, scale, coefficients_of(step), (0, 0))
+        update_with_torch_(*reference, scale, coefficients_of(step), (0, 0))
         assert_same_bits(ours, reference)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_any_magnitude_and_gradients_that_are_not_finite(dtype):
     """Denormals, huge numbers, ties; NaN and infinity reach their own weight and no other."""
-    ours, reference = make_tensors((100_003,), dtype, True), make_tensors((100_003,), dtype, True)
-    for tensors in (ours, reference):
-        tensors[2][:3] = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)
+    ours, reference = make_master((100_003,), dtype, True), make_master((100_003,), dtype, True)
+    for _, gradient, _ in (ours, reference):
+        gradient[:3] = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)
     for step in range(1, 4):
-        update_by_kernel(*ours, None, coefficients_of(step))
-        update_by_torch(*reference, None, coefficients_of(step))
+        update_by_kernel(*ours, None, coefficients_of(step), (0, 0))
+        update_with_torch_(*reference, None, coefficients_of(step), (0, 0))
         assert_same_bits(ours, reference)
     assert ours[0][:3].isnan().all()
-
-
-# --- EightBitAdamW ----------------------------------------------------------------------------------------------------
-
-
-def make_eight_bit(shape, dtype, device="cuda"):
-    """weight, gradient, m, its scale, v, its scale in the middle of a run: the same on every device."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal():
-        return torch.randn(shape, generator=generator)
-
-    weight, gradient, m, v = (
-        (0.02 * normal()).to(dtype),
-        (1e-3 * normal()).to(dtype),
-        1e-3 * normal(),
-        1e-6 * normal().square(),
-    )
-    scale = scale_sq = None
-    if weight.numel() >= SMALLEST_ENCODED and weight.numel() % CODE_BLOCK == 0:
-        (m, scale), (v, scale_sq) = encode(m.view(-1), True), encode(v.view(-1), False)
-    tensors = [weight, gradient, m.view(shape), scale, v.view(shape), scale_sq]
-    return [None if tensor is None else tensor.to(device) for tensor in tensors]
-
-
-def update_eight_bit(weight, gradient, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, scale, key, coefficients):
-    """By the kernel on a GPU, by torch on the CPU."""
-    state = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    if exp_avg_scale is not None:
-        state |= {"exp_avg_scale": exp_avg_scale, "exp_avg_sq_scale": exp_avg_sq_scale}
-    if weight.is_cuda:
-        from llm_fp8.optim.adamw_triton import update_
-    else:
-        update_ = update_with_torch_
-    update_(weight, gradient, state, scale, coefficients, key)
-
-
-def assert_same_eight_bits(tensors, others):
-    for name, one, other in zip(
-        ["weight", "gradient", "m", "scale of m", "v", "scale of v"], tensors, others, strict=True
-    ):
-        if one is not None:
-            torch.testing.assert_close(
-                one.cpu(), other.cpu(), rtol=0, atol=0, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
-            )
 
 
 @pytest.mark.parametrize("clipped", [False, True], ids=["unclipped", "clipped"])
@@ -157,9 +110,9 @@ def test_the_eight_bit_kernel_is_the_torch_implementation_bit_for_bit(shape, dty
     scale = torch.tensor(0.37) if clipped else None
     for step in range(1, 4):
         key = rounding_key(42, step, 7)
-        update_eight_bit(*ours, None if scale is None else scale.cuda(), key, coefficients_of(step))
-        update_eight_bit(*reference, scale, key, coefficients_of(step))
-        assert_same_eight_bits(ours, reference)
+        update_by_kernel(*ours, None if scale is None else scale.cuda(), coefficients_of(step), key)
+        update_with_torch_(*reference, scale, coefficients_of(step), key)
+        assert_same_bits(ours, reference)
 
 
 def test_the_eight_bit_kernel_finds_every_code():
@@ -168,28 +121,21 @@ def test_the_eight_bit_kernel_finds_every_code():
     """
     for signed in (True, False):
         limits = code_tables(torch.device("cpu"))[1 if signed else 3][1:]
-        wanted = limits if signed else limits.sqrt()
-        around = (
-            (wanted.view(torch.int32)[:, None] + torch.arange(-20, 21, dtype=torch.int32)).view(torch.float32).flatten()
-        )
+        centres = limits if signed else limits.sqrt()
+        steps = torch.arange(-20, 21, dtype=torch.int32)
+        around = (centres.view(torch.int32)[:, None] + steps).view(torch.float32).flatten()
         around = torch.cat([around, around.new_zeros(-around.numel() % (CODE_BLOCK - 1))]).view(-1, CODE_BLOCK - 1)
         gradient = torch.cat([torch.ones(len(around), 1), around], dim=1).flatten()  # so that every scale is 1
-        tensors = [
-            torch.zeros_like(gradient),
-            gradient,
-            *(torch.zeros(gradient.shape, dtype=torch.uint8) for _ in range(2)),
-        ]
-        scales = [torch.zeros(len(around)) for _ in range(2)]
-        reference = [*tensors[:3], scales[0], tensors[3], scales[1]]
-        ours = [tensor.cuda() for tensor in reference]
+        state = {}
+        for name in ("exp_avg", "exp_avg_sq"):
+            state |= {name: torch.zeros(gradient.shape, dtype=torch.uint8), f"{name}_scale": torch.zeros(len(around))}
+        reference = torch.zeros_like(gradient), gradient, state
+        ours = torch.zeros_like(gradient).cuda(), gradient.cuda(), {name: each.cuda() for name, each in state.items()}
         coefficients = Coefficients.of_step(1, lr=1e-3, betas=(0.0, 0.0), eps=1e-8, weight_decay=0.0)
-        for tensors in (ours, reference):
-            update_eight_bit(*tensors, None, (1, 2), coefficients)
-        assert_same_eight_bits(ours, reference)
-        assert len(reference[2 if signed else 4].unique()) == 256
-
-
-# --- both -------------------------------------------------------------------------------------------------------------
+        update_by_kernel(*ours, None, coefficients, (1, 2))
+        update_with_torch_(*reference, None, coefficients, (1, 2))
+        assert_same_bits(ours, reference)
+        assert len(state["exp_avg" if signed else "exp_avg_sq"].unique()) == 256
 
 
 @pytest.mark.parametrize("kind", ["adamw_master", "adamw_8bit"])

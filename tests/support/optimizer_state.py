@@ -1,22 +1,23 @@
-"""Weights and optimizer state of a stopped run, put into another one as a checkpoint does it, bit for bit."""
+"""Optimizers whose state is partly in host memory, and whether two trainings are the same bits."""
 
 import torch
 
-from llm_fp8.optim.optimizers import initialize_state, optimizer_tensors, set_completed_steps
+from llm_fp8.config.options import OptimConfig
+from llm_fp8.optim.optimizers import build_optimizer, optimizer_tensors
 
 
-def take_over(optimizer, named_parameters, stopped, stopped_parameters):
-    """Let `optimizer` and its parameters go on from `stopped` and its own, which have the same names."""
-    saved = optimizer_tensors(stopped, stopped_parameters)
-    weights = dict(stopped_parameters)
-    with torch.no_grad():
-        for name, parameter in named_parameters:
-            parameter.copy_(weights[name])
-    initialize_state(optimizer)
-    targets = optimizer_tensors(optimizer, named_parameters)
-    assert targets.keys() == saved.keys()
-    with torch.no_grad():
-        for name, target in targets.items():
-            assert target.dtype == saved[name].dtype
-            target.copy_(saved[name])
-    set_completed_steps(optimizer, stopped.param_groups[0].get("step", 0))
+def master_adamw(parameters, share):
+    """MasterAdamW with this share of its state in host memory."""
+    config = OptimConfig(learning_rate=1e-3, weight_decay=0.1, offload_optimizer=share)
+    return build_optimizer(config, "adamw_master", parameters.items())
+
+
+def assert_same_training(parameters, optimizer, others, other_optimizer):
+    """Weights, numbers of steps, and the state of every parameter that had a gradient (all but `idle`)."""
+    assert all(torch.equal(parameter, others[name]) for name, parameter in parameters.items())
+    state, other = (optimizer_tensors(o, p.items()) for o, p in ((optimizer, parameters), (other_optimizer, others)))
+    assert {name for name in state.keys() ^ other.keys() if not name.startswith("idle.")} == set()
+    for name in state.keys() & other.keys():
+        assert state[name].dtype == other[name].dtype and torch.equal(state[name].cpu(), other[name].cpu()), name
+    steps, other_steps = ([group["step"] for group in each.param_groups] for each in (optimizer, other_optimizer))
+    assert steps == other_steps
