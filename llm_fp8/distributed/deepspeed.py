@@ -54,31 +54,37 @@ class _Plugin(DeepSpeedPlugin):
         pass
 
 
-def load_deepspeed(flag: str) -> None:
-    """Import DeepSpeed for this machine's device. Raises a `UserError` that starts with `flag` where that fails."""
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    DEEPSPEED.require(flag)
+def accelerator_arguments(config: Config, mode: str, compute_name: str, num_processes: int) -> dict[str, Any]:
+    """The arguments of the `Accelerator` that trains with DeepSpeed, which is imported for this machine's device."""
+    on_gpu = torch.cuda.is_available()
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_gpu else "cpu")
+    DEEPSPEED.require(f"--sharding_mode {mode}")
     import deepspeed.ops
 
     # DeepSpeed would compile this operator, for faster collectives on CPUs, unasked.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # torch 2.13 renamed collectives that DeepSpeed calls by their old names, and warns at every parameter.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    settings = deepspeed_settings(config, mode, compute_name, num_processes)
+    # Accelerate would read the last two from the environment.
+    plugin = _Plugin(hf_ds_config=settings, zero3_init_flag=False, enable_msamp=False)
+    # With cpu=True Accelerate would leave DeepSpeed out; without a backend and GPUs it would see one process.
+    group = InitProcessGroupKwargs(backend="nccl" if on_gpu else "gloo")
+    return {"cpu": False, "deepspeed_plugin": plugin, "kwargs_handlers": [group]}
 
 
-def file_of(named: str | None, mode: str) -> Path:
+def settings_file(options: ParallelConfig, mode: str) -> Path:
     """The file that --deepspeed_config names, else the mode's own file."""
-    return Path(named) if named else (SHIPPED / "configs").resolve() / f"ds_z{mode[-1]}.json"
+    return Path(options.deepspeed_config or (SHIPPED / "configs").resolve() / f"ds_z{mode[-1]}.json")
 
 
 def deepspeed_settings(config: Config, mode: str, compute_name: str, num_processes: int) -> dict[str, Any]:
     """DeepSpeed's settings: the file, completed by the run's values. Raises `UserError` where the two contradict.
     `compute_name`: the dtype of everything that is not fp8, "fp32" or "bf16".
     """
-    path = file_of(config.parallel.deepspeed_config, mode)
-    stage = int(mode[-1])
+    path, stage = settings_file(config.parallel, mode), int(mode[-1])
     rows, steps = config.data.batch_size, config.optim.gradient_accumulation_steps
-    of_run = {
+    run_settings = {
         "train_micro_batch_size_per_gpu": rows,
         "gradient_accumulation_steps": steps,
         "train_batch_size": rows * steps * num_processes,
@@ -99,7 +105,7 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
         settings = _completed(defaults, read_json(path, "--deepspeed_config"))
         for key in settings.keys() & _SET_ELSEWHERE:
             raise UserError(f'--deepspeed_config {path}, "{key}": use {_SET_ELSEWHERE[key]}; remove the entry.')
-        return _completed(settings, of_run, f"--deepspeed_config {path}")
+        return _completed(settings, run_settings, f"--deepspeed_config {path}")
 
 
 def _completed(settings: dict[str, Any], others: dict[str, Any], origin: str = "") -> dict[str, Any]:
@@ -116,15 +122,6 @@ def _completed(settings: dict[str, Any], others: dict[str, Any], origin: str = "
         elif value != "auto":
             merged[key] = value
     return merged
-
-
-def accelerator_arguments(settings: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with which `Accelerator` trains with DeepSpeed under these `settings`."""
-    # Accelerate would read the last two from the environment.
-    plugin = _Plugin(hf_ds_config=settings, zero3_init_flag=False, enable_msamp=False)
-    # With cpu=True Accelerate would leave DeepSpeed out; without a backend and GPUs it would see one process.
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    return {"cpu": False, "deepspeed_plugin": plugin, "kwargs_handlers": [InitProcessGroupKwargs(backend=backend)]}
 
 
 _MASTER_WEIGHTS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition")
@@ -151,7 +148,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         """Return DeepSpeed's engine, which is called as the model, and its AdamW, which now holds master weights."""
         causal_lm: Any = model.model  # inside the module that returns the loss
         self.accelerator.gradient_accumulation_steps = self.settings["gradient_accumulation_steps"]  # or it warns
-        with reading("--deepspeed_config", file_of(self.options.deepspeed_config, self.mode), "it into DeepSpeed"):
+        with reading("--deepspeed_config", settings_file(self.options, self.mode), "it into DeepSpeed"):
             self._zero, _ = self.accelerator.prepare(model, optimizer)
         if self.stage == 3:  # the loss reads this weight without calling its module
             from deepspeed.runtime.zero import register_external_parameter
@@ -193,9 +190,6 @@ class DeepSpeedStrategy(DistributedStrategy):
     def state(self, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
         return {}
 
-    def after_load(self, model: nn.Module, optimizer: Any, step: int) -> None:
-        """Nothing is left to do: `load_state` has read all."""
-
     def state_bytes(self) -> int:
         weights = list(self._zero.module.parameters())
         return sum(getattr(weight, "ds_numel", weight.numel()) * (12 + weight.element_size()) for weight in weights)
@@ -215,8 +209,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         how = {"tag": _TAG, "load_lr_scheduler_states": False, "custom_load_fn": _load_module_state}
         assert self._zero.load_checkpoint(str(folder), **how)[0] is not None, f"DeepSpeed found nothing in {folder}"
-        for group, own in zip(optimizer.param_groups, options, strict=True):
-            group.update(own)
+        for group, group_options in zip(optimizer.param_groups, options, strict=True):
+            group.update(group_options)
         self._zero.optimizer.clip_grad = self.settings["gradient_clipping"]
 
 

@@ -28,19 +28,15 @@ from torch.optim import Optimizer
 
 from llm_fp8.distributed.fsdp import FsdpStrategy
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.frozen import prepare_module
+from llm_fp8.precision.frozen import prepare_module, quantizer_of
 from llm_fp8.precision.te import TEBackend
 from llm_fp8.utils.torch_internals import free_memory_, local_of, sharded_like
 
 
 class Fp8Weight(NamedTuple):
-    master: Parameter  # fp32 DTensor sharded along dim 0, in the optimizer
+    master: Parameter  # DTensor sharded along dim 0: fp32 and in the optimizer, or frozen and bf16
     parameter: Parameter  # fp8, sharded likewise, in the module
     quantizer: Any  # casts the master to the parameter
-
-    @torch.no_grad()
-    def cast_(self) -> None:
-        self.quantizer.update_quantized(local_of(self.master), local_of(self.parameter))
 
 
 @dataclass(eq=False)
@@ -58,16 +54,10 @@ class Fp8Weights:
                 weight.master.grad = weight.parameter.grad
                 weight.parameter.grad = None
 
+    @torch.no_grad()
     def quantise_(self) -> None:
         """Cast all master weights. Collective over the process group."""
-        self.find_scales_([weight.master for weight in self.weights])
-        for weight in self.weights:
-            weight.cast_()
-
-    @torch.no_grad()
-    def find_scales_(self, weights: list[Parameter]) -> None:
-        """Compute the scales of all master weights. Collective over the process group."""
-        masters = [local_of(weight) for weight in weights]
+        masters = [local_of(weight.master) for weight in self.weights]
         amax = torch.stack(torch._foreach_norm(masters, math.inf, dtype=torch.float32))
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.process_group)
         # Not a Python number by a tensor, which torch computes by the reciprocal and rounds twice. An infinite amax
@@ -75,6 +65,8 @@ class Fp8Weights:
         scales = torch.where(amax > 0, torch.full_like(amax, self.target) / amax, 1.0)
         # In place, since what FSDP gathered before refers to this tensor.
         self.scales.copy_(scales.clamp(max=torch.finfo(torch.float32).max))
+        for weight, master in zip(self.weights, masters, strict=True):
+            weight.quantizer.update_quantized(master, local_of(weight.parameter))
 
 
 class Fp8ParamsStrategy(FsdpStrategy):
@@ -106,15 +98,15 @@ class Fp8ParamsStrategy(FsdpStrategy):
 
 
 def keep_weights_in_fp8(model: nn.Module, precision: Precision) -> Fp8Weights | None:
-    """Give TE's fp8 modules in `model` fp8 parameters, whose masters are the fp32 ones until now; None without any.
+    """Give TE's fp8 modules in `model` fp8 parameters, whose masters are the parameters until now; None where there is
+    nothing to train. LoRA's frozen weights are cast once and freed.
 
-    Frozen weights are cast once and freed. Collective. Call it before the first forward pass, in which FSDP2
-    reads its parameters.
+    Collective. Call it before the first forward pass, in which FSDP2 reads its parameters.
     """
     recipe: Any = precision.plan.recipe
     # The order of the modules is the same on every rank; a set has no order.
     modules: list[Any] = [module for module in model.modules() if module in precision.fp8_modules]
-    # Not those that are in fp8 already, as frozen ones.
+    # Not those that are in fp8 already, as LoRA's frozen ones.
     modules = [module for module in modules if not getattr(module, "primary_weights_in_fp8", True)]
     places = [(module, name) for module in modules for name in prepare_module(module, recipe)]
     if not places:
@@ -125,24 +117,22 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision) -> Fp8Weights | 
     split_dim = next(dim for dim, placement in enumerate(first.placements) if placement.is_shard())
     scales = torch.ones(len(places), dtype=torch.float32, device=first.device)
     unused = torch.zeros(1, dtype=torch.float32, device=first.device)
-    masters: list[Parameter] = [getattr(module, name) for module, name in places]
-    group = Fp8Weights([], scales, recipe.fp8_format.value.max_fwd, first.device_mesh.get_group(split_dim))
-    group.find_scales_(masters)
-    for number, ((module, name), master) in enumerate(zip(places, masters, strict=True)):
-        own_quantizer: Any = module.quantizers["scaling_fwd"][module.param_init_meta[name].fp8_meta_index]
-        parameter = _fp8_parameter(master, own_quantizer)
+    weights = list[Fp8Weight]()
+    for (module, name), scale in zip(places, scales.split(1), strict=True):
+        master, recipe_quantizer = getattr(module, name), quantizer_of(module, name)
+        parameter = _fp8_parameter(master, recipe_quantizer)
         setattr(module, name, parameter)
         # This quantizer casts with a given scale, in both recipes. Its amax goes into delayed scaling's history.
-        amax = own_quantizer.amax if isinstance(own_quantizer, Float8Quantizer) else unused
-        scale = scales[number : number + 1]
-        quantizer = Float8Quantizer(scale, amax, own_quantizer.dtype, rowwise=True, columnwise=False)
-        weight = Fp8Weight(master, parameter, quantizer)
-        weight.cast_()
-        if master.requires_grad:
-            group.weights.append(weight)
-        else:  # FSDP2 refers to it until the first forward pass
-            free_memory_(master)
-    return group
+        amax = recipe_quantizer.amax if isinstance(recipe_quantizer, Float8Quantizer) else unused
+        quantizer = Float8Quantizer(scale, amax, recipe_quantizer.dtype, rowwise=True, columnwise=False)
+        weights.append(Fp8Weight(master, parameter, quantizer))
+    group = Fp8Weights(weights, scales, recipe.fp8_format.value.max_fwd, first.device_mesh.get_group(split_dim))
+    group.quantise_()
+    if first.requires_grad:
+        return group
+    for weight in weights:  # FSDP2 refers to them until the first forward pass
+        free_memory_(weight.master)
+    return None
 
 
 @torch.no_grad()

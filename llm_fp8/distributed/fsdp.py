@@ -26,7 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim import Optimizer
 
 from llm_fp8.config.options import ParallelConfig
-from llm_fp8.distributed.fsdp_internals import MemorySavingReduceScatter, UnshardedGradients, units_of
+from llm_fp8.distributed.fsdp_internals import MemorySavingReduceScatter, units_of, unsharded_gradients
 from llm_fp8.distributed.strategy import DistributedStrategy, FindMainGrad
 from llm_fp8.optim.adamw_master import join_master, remainder_of
 from llm_fp8.utils.te_internals import keep_weight_casts
@@ -78,7 +78,7 @@ class FsdpStrategy(DistributedStrategy):
         return model, optimizer
 
     def main_grads(self, model: nn.Module) -> FindMainGrad:
-        return UnshardedGradients(model).find
+        return unsharded_gradients(model)
 
     def reduces_by_hooks(self, last: bool) -> bool:
         return False

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from llm_fp8.distributed.strategy import FindMainGrad
 from llm_fp8.utils.te_internals import release_main_grad
 
 
@@ -38,15 +39,14 @@ def _entries_of(unit: FSDPModule) -> Iterator[tuple[Tensor, Any]]:
                 yield getattr(owner.module, owner.param_name), entry
 
 
-class UnshardedGradients:
-    """FSDP2's gradients of sharded weights between micro-batches: unsharded, fp32, on every rank."""
+def unsharded_gradients(model: nn.Module) -> FindMainGrad:
+    """Find FSDP2's gradients of sharded weights between micro-batches, which are unsharded and fp32 on every rank; in
+    forward passes the gathered weight stands in for the sharded one.
+    """
+    entries = {id(weight): entry for unit in units_of(model) for weight, entry in _entries_of(unit)}
 
-    def __init__(self, model: nn.Module) -> None:
-        self._entries = {id(weight): entry for unit in units_of(model) for weight, entry in _entries_of(unit)}
-
-    def find(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The `FindMainGrad` of sharded weights, which a gathered one stands in for in forward passes."""
-        entry = self._entries.get(id(weight))
+    def find(weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        entry = entries.get(id(weight))
         gathered: Tensor | None = getattr(entry, "_unsharded_param", None)  # from the first forward pass on
         if gathered is None:
             return weight, None
@@ -54,15 +54,17 @@ class UnshardedGradients:
         # FSDP2 has no fp32 gradient of its own where the compute dtype is fp32 too.
         return gathered, gathered.grad if accumulated is None else accumulated
 
+    return find
+
 
 class MemorySavingReduceScatter:
     """FSDP2's reduce-scatter of a unit's gradients, with buffers from the backward pass's memory.
 
     PyTorch's allocator keeps memory by CUDA stream. FSDP2 allocates a rank's gradient shards (4 / N bytes per parameter
-    on N ranks) on the reduce-scatter's stream. Allocated on `stream()`, that of the backward pass, they take the place
-    of activations and unsharded gradients: FSDP2 drops its references to these between its two allocations, and main
-    gradients (`wgrad_fusion`) are released at the first. None allocates where FSDP2 does: on CPUs, and under
-    fsdp_hybrid, where a third stream, unknown to the allocator, reads the shards.
+    on N ranks) on the reduce-scatter's stream. On `stream()`, that of the backward pass, they take the place of
+    activations and unsharded gradients: FSDP2 drops its references to these between its two allocations, and main
+    gradients are released at the first. None allocates where FSDP2 does: on CPUs, and under fsdp_hybrid, where a third
+    stream, unknown to the allocator, reads the shards.
 
     FSDP2 casts reduced shards to the parameters' dtype, on the reduce-scatter's stream too. So where that is bf16
     (`adamw_master`, `adamw_8bit`) the output is allocated in it, and the cast is made here.

@@ -34,8 +34,8 @@ def start_process_group(ranks: LaunchRanks) -> None:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         num_gpus = torch.cuda.device_count()
         if local_rank >= num_gpus:
-            found = f"no GPU for LOCAL_RANK {local_rank}: {num_gpus} are visible"
-            raise UserError(f"{found}; use torchrun --nproc_per_node={num_gpus}.")
+            visible = f"{num_gpus} are visible; use torchrun --nproc_per_node={num_gpus}"
+            raise UserError(f"no GPU for LOCAL_RANK {local_rank}: {visible}.")
         torch.cuda.set_device(local_rank)
         backend = "cpu:gloo,cuda:nccl"
     try:
@@ -82,29 +82,23 @@ def decided_by_main(decide: Callable[[], T], group: dist.ProcessGroup | None = N
     `UserError`. Collective.
     """
     result: Any = None
+    reason: str | None = None
     failure: BaseException | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             result = decide()
         except BaseException as error:  # raised below, once the others know
             failure = error
-    words = str(failure) if isinstance(failure, UserError) else f"the main process failed: {failure!r}"
-    result, said = gathered((result, None if failure is None else words), group)[0]
+            reason = str(error) if isinstance(error, UserError) else f"the main process failed: {error!r}"
+    result, reason = gathered((result, reason), group)[0]
     if failure is not None:
         raise failure
-    if said is not None:
-        raise UserError(said)
+    if reason is not None:
+        raise UserError(reason)
     return result
-
-
-def smallest_gpu_gib(device: torch.device) -> float | None:
-    """Memory of the launch's smallest GPU; None on CPUs. Collective."""
-    if device.type != "cuda":
-        return None
-    return min(gathered(torch.cuda.get_device_properties(device).total_memory / 2**30))
 
 
 def is_loss_of_a_peer(error: BaseException) -> bool:
     """Return True if the error's text shows that a collective failed because another process is gone."""
-    lost = re.search(_LOST_PEER, str(error), re.IGNORECASE) is not None
-    return dist.is_initialized() and isinstance(error, RuntimeError) and lost
+    is_raised_by_torch = dist.is_initialized() and isinstance(error, RuntimeError)
+    return is_raised_by_torch and re.search(_LOST_PEER, str(error), re.IGNORECASE) is not None

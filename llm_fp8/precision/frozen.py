@@ -31,6 +31,11 @@ def prepare_module(module: Any, recipe: Any) -> list[str]:
     return names
 
 
+def quantizer_of(module: Any, name: str) -> Any:
+    """The quantizer with which a TE module that is prepared casts the weight of this name."""
+    return module.quantizers["scaling_fwd"][module.param_init_meta[name].fp8_meta_index]
+
+
 @torch.no_grad()
 def hold_in_fp8(model: nn.Module, precision: Precision) -> int:
     """Replace the weights of the fp8 modules in `model`, which are frozen and not sharded, by their fp8 form; returns
@@ -44,7 +49,7 @@ def hold_in_fp8(model: nn.Module, precision: Precision) -> int:
         names = prepare_module(module, recipe)
         for name in names:
             weight = getattr(module, name).detach()
-            quantizer = module.quantizers["scaling_fwd"][module.param_init_meta[name].fp8_meta_index]
+            quantizer = quantizer_of(module, name)
             if isinstance(quantizer, Float8Quantizer):  # delayed scaling
                 amax = weight.abs().amax().float()
                 # Not a Python number by a tensor, which torch computes by the reciprocal and rounds twice.

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from llm_fp8.config.options import Config
 from llm_fp8.config.recipes import precision_name
-from llm_fp8.distributed.build import build_accelerator, build_strategy
+from llm_fp8.distributed.build import build_strategy
 from llm_fp8.distributed.process_group import own_device
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.fp8_checkpoint import Fp8Format
@@ -100,17 +100,17 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = No
     else:
         packed_form = probe(config, hf_config, device, precision.compute_dtype)
     stored = checkpoint_of(source, hf_config)
-    accelerator = build_accelerator(config, ranks, precision)
+    strategy = build_strategy(settled.mode, config, ranks, precision)
     values = vars(settled) | {"precision": precision, "notes": (*settled.notes, *untie(hf_config, stored))}
     return RunPlan(
         **values,
         source=source,
-        accelerator=accelerator,
-        strategy=build_strategy(settled.mode, config, accelerator, ranks, precision.compute_dtype),
+        accelerator=strategy.accelerator,
+        strategy=strategy,
         export_dtype=stored_dtype(hf_config, settled.parameter_dtype),  # building the model changes the entry
         stored=stored,
         packed_form=packed_form,
-        say=print_line if accelerator.is_main_process else lambda text: None,
+        say=print_line if strategy.accelerator.is_main_process else lambda text: None,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.recipes import RECIPES, recipe_names
-from llm_fp8.distributed.process_group import own_device, smallest_gpu_gib
+from llm_fp8.distributed.process_group import gathered, own_device
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.precision.plan import MIN_FP8_CAPABILITY, recipe_available
 from llm_fp8.utils.ranks import LaunchRanks
@@ -59,7 +59,8 @@ def look(precision: PrecisionConfig, ranks: LaunchRanks, asks_te: bool = True) -
         answers = {name: recipe_available(te, RECIPES[name]) for name in recipe_names("te")}
         lacking = {name: reason for name, (is_available, reason) in answers.items() if not is_available}
     gpu = torch.cuda.get_device_name(device)
-    return Machine(ranks, gpu, smallest_gpu_gib(device), capability, lacking, host_free_gib)
+    gpu_gib = min(gathered(torch.cuda.get_device_properties(device).total_memory / GIB))
+    return Machine(ranks, gpu, gpu_gib, capability, lacking, host_free_gib)
 
 
 def assume(

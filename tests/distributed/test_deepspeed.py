@@ -10,7 +10,7 @@ import pytest
 
 from llm_fp8.config.options import Config
 from llm_fp8.config.parser import parse_config
-from llm_fp8.distributed.deepspeed import accelerator_arguments, deepspeed_settings, load_deepspeed
+from llm_fp8.distributed.deepspeed import accelerator_arguments, deepspeed_settings
 from llm_fp8.utils.errors import UserError
 
 
@@ -65,10 +65,7 @@ def test_a_contradicting_entry_is_refused_by_file_and_key(tmp_path, name):
 def test_accelerates_variables_do_not_reach_the_plugin(monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "9")
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "MSAMP")
-    load_deepspeed("--sharding_mode deepspeed_2")
-    config = options_of("deepspeed_3", "--max_grad_norm=0.5")
-    settings = deepspeed_settings(config, "deepspeed_3", "bf16", 2)
-    plugin = accelerator_arguments(settings)["deepspeed_plugin"]
-    expected = {**deepspeed_settings(config, "deepspeed_3", "bf16", 2), "steps_per_print": float("inf")}
-    assert plugin.deepspeed_config == expected
+    run = options_of("deepspeed_3", "--max_grad_norm=0.5"), "deepspeed_3", "bf16", 2
+    plugin = accelerator_arguments(*run)["deepspeed_plugin"]
+    assert plugin.deepspeed_config == {**deepspeed_settings(*run), "steps_per_print": float("inf")}
     assert not plugin.zero3_init_flag

@@ -18,7 +18,6 @@ from accelerate import Accelerator
 import te_llama
 from llm_fp8.config.options import ParallelConfig
 from llm_fp8.distributed.fsdp import FsdpStrategy
-from llm_fp8.distributed.fsdp_internals import UnshardedGradients
 from llm_fp8.distributed.strategy import DistributedStrategy, PlainCopiesStrategy
 from llm_fp8.models.fill import fill_weights
 from llm_fp8.models.model import Model, decoder_layers
@@ -61,14 +60,12 @@ def train(rank: int, mode: str, dtype: torch.dtype, in_gemms: bool, sync_every_m
             return backward(ctx, gradient)
 
         patch.setattr(stand_in_te._FusedWgrad, "backward", staticmethod(counted))
-        if not in_gemms:
-            patch.setattr(UnshardedGradients, "find", lambda _, weight: (weight, None))
         model = te_llama.build_te_model(tiny_config(), torch.float32, "cpu").train()
         fill_weights(Model(model))
         engine = engine_of(mode, dtype, ParallelConfig(sync_every_micro_batch=sync_every_micro_batch))
         engine.shard(model, decoder_layers(model))
         model, optimizer = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
-        if not in_gemms and mode == "ddp":
+        if not in_gemms:
             engine.main_grads = lambda model: None
         gathers = CountedAllGather(model)
         losses, gradients = [], {}
