@@ -6,16 +6,16 @@ is the cross entropy of `logits` and `labels` position by position; Hugging Face
     field                             packed, T = batch_size * max_seq_length        padded on the right
     input_ids, labels, position_ids   int64 [1, T]                                   int64 [B, S]
     cu_seqlens                        int32 [n + 1], 0 = first < ... < last = T      None
-    attention_mask                    None; to be sliced: bool [1, T]                bool [B, S]
+    attention_mask                    None; bool [1, T] of a batch to be sliced      bool [B, S]
 
 The mask is true on documents' tokens. `cu_seqlens` says where each segment begins: a document, or the unused rest of a
-sequence of max_seq_length positions; in each `position_ids` start at 0, and all of a padded batch's padding have 0.
-Where n ranks each take a slice of a batch, every document is padded, inside its segment, to a multiple of 2 n:
-attention is causal, so no token of it sees the padding.
+sequence of max_seq_length positions; in each `position_ids` start at 0, and all of a padded batch's padding have 0. S
+is the longest document rounded up to a multiple of 128 (in each slice), at most max_seq_length.
 
-S is the longest document rounded up to a multiple of 128 (in each slice), at most max_seq_length. Where fewer than
-batch_size sequences are left, the missing ones are padding. In a padded batch their first position is open to
-attention: some kernels give NaN for a sequence that attends to nothing.
+Where C ranks each take a slice of a batch, every document is padded, inside its segment, to a multiple of 2 C:
+attention is causal, so no token of it sees the padding. Where fewer than batch_size sequences are left, the missing
+ones are padding. In a padded batch their first position is open to attention: some kernels give NaN for a sequence that
+attends to nothing.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ from llm_fp8.observability.metrics import StepTokens
 
 IntArray = npt.NDArray[np.int64]
 
-PADDED_MULTIPLE = 128
-"""Divisor of padded lengths, for few different shapes and for fp8 kernels."""
+PADDED_MULTIPLE = 128  # of padded lengths: for few different shapes, and for fp8 kernels
 
 
 @dataclass(frozen=True)
@@ -53,13 +52,11 @@ class Batch:
     max_seqlen: int
     """Upper bound of the segments' lengths."""
     num_tokens: int
-    num_real_tokens: int
-    """Number of tokens without padding."""
+    num_real_tokens: int  # without padding
     num_supervised_tokens: int
     sum_squared_lengths: int
     """Sum of squared lengths of segments (packed) or sequences (padded): attention's cost; a slice has a share."""
-    row_ids: tuple[int, ...]
-    """Dataset rows of the documents."""
+    row_ids: tuple[int, ...]  # of the documents
 
     def to(self, device: str | torch.device, non_blocking: bool = False) -> Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -140,21 +137,21 @@ class Layout:
         """The multiple to which packed documents are padded, in tokens."""
         return 2 * self.num_slices if self.num_slices > 1 else 1
 
-    def plan(self, lengths: Any, chosen: Any) -> PackingPlan:
+    def plan(self, lengths: IntArray, chosen: IntArray) -> PackingPlan:
         """Assign the `chosen` documents (by number) to sequences; `lengths` has the tokens of all documents."""
         if not self.packed:
             return PackingPlan(chosen, np.arange(len(chosen) + 1))
         packed = pack(lengths[chosen], self.max_seq_length, self.multiple)
         return PackingPlan(chosen[packed.samples], packed.offsets)
 
-    def num_positions(self, lengths: Any) -> int:
+    def num_positions(self, lengths: IntArray) -> int:
         """Count the positions, padding included, of batches of sequences; `lengths` are of their longest documents."""
-        begins = np.arange(0, len(lengths), self.batch_size)
-        return int(self.width(np.maximum.reduceat(lengths, begins)).sum()) * self.batch_size
+        longest = np.maximum.reduceat(lengths, np.arange(0, len(lengths), self.batch_size))
+        return int(self.width(longest).sum()) * self.batch_size
 
     def width(self, longest: Any) -> Any:
         """Return the positions of a sequence for the `longest` document of one batch, or of each batch of an array."""
-        multiple = PADDED_MULTIPLE * self.num_slices  # every slice has as many of them of every sequence
+        multiple = PADDED_MULTIPLE * self.num_slices
         padded = np.minimum(-(-longest // multiple) * multiple, self.max_seq_length)
         return np.full_like(padded, self.max_seq_length) if self.packed else padded
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 import hashlib
 import json
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -131,6 +131,14 @@ def prepare_data(
     return PreparedData(train, evals, report, description, eos_ids)
 
 
+class _Part(NamedTuple):
+    """A dataset's split, its rows, and how they are tokenised."""
+
+    source: DatasetSource
+    rows: Any
+    options: TokeniseOptions
+
+
 class _Job:
     """The preparation of one run's data: splits to read, and each dataset's share of the training rows."""
 
@@ -150,17 +158,16 @@ class _Job:
         data, report = self.data, DataReport()
         fraction = 0.0 if self.evaluation else data.validation_fraction
         share = DEFAULT_FRACTION if fraction is None else fraction  # of a stream, whose size nobody knows
-        datasets = self.load(self.train, data.num_of_samples)
-        options = self.options(self.train, datasets)
-        if self.config.model.chat_template and all(each.form in AS_THEY_STAND for each in options):
+        parts = self.open(self.train, data.num_of_samples)
+        if self.config.model.chat_template and all(part.options.form in AS_THEY_STAND for part in parts):
             raise UserError("--chat_template: all rows are text that no template touches; drop it.")
         if data.streaming:
-            rows = self.first_rows(options, share)
+            rows = self.first_rows(parts, share)
             amounts = [f"{part:.2%} of the rows" for part in self.shares or [1.0]]
         else:
-            mixed = self.mixed(datasets)
-            rows = concatenate_datasets(self.tokenise(self.train, mixed, options))
-            amounts = [f"{len(part)} of {len(whole)} rows" for part, whole in zip(mixed, datasets, strict=True)]
+            mixed = self.mixed(parts)
+            rows = concatenate_datasets(self.tokenise(mixed))
+            amounts = [f"{len(some.rows)} of {len(part.rows)} rows" for some, part in zip(mixed, parts, strict=True)]
         figures = figures_of(rows)
         used = figures["length"] > 0
         held_out, keys = np.zeros_like(used), figures["problem_key"][used]
@@ -184,11 +191,11 @@ class _Job:
             raise UserError(f"{', '.join(flags)}: no row can be held out: {why}.")
         report.unused |= {f"file '{name}'": 1 for source in self.train + self.evaluation for name in source.left_out}
         seed, documents = self.config.optim.seed, content_key(figures["document_key"][chosen])
-        parts = [self.shares, data.num_of_samples, share] if data.streaming else []
-        content = json.dumps([documents, *parts, self.config.packing, seed, self.layout.multiple])
+        stream = [self.shares, data.num_of_samples, share] if data.streaming else []
+        content = json.dumps([documents, *stream, self.config.packing, seed, self.layout.multiple])
         identity = hashlib.sha256(content.encode()).hexdigest()[:16]
         if data.streaming:
-            how = (partial(self.open_stream, options), partial(is_held_out, fraction=share), self.layout.plan, report)
+            how = (partial(self.open_stream, parts), partial(is_held_out, fraction=share), self.layout.plan, report)
             sequences: Sequences = StreamSequences(seed, identity, self.train, *how)
         else:
             plan = self.layout.plan(figures["length"], chosen)
@@ -199,71 +206,73 @@ class _Job:
             report.padding_efficiency = report.num_tokens / num_positions
         description = self.describe(report, document_reader(rows)(chosen[:1].tolist())[0], amounts)
         # A template may refuse the test conversation of `trained_eos`, and a call may end otherwise than an answer.
-        expected = list(dict.fromkeys(trained_eos(self.tokenizer, each.form) for each in options))
+        expected = list(dict.fromkeys(trained_eos(self.tokenizer, part.options.form) for part in parts))
         taught = [end for end in expected if end in report.ends or end != self.tokenizer.eos_token_id]
         ends = dict.fromkeys([*taught, *(end for end, _ in report.ends.most_common())])
         return sequences, evaluation, report, description, tuple(ends) or tuple(expected)
 
-    def load(self, parts: Sequence[DatasetSource], num_rows: int | None) -> list[Any]:
-        return [load_split(part, self.data.streaming, num_rows) for part in parts]
-
-    def options(self, parts: Sequence[DatasetSource], datasets: Sequence[Any]) -> list[TokeniseOptions]:
-        """Choose how each dataset is tokenised; --columns may be meant for one of them."""
-        data, options = self.data, []
-        begun = [beginning_of(part, dataset) for part, dataset in zip(parts, datasets, strict=True)]
+    def open(self, sources: Sequence[DatasetSource], num_rows: int | None) -> list[_Part]:
+        """Open the splits and choose how their rows are tokenised; --columns may be meant for one of several."""
+        loaded = [load_split(source, self.data.streaming, num_rows) for source in sources]
+        begun = [beginning_of(*pair) for pair in zip(sources, loaded, strict=True)]
         there = [name for names, _ in begun for name in names]
-        for ours, theirs in data.column_names.items():
-            if parts == self.train and theirs not in there:
+        for ours, theirs in self.data.column_names.items():
+            if sources == self.train and theirs not in there:
                 raise UserError(f"--columns {ours}={theirs}: there is no such column among {', '.join(there)}.")
-        for source, (names, row) in zip(parts, begun, strict=True):
-            renames = {ours: theirs for ours, theirs in data.column_names.items() if theirs in names}
-            columns = {name: name for name in names if name not in renames.values()} | renames
-            first = {ours: row.get(theirs) for ours, theirs in columns.items()}
-            form = detect_columns(first, renames, f"{source.flag} {source.name}")
-            wanted = (*COLUMNS[form], *OPTIONAL_COLUMNS[form])
-            if source.is_json:  # whose later rows may have other columns than the first ones
-                columns = {name: name for name in wanted if name not in renames.values()} | columns
-            used = {ours: theirs for ours, theirs in columns.items() if ours in wanted}
-            others = [] if source.is_json else [name for name in names if name not in used.values()]
-            limits = (data.max_seq_length, data.overlong, data.train_on_prompt)
-            options.append(TokeniseOptions(form, used, others, *limits, data.template_kwargs))
-        return options
+        options = [self.options(source, *each) for source, each in zip(sources, begun, strict=True)]
+        return list(map(_Part, sources, loaded, options))
 
-    def mixed(self, datasets: Sequence[Dataset]) -> Sequence[Dataset]:
+    def options(self, source: DatasetSource, names: Sequence[str], row: Mapping[str, Any]) -> TokeniseOptions:
+        """Choose how a dataset with the columns `names` and this first row is tokenised."""
+        data = self.data
+        renames = {ours: theirs for ours, theirs in data.column_names.items() if theirs in names}
+        columns = {name: name for name in names if name not in renames.values()} | renames
+        first = {ours: row.get(theirs) for ours, theirs in columns.items()}
+        form = detect_columns(first, renames, f"{source.flag} {source.name}")
+        wanted = (*COLUMNS[form], *OPTIONAL_COLUMNS[form])
+        if source.is_json:  # whose later rows may have other columns than the first ones
+            columns = {name: name for name in wanted if name not in renames.values()} | columns
+        used = {ours: theirs for ours, theirs in columns.items() if ours in wanted}
+        others = [] if source.is_json else [name for name in names if name not in used.values()]
+        limits = (data.max_seq_length, data.overlong, data.train_on_prompt)
+        return TokeniseOptions(form, used, others, *limits, data.template_kwargs)
+
+    def mixed(self, parts: list[_Part]) -> list[_Part]:
         """Take rows by --dataset_weights, each at most once an epoch, until one dataset is used up, like a stream."""
         if self.shares is None:
-            return datasets
-        total = min(len(dataset) / share for dataset, share in zip(datasets, self.shares, strict=True))
-        return [part.take(max(1, round(total * share))) for part, share in zip(datasets, self.shares, strict=True)]
+            return parts
+        total = min(len(part.rows) / share for part, share in zip(parts, self.shares, strict=True))
+        amounts = [max(1, round(total * share)) for share in self.shares]
+        return [part._replace(rows=part.rows.take(n)) for part, n in zip(parts, amounts, strict=True)]
 
-    def tokenise(self, parts: Sequence[DatasetSource], datasets: Sequence[Any], options: Sequence[Any]) -> list[Any]:
+    def tokenise(self, parts: Sequence[_Part]) -> list[Any]:
         tokenised = []
-        for source, dataset, how in zip(parts, datasets, options, strict=True):
+        for source, rows, options in parts:
             with reading_of(source):
-                tokenised.append(tokenise(dataset, self.tokenizer, how))
+                tokenised.append(tokenise(rows, self.tokenizer, options))
         return tokenised
 
-    def open_stream(self, options: Sequence[TokeniseOptions]) -> IterableDataset:
+    def open_stream(self, parts: Sequence[_Part]) -> IterableDataset:
         """Open the tokenised training rows at the first one."""
-        streams = self.tokenise(self.train, self.load(self.train, self.data.num_of_samples), options)
+        anew = [part._replace(rows=load_split(part.source, True, self.data.num_of_samples)) for part in parts]
+        streams = self.tokenise(anew)
         return interleave_datasets(streams, self.shares, self.config.optim.seed) if self.shares else streams[0]
 
-    def first_rows(self, options: Sequence[TokeniseOptions], fraction: float) -> Dataset:
+    def first_rows(self, parts: Sequence[_Part], fraction: float) -> Dataset:
         """Read as many first rows of the stream as give enough evaluation rows."""
         wanted = min(STREAMED_EVAL_SCAN_ROWS, int(STREAMED_EVAL_ROWS / fraction)) if fraction else 1
         with reading_of(*self.train):
-            stream = iter(self.open_stream(options))
+            stream = iter(self.open_stream(parts))
             pieces = [next_rows(stream, STREAMED_SCAN_ROWS) for _ in range(0, wanted, STREAMED_SCAN_ROWS)]
         return concatenate_datasets(pieces)
 
     def evaluation_rows(self, trained: Any, report: DataReport) -> Dataset:
         """Read the evaluation rows; leave out those whose problem is in `trained`, except of a stream."""
-        parts, streaming = self.evaluation, self.data.streaming
-        limit = STREAMED_EVAL_ROWS // len(parts) if streaming else None  # each gives its part
-        datasets = self.load(parts, limit)
-        tokenised = self.tokenise(parts, datasets, self.options(parts, datasets))
+        sources, streaming = self.evaluation, self.data.streaming
+        limit = STREAMED_EVAL_ROWS // len(sources) if streaming else None  # each gives its part
+        tokenised = self.tokenise(self.open(sources, limit))
         if limit is not None:
-            with reading_of(*parts):
+            with reading_of(*sources):
                 tokenised = [next_rows(iter(stream), limit) for stream in tokenised]
         rows = concatenate_datasets(tokenised)
         report.count_unused(rows)
@@ -274,7 +283,7 @@ class _Job:
         report.eval_rows_left_out = {why: int(which.sum()) for why, which in left_out.items()}
         if not (used & ~seen).any():
             why = f"{seen.sum()} of {len(seen)} hold a problem that is trained on, others are empty or too long"
-            raise _nothing(parts, "evaluated on", why)
+            raise _nothing(sources, "evaluated on", why)
         return rows.select(np.flatnonzero(used & ~seen))
 
     def describe(self, report: DataReport, example: Document, amounts: Sequence[str]) -> str:
@@ -298,7 +307,7 @@ class _Job:
         return "\n".join(lines)
 
 
-def _nothing(parts: Sequence[DatasetSource], what: str, why: str) -> UserError:
-    names = ", ".join(source.name for source in parts)
-    splits = ", ".join(dict.fromkeys(source.split for source in parts))
-    return UserError(f"{parts[0].flag} {names}: no row of split {splits} can be {what}: {why}.")
+def _nothing(sources: Sequence[DatasetSource], what: str, why: str) -> UserError:
+    names = ", ".join(source.name for source in sources)
+    splits = ", ".join(dict.fromkeys(source.split for source in sources))
+    return UserError(f"{sources[0].flag} {names}: no row of split {splits} can be {what}: {why}.")
