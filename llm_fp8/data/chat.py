@@ -28,8 +28,7 @@ from typing import Any, NamedTuple, cast
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from llm_fp8.data.json_rows import read_row
-from llm_fp8.data.rows import AS_THEY_STAND, REASONING, ColumnForm, Conversation, Unused, called, repr_of
+from llm_fp8.data.rows import AS_THEY_STAND, REASONING, ColumnForm, Conversation, Unused, called, read_row, repr_of
 from llm_fp8.utils.errors import UserError, reading
 
 PROMPT_FORM = "Problem:\n{problem}\n\nSolution:\n"

@@ -9,7 +9,8 @@
     any of these,another        several datasets; --dataset_weights says how many rows of each
 
 Only the files of the requested split are downloaded and converted, however large the other splits are. Cells of CSV
-files stay text, rows of JSON files what they are in the file (json_rows.py). A folder's other files, such as copies
+files stay text, and rows of JSON files are the text in the file (`JsonRows`): `datasets` would make text that looks
+like a date one, and a null field would look like one that only other rows have. A folder's other files, such as copies
 that editors and downloads leave, are not read, and named where their names are those of data.
 """
 
@@ -28,8 +29,10 @@ from typing import Any
 
 import datasets
 import fsspec  # type: ignore[import-untyped]
+import pyarrow as pa
 import xxhash
-from datasets import Features, Json, Value
+from datasets import ArrowBasedBuilder, DatasetInfo, Features, Json, SplitGenerator, Value
+from datasets.builder import Key
 from datasets.data_files import DataFilesList, get_data_patterns, resolve_pattern
 from datasets.exceptions import DatasetGenerationError
 from huggingface_hub import try_to_load_from_cache
@@ -37,7 +40,7 @@ from pyarrow import csv
 
 from llm_fp8.config.options import EMBEDDED, DataConfig
 from llm_fp8.data.embedded import DATASET_DIR
-from llm_fp8.data.json_rows import ROW, JsonRows, read_row
+from llm_fp8.data.rows import read_row
 from llm_fp8.utils.errors import UserError, existing_part, reading
 
 FILE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -49,6 +52,9 @@ LIKE_DATA = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|arrow)(?![a-z])[^/]*$"
 """Pattern of the names that are reported if they are not read."""
 FIRST_ROWS = 1000
 """Number of rows of a JSON file whose columns decide how the file is read."""
+ROW = "row of a JSON file"
+"""Name of the only column of a JSON file: the text of each row."""
+_BETWEEN = re.compile(r"[\s,]*")
 
 
 @dataclass(frozen=True)
@@ -235,3 +241,54 @@ def beginning_of(source: DatasetSource, dataset: Any) -> tuple[list[str], dict[s
     if not rows:
         raise UserError(f"{source.flag} {source.name}: split {source.split} has no row.")
     return list(dict.fromkeys(name for row in rows for name in row)), rows[0]
+
+
+class JsonRows(ArrowBasedBuilder):
+    """Reader of JSON files, also compressed or streamed: one object a line, or a list of objects."""
+
+    def _info(self) -> DatasetInfo:
+        return DatasetInfo(features=Features({ROW: Value("string")}))
+
+    def _split_generators(self, dl_manager: Any) -> list[SplitGenerator]:
+        dl_manager.download_config.extract_on_the_fly = True  # a copy would be known by its path alone
+        splits = dl_manager.download_and_extract(self.config.data_files).items()
+        parts = {split: [file for place in places for file in dl_manager.iter_files(place)] for split, places in splits}
+        return [SplitGenerator(name=split, gen_kwargs={"files": files}) for split, files in parts.items()]
+
+    def _generate_tables(self, files: list[str]) -> Iterator[tuple[Key, pa.Table]]:
+        for number, file in enumerate(files):
+            with open(file, encoding="utf-8-sig") as stream:
+                rows = _rows(stream, Path(file).name)
+                for batch, texts in enumerate(iter(lambda: list(itertools.islice(rows, 1000)), [])):  # noqa: B023
+                    yield Key(number, batch), pa.table({ROW: texts})
+
+
+def _rows(stream: Any, name: str) -> Iterator[str]:
+    """Yield the text of each row; `ValueError` names the line of a text that is no row."""
+    number = 0
+    try:
+        for number, line in enumerate(map(str.strip, stream), 1):  # noqa: B007
+            if line.startswith("["):
+                yield from _items(f"{line}\n{stream.read()}")
+            elif line:
+                yield _object(json.loads(line), line)
+    except ValueError as error:
+        raise ValueError(f"{name}, from line {number}: {error}") from error
+
+
+def _items(text: str) -> Iterator[str]:
+    at, decoder = _BETWEEN.match(text, 1).end(), json.JSONDecoder()  # type: ignore[union-attr]
+    while text[at : at + 1] != "]":
+        value, end = decoder.raw_decode(text, at)
+        yield _object(value, text[at:end])
+        at = _BETWEEN.match(text, end).end()  # type: ignore[union-attr]
+    if rest := text[at + 1 :].strip():
+        raise ValueError(f"after the list there is {rest[:80]}")
+
+
+def _object(value: Any, text: str) -> str:
+    if isinstance(value, str):
+        return json.dumps({"text": value})
+    if not isinstance(value, dict):
+        raise ValueError(f"a row must be an object, and one is {text[:80]}")
+    return text

@@ -2,18 +2,17 @@
 
 A sequence is a packed group of documents, or a single one. Sequences come in buffers without end, those of a buffer in
 an order drawn from (seed, number of the buffer). A global batch depends on its size alone (batch_size *
-gradient_accumulation_steps * world_size), not on how ranks share it. With it comes the position after it, a dict that
-JSON can hold, from which the sequences continue exactly.
+gradient_accumulation_steps * world_size). With it comes the position after it, a dict that JSON can hold, from which
+the sequences continue exactly.
 
 `MapSequences` has one buffer, of all sequences, in every epoch; the last global batch of an epoch may be smaller.
-
 `StreamSequences` (`--streaming`) reads and packs a buffer of tokenised rows at a time. At its end the stream begins
 anew, and no global batch is smaller. Every rank reads the full stream. A position has the state of the `datasets`
 stream before its buffer (None at the beginning) and a hash of the buffer's documents (None before it was read): a
 resumed run fills the buffer again.
 
-Every rank walks through the same global batches: micro-batch i goes to rank i % world_size. Every rank gets as many:
-where the last step of an epoch has too few sequences, some get one of padding, so that all collectives meet.
+Micro-batch i goes to rank i % world_size. Every rank gets as many: where the last step of an epoch has too few
+sequences, some get one of padding, so that all collectives meet.
 """
 
 from __future__ import annotations
@@ -38,17 +37,14 @@ from llm_fp8.utils.errors import UserError
 
 T = TypeVar("T")
 Position = dict[str, Any]
+ReadDocuments = Callable[[Sequence[int]], list[Document]]  # by index
 Reader = Callable[[], list[Document]]
 """Function that reads the documents of a sequence, so that a rank reads only its own."""
-ReadDocuments = Callable[[Sequence[int]], list[Document]]
-"""Function that reads documents by index."""
 Buffer = tuple[PackingPlan, ReadDocuments, Position, Position]
 """A plan, the function that reads its documents, the positions at its first sequence and after its last."""
 
-STREAM_BUFFER_ROWS = 8192
-"""Number of dataset rows that are read, packed and shuffled at a time."""
-STEPS_AHEAD = 2
-"""Number of optimizer steps (or evaluation batches) that are prefetched."""
+STREAM_BUFFER_ROWS = 8192  # of the dataset, read, packed and shuffled at a time
+STEPS_AHEAD = 2  # optimizer steps, or evaluation batches, that are prefetched
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from llm_fp8.data.json_rows import read_row
 from llm_fp8.utils.errors import UserError
 
 ColumnForm = Literal[
@@ -148,6 +147,21 @@ def conversation_of(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
         silent = set(range(end)) - set(supervised) - excluded
         unused["assistant's turn that says nothing"] += sum(read[i][0]["role"] == "assistant" for i in silent)
     return whole.until(end)
+
+
+def read_row(text: str) -> Any:
+    """Parse the JSON text of a row; a number that is no integer keeps its text for columns that hold text."""
+    return json.loads(text, parse_float=_Number)
+
+
+class _Number(float):
+    """A number that prints as its text in the file."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def text_of(row: Mapping[str, Any], column: str) -> str:

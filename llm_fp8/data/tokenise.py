@@ -31,8 +31,8 @@ from pyarrow import compute
 from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.data.chat import FORMAT_VERSION, PLAIN_TURN, PROMPT_FORM, TEMPLATE_DATE, encode_batch
-from llm_fp8.data.json_rows import ROW, read_row
-from llm_fp8.data.rows import ColumnForm, conversation_of
+from llm_fp8.data.load import ROW
+from llm_fp8.data.rows import ColumnForm, Unused, conversation_of, read_row
 from llm_fp8.utils.ranks import end_with_parent
 
 FEATURES = Features(
@@ -52,6 +52,7 @@ FEATURES = Features(
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 """File of a cgroup's quota of CPU time and its period, in microseconds."""
 ROWS_PER_WORKER = 10_000  # a few seconds of tokenising; a process takes half a second to start
+EVALUATION_COUNTS = ("num_eval_rows", "eval_rows_left_out", "nothing_held_out")
 FIGURES = ("length", "num_supervised", "outcome", "end", "problem_key", "document_key")
 Figures = dict[str, npt.NDArray[np.int64]]
 """Columns of `FIGURES`, [number of rows] each."""
@@ -87,25 +88,24 @@ class DataReport:
     """Reason why rows for evaluation are not used -> number of rows."""
     ends: Counter[int] = field(default_factory=Counter)
     """Id of a last token -> number of used documents that end with it."""
-    unused: Counter[str] = field(default_factory=Counter)
-    """Unused part of rows -> number of times."""
+    unused: Unused = field(default_factory=Unused)
     nothing_held_out: str = ""
     """Reason why the held-out share is empty; '' if it is not."""
 
     def count(self, tokenised: Dataset, figures: Figures, held_out: npt.NDArray[np.bool_]) -> None:
         """Add rows of the training split; `figures` are theirs."""
-        outcomes = np.bincount(figures["outcome"], minlength=len(Outcome)).tolist()
+        outcomes = Counter(figures["outcome"].tolist())
         filled = figures["length"] > 0
-        used = filled & ~held_out
+        used = {name: column[filled & ~held_out] for name, column in figures.items()}
         self.num_rows_read += len(held_out)
-        self.num_rows_used += int(used.sum())
+        self.num_rows_used += len(used["length"])
         self.num_rows_held_out += int((filled & held_out).sum())
         self.num_overlong_truncated += outcomes[Outcome.TRUNCATED]
         self.num_overlong_dropped += outcomes[Outcome.OVERLONG]
         self.num_empty += outcomes[Outcome.EMPTY]
-        self.num_tokens += int(figures["length"][used].sum())
-        self.num_supervised_tokens += int(figures["num_supervised"][used].sum())
-        self.ends += Counter(figures["end"][used & (figures["end"] >= 0)].tolist())
+        self.num_tokens += int(used["length"].sum())
+        self.num_supervised_tokens += int(used["num_supervised"].sum())
+        self.ends += Counter(end for end in used["end"].tolist() if end >= 0)
         self.count_unused(tokenised)
 
     def count_unused(self, tokenised: Dataset) -> None:
@@ -114,11 +114,10 @@ class DataReport:
                 self.unused[what] += times * each["counts"]
 
     def forget_rows(self) -> None:
-        """Reset the counts: rows that were read in search of evaluation rows are read again."""
-        names = ("num_eval_rows", "eval_rows_left_out", "nothing_held_out")
-        evaluation = {name: getattr(self, name) for name in names}
-        files = {what: number for what, number in self.unused.items() if what.startswith("file ")}
-        vars(self).update(vars(DataReport(**evaluation, unused=Counter(files))))
+        """Reset the counts, except those of evaluation and files: the rows of a stream are read again."""
+        files = Unused({what: number for what, number in self.unused.items() if what.startswith("file ")})
+        evaluation = {name: value for name, value in vars(self).items() if name in EVALUATION_COUNTS}
+        vars(self).update(vars(DataReport(**evaluation, unused=files)))
 
     def summary(self) -> str:
         return (
@@ -174,17 +173,18 @@ class Document:
     row_id: int
 
 
+def _hash(content: bytes) -> int:
+    """Hash to 64 bits, as a signed integer (Arrow int64)."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big", signed=True)
+
+
 def problem_key(text: str) -> int:
-    """Hash a problem to a signed 64-bit integer (Arrow int64), whatever its case, white space and Unicode forms."""
-    normalised = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
-    digest = hashlib.blake2b(normalised.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big", signed=True)
+    """Hash a problem, whatever its case, white space and Unicode forms."""
+    return _hash(" ".join(unicodedata.normalize("NFKC", text).casefold().split()).encode())
 
 
 def document_key(input_ids: npt.ArrayLike, supervised: npt.ArrayLike) -> int:
-    """Hash a document to 64 bits, as a signed integer (Arrow int64)."""
-    content = np.array(input_ids, dtype=np.int32).tobytes() + np.array(supervised, dtype=bool).tobytes()
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big", signed=True)
+    return _hash(np.array(input_ids, dtype=np.int32).tobytes() + np.array(supervised, dtype=bool).tobytes())
 
 
 def content_key(document_keys: Sequence[int] | npt.NDArray[np.int64]) -> str:
@@ -225,7 +225,7 @@ def _tokenise_batch(
         keys = problem_key(read.problem()), document_key(ids, supervised)
         unused = json.dumps(+read.unused, sort_keys=True)
         end = ids[-1] if outcome is Outcome.USED else -1
-        rows.append((ids, supervised, len(ids), sum(supervised[1:]), int(outcome), end, *keys, row_id, unused))
+        rows.append((ids, supervised, len(ids), sum(supervised[1:]), outcome, end, *keys, row_id, unused))
     return {name: [values[i] for values in rows] for i, name in enumerate(FEATURES)}
 
 

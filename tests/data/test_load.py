@@ -16,8 +16,8 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from llm_fp8.config.options import DataConfig
-from llm_fp8.data.json_rows import ROW, read_row
-from llm_fp8.data.load import find_splits, load_split, open_source
+from llm_fp8.data.load import ROW, find_splits, load_split, open_source
+from llm_fp8.data.rows import read_row
 from llm_fp8.utils.errors import UserError
 from tests.support.small import write_jsonl
 
