@@ -228,8 +228,8 @@ def _as_text(file: str) -> dict[str, Any]:
     return {"features": Features(dict.fromkeys(named, Value("string"))), "keep_default_na": False}
 
 
-def beginning_of(source: DatasetSource, dataset: Any) -> tuple[list[str], dict[str, Any]]:
-    """Return the columns of the loaded split and its first row; `UserError` if the split is empty."""
+def first_row(source: DatasetSource, dataset: Any) -> dict[str, Any]:
+    """Return the first row of the loaded split, with None in columns of later rows; `UserError` if there is none."""
     number, features = FIRST_ROWS if source.is_json else 1, dataset.features or {}
     with reading_of(source):
         table = next(dataset.with_format("arrow").iter(number), None)  # images and the like are not decoded
@@ -240,7 +240,7 @@ def beginning_of(source: DatasetSource, dataset: Any) -> tuple[list[str], dict[s
             rows = [{**row, name: row[name] and read_row(row[name])} for row in rows]
     if not rows:
         raise UserError(f"{source.flag} {source.name}: split {source.split} has no row.")
-    return list(dict.fromkeys(name for row in rows for name in row)), rows[0]
+    return dict.fromkeys(name for row in rows for name in row) | rows[0]
 
 
 class JsonRows(ArrowBasedBuilder):

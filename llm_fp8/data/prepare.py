@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 from llm_fp8.config.options import Config
 from llm_fp8.data.chat import trained_eos
 from llm_fp8.data.collate import Batch, Layout
-from llm_fp8.data.load import DatasetSource, beginning_of, find_splits, load_split, reading_of
+from llm_fp8.data.load import DatasetSource, find_splits, first_row, load_split, reading_of
 from llm_fp8.data.loader import EvalLoader, MapSequences, Sequences, Share, StreamSequences, TrainLoader
 from llm_fp8.data.rows import AS_THEY_STAND, COLUMNS, OPTIONAL_COLUMNS, detect_columns
 from llm_fp8.data.tokenise import (
@@ -214,26 +214,25 @@ class _Job:
     def open(self, sources: Sequence[DatasetSource], num_rows: int | None) -> list[_Part]:
         """Open the splits and choose how their rows are tokenised; --columns may be meant for one of several."""
         loaded = [load_split(source, self.data.streaming, num_rows) for source in sources]
-        begun = [beginning_of(*pair) for pair in zip(sources, loaded, strict=True)]
-        there = [name for names, _ in begun for name in names]
+        begun = list(map(first_row, sources, loaded))
+        there = [name for row in begun for name in row]
         for ours, theirs in self.data.column_names.items():
             if sources == self.train and theirs not in there:
                 raise UserError(f"--columns {ours}={theirs}: there is no such column among {', '.join(there)}.")
-        options = [self.options(source, *each) for source, each in zip(sources, begun, strict=True)]
-        return list(map(_Part, sources, loaded, options))
+        return list(map(_Part, sources, loaded, map(self.options, sources, begun)))
 
-    def options(self, source: DatasetSource, names: Sequence[str], row: Mapping[str, Any]) -> TokeniseOptions:
-        """Choose how a dataset with the columns `names` and this first row is tokenised."""
+    def options(self, source: DatasetSource, row: Mapping[str, Any]) -> TokeniseOptions:
+        """Choose how a dataset with this first row is tokenised."""
         data = self.data
-        renames = {ours: theirs for ours, theirs in data.column_names.items() if theirs in names}
-        columns = {name: name for name in names if name not in renames.values()} | renames
-        first = {ours: row.get(theirs) for ours, theirs in columns.items()}
+        renames = {ours: theirs for ours, theirs in data.column_names.items() if theirs in row}
+        columns = {name: name for name in row if name not in renames.values()} | renames
+        first = {ours: row[theirs] for ours, theirs in columns.items()}
         form = detect_columns(first, renames, f"{source.flag} {source.name}")
         wanted = (*COLUMNS[form], *OPTIONAL_COLUMNS[form])
-        if source.is_json:  # whose later rows may have other columns than the first ones
+        if source.is_json:  # whose later rows may have other columns
             columns = {name: name for name in wanted if name not in renames.values()} | columns
         used = {ours: theirs for ours, theirs in columns.items() if ours in wanted}
-        others = [] if source.is_json else [name for name in names if name not in used.values()]
+        others = [] if source.is_json else [name for name in row if name not in used.values()]
         limits = (data.max_seq_length, data.overlong, data.train_on_prompt)
         return TokeniseOptions(form, used, others, *limits, data.template_kwargs)
 

@@ -116,8 +116,8 @@ def conversation_of(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
     if form in ("messages", "sharegpt"):
         read = [_message(turn, unused) for turn in _structured(row, COLUMNS[form][0])]
     elif form == "prompt_messages":
-        read = [(_message(turn, unused)[0], False) for turn in _structured(row, "prompt", "user")]
-        read += [_message(turn, unused) for turn in _structured(row, "completion", "assistant")]
+        read = [(_message(turn, unused)[0], False) for turn in _messages_of(row, "prompt", "user")]
+        read += [_message(turn, unused) for turn in _messages_of(row, "completion", "assistant")]
     else:
         *questions, answer = (text_of(row, column) for column in COLUMNS[form])
         if form not in AS_THEY_STAND:
@@ -138,7 +138,7 @@ def conversation_of(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
     functions = [{"type": "function", "function": function} for function in _structured(row, "functions")]
     unused["'functions' beside 'tools'"] += bool(tools and functions)
     excluded = frozenset(turn for turn, (_, may_be_supervised) in enumerate(read) if not may_be_supervised)
-    kwargs = _structured(row, "chat_template_kwargs") or {}
+    kwargs = _structured(row, "chat_template_kwargs", dict)
     whole = Conversation([message for message, _ in read], unused, excluded, tools or functions or None, kwargs)
     supervised = whole.supervised_turns()
     end = supervised[-1] + 1 if supervised else 0
@@ -187,18 +187,21 @@ def _text(value: Any, what: str) -> str:
     return "" if value is None or value != value else str(value)  # pandas writes NaN where a cell is empty
 
 
-def _structured(row: Mapping[str, Any], column: str, role: str | None = None) -> Any:
-    """Read a list or an object, or the JSON text of one; with `role`, text is one message of that role."""
+def _structured(row: Mapping[str, Any], column: str, kind: type = list) -> Any:
+    """Read a list or, with `kind` dict, an object, or the JSON text of one; an empty one where there is none."""
     value = row.get(column)
-    if isinstance(value, str) and role is not None:
-        value = [{"role": role, "content": value}]
-    elif isinstance(value, str) and value.strip():
+    if isinstance(value, str) and value.strip():
         value = _json(value, f"'{column}'")
-    wanted = Mapping if column == "chat_template_kwargs" else list
-    if value and not isinstance(value, wanted):
-        kind = "an object" if wanted is Mapping else "a list"
-        raise UserError(f"--dataset_name: '{column}' must be {kind}, and a row has {repr_of(value)}.")
-    return value if wanted is Mapping else list(value or [])
+    if value and not isinstance(value, kind):
+        wanted = "a list" if kind is list else "an object"
+        raise UserError(f"--dataset_name: '{column}' must be {wanted}, and a row has {repr_of(value)}.")
+    return value or kind()
+
+
+def _messages_of(row: Mapping[str, Any], column: str, role: str) -> list[Any]:
+    """Read a list of messages; text is one message of this role."""
+    text = row.get(column)
+    return [{"role": role, "content": text}] if isinstance(text, str) else _structured(row, column)
 
 
 def _json(text: Any, what: str) -> Any:
