@@ -70,8 +70,8 @@ class Batch:
         return dataclasses.replace(self, **moved)
 
 
-Collate = Callable[[Sequence[Sequence[Document]]], Batch]
-"""Function that makes a batch of at most `batch_size` sequences."""
+Reader = Callable[[], list[Document]]
+"""Function that reads the documents of a sequence, so that a rank reads only its own."""
 
 
 def count_tokens(batches: Sequence[Batch]) -> StepTokens:
@@ -131,6 +131,9 @@ class Layout:
     pad_token_id: int
     packed: bool
     num_slices: int = 1
+    split_batch: Callable[[Batch], Batch] | None = None
+    """Function that takes this rank's slice."""
+    pin_memory: bool = False
 
     @property
     def multiple(self) -> int:
@@ -154,6 +157,13 @@ class Layout:
         multiple = PADDED_MULTIPLE * self.num_slices
         padded = np.minimum(-(-longest // multiple) * multiple, self.max_seq_length)
         return np.full_like(padded, self.max_seq_length) if self.packed else padded
+
+    def read(self, readers: Sequence[Reader]) -> Batch:
+        """Collate the sequences that are read, and take this rank's slice."""
+        batch = self([read() for read in readers])
+        if self.split_batch is not None:
+            batch = self.split_batch(batch)
+        return batch.pin_memory() if self.pin_memory else batch
 
     def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch:
         """Collate a batch. A sequence or a batch that is too long raises NumPy's `ValueError` or `IndexError`."""

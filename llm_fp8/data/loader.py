@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import numpy as np
 from datasets import IterableDataset
 
-from llm_fp8.data.collate import Batch, Collate, PackingPlan
+from llm_fp8.data.collate import Batch, Layout, PackingPlan, Reader
 from llm_fp8.data.load import DatasetSource, reading_of
 from llm_fp8.data.tokenise import DataReport, Document, content_key, document_reader, figures_of, next_rows
 from llm_fp8.utils.errors import UserError
@@ -38,8 +38,6 @@ from llm_fp8.utils.errors import UserError
 T = TypeVar("T")
 Position = dict[str, Any]
 ReadDocuments = Callable[[Sequence[int]], list[Document]]  # by index
-Reader = Callable[[], list[Document]]
-"""Function that reads the documents of a sequence, so that a rank reads only its own."""
 Buffer = tuple[PackingPlan, ReadDocuments, Position, Position]
 """A plan, the function that reads its documents, the positions at its first sequence and after its last."""
 
@@ -175,12 +173,10 @@ class TrainLoader:
     loads it yields exactly the steps that would have followed, also with another cut of the same global batch.
     """
 
-    def __init__(
-        self, sequences: Sequences, collate: Collate, batch_size: int, num_micro_batches: int, share: Share
-    ) -> None:
+    def __init__(self, sequences: Sequences, layout: Layout, num_micro_batches: int, share: Share) -> None:
         """Begin at the first sequence; `num_micro_batches` counts per rank and step (gradient_accumulation_steps)."""
-        self._sequences, self._collate, self._batch_size, self._share = sequences, collate, batch_size, share
-        self.global_batch_size = batch_size * num_micro_batches * share.world_size
+        self._sequences, self._layout, self._share = sequences, layout, share
+        self.global_batch_size = layout.batch_size * num_micro_batches * share.world_size
         """Number of sequences of an optimizer step over all ranks."""
         self._position = sequences.start()
 
@@ -231,23 +227,22 @@ class TrainLoader:
 
     def _steps(self, position: Position) -> Iterator[tuple[list[Batch], Position]]:
         for sequences, after in self._sequences.global_batches(position, self.global_batch_size):
-            micro_batches = self._share.micro_batches(sequences, self._batch_size)
-            yield [self._collate([read() for read in readers]) for readers in micro_batches], after
+            micro_batches = self._share.micro_batches(sequences, self._layout.batch_size)
+            yield list(map(self._layout.read, micro_batches)), after
 
 
 class EvalLoader:
     """Yields this rank's `Batch`es of the first evaluation sequences, as many on each rank, padding included."""
 
     def __init__(
-        self, sequences: Sequence[Reader], data: str, collate: Collate, size: int, share: Share, limit: int | None
+        self, sequences: Sequence[Reader], data: str, layout: Layout, share: Share, limit: int | None = None
     ) -> None:
         """Take the first `limit` sequences; `data` identifies them all."""
-        self._micro_batches = share.micro_batches(sequences[:limit], size)
-        self._collate = collate
+        self._micro_batches = share.micro_batches(sequences[:limit], layout.batch_size)
+        self._layout = layout
         self.data = data if limit is None or limit >= len(sequences) else f"{data}, the first {limit}"
         """Identity of the evaluated sequences."""
 
     def __iter__(self) -> Iterator[Batch]:
-        collated = (self._collate([read() for read in readers]) for readers in self._micro_batches)
-        with closing(prefetch(collated, STEPS_AHEAD)) as batches:
+        with closing(prefetch(map(self._layout.read, self._micro_batches), STEPS_AHEAD)) as batches:
             yield from batches

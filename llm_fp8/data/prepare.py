@@ -108,27 +108,11 @@ def prepare_data(
     Within `main_process_first` (such as `accelerator.local_main_process_first`) the other processes wait for the main
     one and find its result in the cache.
     """
-    data, size = config.data, config.data.batch_size
+    data, share = config.data, Share(rank // num_slices, world_size // num_slices)
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if isinstance(i, int)), 0)
-    layout = Layout(size, data.max_seq_length, pad, config.packing, num_slices)
-
-    def collate(sequences: Sequence[Sequence[Document]]) -> Batch:
-        batch = layout(sequences)
-        if split_batch is not None:
-            batch = split_batch(batch)
-        return batch.pin_memory() if pin_memory else batch
-
+    how = (data.batch_size, data.max_seq_length, pad, config.packing, num_slices, split_batch, pin_memory)
     with main_process_first():
-        sequences, evaluation, report, description, eos_ids = _Job(config, tokenizer, layout).prepare()
-    share, evals = Share(rank // num_slices, world_size // num_slices), None
-    train = TrainLoader(sequences, collate, size, config.optim.gradient_accumulation_steps, share)
-    if len(evaluation):
-        figures, read = figures_of(evaluation), document_reader(evaluation)
-        plan = layout.plan(figures["length"], np.arange(len(evaluation)))
-        readers = [partial(read, plan[number].tolist()) for number in range(len(plan))]
-        limit = None if config.run.eval_batches is None else config.run.eval_batches * (asked_batch_size or size)
-        evals = EvalLoader(readers, content_key(figures["document_key"]), collate, size, share, limit)
-    return PreparedData(train, evals, report, description, eos_ids)
+        return _Job(config, tokenizer, Layout(*how), share).prepare(asked_batch_size or data.batch_size)
 
 
 class _Part(NamedTuple):
@@ -142,8 +126,9 @@ class _Part(NamedTuple):
 class _Job:
     """The preparation of one run's data: splits to read, and each dataset's share of the training rows."""
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layout) -> None:
-        self.config, self.data, self.tokenizer, self.layout = config, config.data, tokenizer, layout
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layout, share: Share) -> None:
+        self.config, self.data, self.tokenizer = config, config.data, tokenizer
+        self.layout, self.share = layout, share
         self.train, self.evaluation = find_splits(config.data)
         weights, number = config.data.weights, len(self.train)
         if weights is not None and (len(weights) != number or number == 1):
@@ -153,8 +138,8 @@ class _Job:
             raise UserError("--streaming reads the datasets of --dataset_name side by side: add --dataset_weights.")
         self.shares = None if weights is None else [weight / sum(weights) for weight in weights]
 
-    def prepare(self) -> tuple[Sequences, Dataset, DataReport, str, tuple[int, ...]]:
-        """Return the training sequences, the tokenised evaluation rows, and the report, description and end ids."""
+    def prepare(self, eval_batch_size: int) -> PreparedData:
+        """Prepare training and evaluation, of which --eval_batches counts batches of `eval_batch_size`."""
         data, report = self.data, DataReport()
         fraction = 0.0 if self.evaluation else data.validation_fraction
         share = DEFAULT_FRACTION if fraction is None else fraction  # of a stream, whose size nobody knows
@@ -209,7 +194,9 @@ class _Job:
         expected = list(dict.fromkeys(trained_eos(self.tokenizer, part.options.form) for part in parts))
         taught = [end for end in expected if end in report.ends or end != self.tokenizer.eos_token_id]
         ends = dict.fromkeys([*taught, *(end for end, _ in report.ends.most_common())])
-        return sequences, evaluation, report, description, tuple(ends) or tuple(expected)
+        train = TrainLoader(sequences, self.layout, self.config.optim.gradient_accumulation_steps, self.share)
+        evals = self.eval_loader(evaluation, eval_batch_size) if len(evaluation) else None
+        return PreparedData(train, evals, report, description, tuple(ends) or tuple(expected))
 
     def open(self, sources: Sequence[DatasetSource], num_rows: int | None) -> list[_Part]:
         """Open the splits and choose how their rows are tokenised; --columns may be meant for one of several."""
@@ -284,6 +271,13 @@ class _Job:
             why = f"{seen.sum()} of {len(seen)} hold a problem that is trained on, others are empty or too long"
             raise _nothing(sources, "evaluated on", why)
         return rows.select(np.flatnonzero(used & ~seen))
+
+    def eval_loader(self, rows: Dataset, batch_size: int) -> EvalLoader:
+        figures, read, batches = figures_of(rows), document_reader(rows), self.config.run.eval_batches
+        plan = self.layout.plan(figures["length"], np.arange(len(rows)))
+        readers = [partial(read, plan[number].tolist()) for number in range(len(plan))]
+        limit = None if batches is None else batches * batch_size
+        return EvalLoader(readers, content_key(figures["document_key"]), self.layout, self.share, limit)
 
     def describe(self, report: DataReport, example: Document, amounts: Sequence[str]) -> str:
         """Return lines to print; `amounts` says how much of each dataset is trained on."""

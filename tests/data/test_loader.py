@@ -33,8 +33,8 @@ def _sequences(packed: bool = False, seed: int = 0) -> MapSequences:
 def _loader(
     batch_size: int = 2, accumulate: int = 2, rank: int = 0, world_size: int = 1, packed: bool = False, seed: int = 0
 ) -> TrainLoader:
-    collate = Layout(batch_size, 32, 0, packed)
-    return TrainLoader(_sequences(packed, seed), collate, batch_size, accumulate, Share(rank, world_size))
+    layout = Layout(batch_size, 32, 0, packed)
+    return TrainLoader(_sequences(packed, seed), layout, accumulate, Share(rank, world_size))
 
 
 def _steps(loader: TrainLoader, count: int) -> list[list[Batch]]:
@@ -138,7 +138,7 @@ def test_resuming_with_another_cut_of_the_same_sequences() -> None:
 def _eval(rank: int = 0, world_size: int = 1, batch_size: int = 4, max_batches: int | None = None) -> EvalLoader:
     limit = None if max_batches is None else max_batches * batch_size
     readers = [partial(_read, [document]) for document in range(NUM_DOCUMENTS)]
-    return EvalLoader(readers, "", Layout(batch_size, 32, 0, packed=False), batch_size, Share(rank, world_size), limit)
+    return EvalLoader(readers, "", Layout(batch_size, 32, 0, packed=False), Share(rank, world_size), limit)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5, 16])
@@ -152,7 +152,7 @@ def test_evaluation_sees_the_same_sequences_whatever_the_world_size(world_size: 
 
 
 def test_an_error_in_a_sequence_reaches_the_training_loop() -> None:
-    loader = TrainLoader(_sequences(), Layout(2, 8, 0, packed=False), 2, 1, Share())  # documents are longer than 8
+    loader = TrainLoader(_sequences(), Layout(2, 8, 0, packed=False), 1, Share())  # documents are longer than 8
     with pytest.raises(ValueError, match="shape"):
         for _ in loader:
             pass
