@@ -33,7 +33,7 @@ from llm_fp8.config.options import EMBEDDED, LoraConfig
 from llm_fp8.models.build import auto_class
 from llm_fp8.models.lora import adapter_tensors, adapters_of, config_for_loading, with_adapter
 from llm_fp8.models.model import Model, is_adapter, saved_tensors
-from llm_fp8.models.side_files import Origin, save_side_files
+from llm_fp8.models.side_files import NO_SOURCE, Origin, save_side_files
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import ignored_on_save
 
@@ -50,7 +50,7 @@ def export_hf(
     card: dict[str, Any],
     is_main: bool = True,
     advice: str = _ADVICE,
-    origin: Origin | None = None,
+    origin: Origin = NO_SOURCE,
 ) -> None:
     """Write `model` and `tokenizer` to `folder` (replaced if it exists), tensors as `dtype`; `card` fills README.md.
 
@@ -81,7 +81,7 @@ def export_adapter(
     base_model: str,
     card: dict[str, Any],
     is_main: bool = True,
-    origin: Origin | None = None,
+    origin: Origin = NO_SOURCE,
 ) -> None:
     """Write the adapters alone, in PEFT's format, else as `export_hf`; PEFT finds the frozen model at `base_model`."""
     matrices = adapter_tensors(model.module).items()

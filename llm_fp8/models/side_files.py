@@ -7,10 +7,12 @@ llama.cpp pass over (then RoPE has base 10,000) or fail on. Read in transformers
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,10 +35,13 @@ _WITH_TWO_ROPES = ("gemma3", "olmo3")  # of transformers 4; later families would
 
 @dataclass(frozen=True)
 class Origin:
-    """A model's source, `location` as of `ModelSource`, and the ids that documents trained on end with."""
+    """A model's source, `location` as of `ModelSource` ("": none), and the ids that documents trained on end with."""
 
     location: str
     eos_ids: tuple[int, ...] = ()
+
+
+NO_SOURCE = Origin("")
 
 
 @functools.cache
@@ -57,82 +62,85 @@ def save_side_files(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     dtype: torch.dtype | None,
-    origin: Origin | None,
+    origin: Origin = NO_SOURCE,
 ) -> None:
     """Write all but weights to `folder`; no config.json without their `dtype`, as beside an adapter. What the source
-    does not have, or all without an `origin`, is what transformers writes.
+    does not have is what transformers writes.
     """
-    tokenizer.save_pretrained(folder)
-    if tokenizer.name_or_path:
-        _copy(tokenizer.name_or_path, _OF_TOKENIZER, folder)
-        if tokenizer.chat_template != tokenizer.init_kwargs.get("chat_template"):  # --chat_template
-            (folder / "chat_template.json").unlink(missing_ok=True)  # processors would prefer it
-    if origin is not None:
-        _copy(origin.location, (GENERATION_CONFIG_NAME, *([] if dtype is None else [CONFIG_NAME])), folder)
-    if dtype is not None and not (folder / CONFIG_NAME).is_file():
-        model.config.save_pretrained(folder)
+    _save_tokenizer(tokenizer, folder, has_config=dtype is not None)
+    _copy(origin.location, (GENERATION_CONFIG_NAME, *([] if dtype is None else [CONFIG_NAME])), folder)
+    if dtype is not None:
+        if not (folder / CONFIG_NAME).is_file():
+            model.config.save_pretrained(folder)
+        with edited_json(folder / CONFIG_NAME) as config:
+            _describe(model, dtype, config)
     if model.can_generate() and not (folder / GENERATION_CONFIG_NAME).is_file():
         model.generation_config.save_pretrained(folder)
-    edit_json(folder / TOKENIZER_CONFIG, functools.partial(_older_tokenizer, folder))
-    if dtype is None and getattr(tokenizer, "is_fast", False):  # without config.json a class may put its own rules
-        tokenizer.backend_tokenizer.save(str(folder / TOKENIZER_FILE))
-        settings = {"model_input_names": tokenizer.model_input_names, "padding_side": tokenizer.padding_side}
-        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-        edit_json(folder / TOKENIZER_CONFIG, lambda entries: entries.update(settings))
-    if dtype is not None:
-        edit_json(folder / CONFIG_NAME, functools.partial(_describe, model, dtype))
-    if origin is not None and origin.eos_ids:
+    if origin.eos_ids:
         _put_eos_first(tokenizer, folder, origin.eos_ids)
 
 
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, has_config: bool) -> None:
+    """Write the tokenizer's files, so that transformers 4 reads them too."""
+    tokenizer.save_pretrained(folder)
+    _copy(tokenizer.name_or_path, _OF_TOKENIZER, folder)
+    if tokenizer.chat_template != tokenizer.init_kwargs.get("chat_template"):  # --chat_template
+        (folder / "chat_template.json").unlink(missing_ok=True)  # processors would prefer it
+    with edited_json(folder / TOKENIZER_CONFIG) as settings:
+        settings.pop("auto_map", None)
+        if settings.get("tokenizer_class") == "TokenizersBackend":
+            settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        if isinstance(settings.get("extra_special_tokens"), list):
+            settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+        if (template := folder / CHAT_TEMPLATE_FILE).is_file() and not (folder / CHAT_TEMPLATE_DIR).is_dir():
+            settings["chat_template"] = template.read_text(encoding="utf-8")
+        if not has_config and getattr(tokenizer, "is_fast", False):  # else a class may put its own rules
+            tokenizer.backend_tokenizer.save(str(folder / TOKENIZER_FILE))
+            settings["model_input_names"] = tokenizer.model_input_names
+            settings["padding_side"], settings["tokenizer_class"] = tokenizer.padding_side, "PreTrainedTokenizerFast"
+
+
 def _copy(location: str, patterns: tuple[str, ...], folder: Path) -> None:
-    """Copy the files of these patterns from where a model comes from to `folder`."""
-    for path in {path for pattern in patterns for path in source_folder(location).glob(pattern) if path.is_file()}:
+    """Copy the files of these patterns from where a model comes from, if that is known, to `folder`."""
+    paths = {path for pattern in patterns if location for path in source_folder(location).glob(pattern)}
+    for path in filter(Path.is_file, paths):
         shutil.copyfile(path, folder / path.name)
 
 
 def _describe(model: PreTrainedModel, dtype: torch.dtype, config: dict[str, Any]) -> None:
     """Change what a source's config.json says of its weights, and write older keys beside newer ones."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    found: dict[str, Any] = dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))
-    found["tie_word_embeddings"] = getattr(head, "weight", None) is embedding.weight
+    facts: dict[str, Any] = dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))
+    facts["tie_word_embeddings"] = getattr(head, "weight", None) is embedding.weight
     if config.get("model_type") == model.config.model_type:  # else the model is the text part of that of the config
         config["architectures"] = [type(model).__name__.removeprefix("FSDP")]  # fully_shard's prefix
     config.setdefault("torch_dtype", None)
-    if not found["tie_word_embeddings"]:  # some families tie by default
+    if not facts["tie_word_embeddings"]:  # some families tie by default
         config.setdefault("tie_word_embeddings", False)
     add_older_keys(config)
     for part in _parts(config):
         part.pop("quantization_config", None)  # the weights were dequantised
         part.pop("auto_map", None)  # no code was run that a source brings along, and none is copied
-        part.update({key: value for key, value in found.items() if key in part})
+        part.update({key: value for key, value in facts.items() if key in part})
 
 
 def _put_eos_first(tokenizer: PreTrainedTokenizerBase, folder: Path, eos_ids: tuple[int, ...]) -> None:
     """Let all files name `eos_ids`, then the old ones. The tokenizer's own EOS, which vLLM and llama.cpp ask for,
     becomes the trained one, unless the chat template writes EOS itself.
     """
-
-    def change(entries: dict[str, Any]) -> None:
-        for part in _parts(entries):
-            old = part.get("eos_token_id")
-            before = old if isinstance(old, list) else [old]
-            ids = [token for token in dict.fromkeys((*eos_ids, *before, tokenizer.eos_token_id)) if token is not None]
-            if before[: len(eos_ids)] != [*eos_ids] and (part is entries or old is not None):
-                part["eos_token_id"] = ids if len(ids) > 1 else ids[0]
-
-    edit_json(folder / GENERATION_CONFIG_NAME, change)
-    edit_json(folder / CONFIG_NAME, change)
+    for name in (GENERATION_CONFIG_NAME, CONFIG_NAME):
+        with edited_json(folder / name) as entries:
+            for part in _parts(entries):
+                old = part.get("eos_token_id")
+                before = old if isinstance(old, list) else [old]
+                if before[: len(eos_ids)] != [*eos_ids] and (part is entries or old is not None):
+                    tokens = [token for token in (*eos_ids, *before, tokenizer.eos_token_id) if token is not None]
+                    ids = list(dict.fromkeys(tokens))
+                    part["eos_token_id"] = ids if len(ids) > 1 else ids[0]
     if eos_ids[0] != tokenizer.eos_token_id and "eos_token" not in str(tokenizer.chat_template):
-        named = {"eos_token": tokenizer.convert_ids_to_tokens(eos_ids[0])}
-        edit_json(folder / TOKENIZER_CONFIG, lambda entries: entries.update(named))
-        edit_json(folder / "special_tokens_map.json", lambda entries: entries.update(named))
-
-
-def add_older_keys(config: dict[str, Any]) -> None:
-    """Write transformers 4's entries beside those of transformers 5 in what a config.json holds."""
-    for part in _parts(config):
-        part.update(_older_entries(part))
+        for name in (TOKENIZER_CONFIG, "special_tokens_map.json"):
+            with edited_json(folder / name) as entries:
+                entries["eos_token"] = tokenizer.convert_ids_to_tokens(eos_ids[0])
 
 
 def _parts(config: dict[str, Any]) -> list[dict[str, Any]]:
@@ -140,36 +148,27 @@ def _parts(config: dict[str, Any]) -> list[dict[str, Any]]:
     return [config, *([text] if isinstance(text := config.get("text_config"), dict) else [])]
 
 
-def _older_entries(config: dict[str, Any]) -> dict[str, Any]:
-    """transformers 4's entries for those of transformers 5 in a config.json."""
-    renamed = {"dtype": "torch_dtype", "num_local_experts": "num_experts"}
-    older = {old: config[new] for new, old in renamed.items() if new in config}
-    given = config.get("rope_parameters") or {}
-    of_each_type = any(isinstance(value, dict) for value in given.values())
-    if not given or (of_each_type and not str(config.get("model_type")).startswith(_WITH_TWO_ROPES)):
-        return older
-    scaling = dict(given["full_attention"] if of_each_type else given)
-    older |= {key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in scaling}
-    if of_each_type:
-        older["rope_local_base_freq"] = given["sliding_attention"]["rope_theta"]
-    older["rope_scaling"] = scaling if scaling.keys() - {"rope_type"} else None  # else gpt-oss assumes YaRN
-    return older
+def add_older_keys(config: dict[str, Any]) -> None:
+    """Write transformers 4's entries beside those of transformers 5 in what a config.json holds."""
+    for part in _parts(config):
+        renamed = {"dtype": "torch_dtype", "num_local_experts": "num_experts"}
+        part.update({old: part[new] for new, old in renamed.items() if new in part})
+        rope = part.get("rope_parameters") or {}
+        of_each_type = any(isinstance(value, dict) for value in rope.values())
+        if not rope or (of_each_type and not str(part.get("model_type")).startswith(_WITH_TWO_ROPES)):
+            continue
+        scaling = dict(rope["full_attention"] if of_each_type else rope)
+        part.update({key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in scaling})
+        if of_each_type:
+            part["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        part["rope_scaling"] = scaling if scaling.keys() - {"rope_type"} else None  # else gpt-oss assumes YaRN
 
 
-def _older_tokenizer(folder: Path, entries: dict[str, Any]) -> None:
-    entries.pop("auto_map", None)
-    if entries.get("tokenizer_class") == "TokenizersBackend":
-        entries["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(entries.get("extra_special_tokens"), list):
-        entries["additional_special_tokens"] = entries.pop("extra_special_tokens")
-    if (template := folder / CHAT_TEMPLATE_FILE).is_file() and not (folder / CHAT_TEMPLATE_DIR).is_dir():
-        entries["chat_template"] = template.read_text(encoding="utf-8")
-
-
-def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the object of a JSON file, if there is one; the file keeps its bytes where nothing changes."""
-    if path.is_file():
-        entries = json.loads(before := path.read_text(encoding="utf-8"))
-        change(entries)
-        if entries != json.loads(before):
-            path.write_text(json.dumps(entries, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+@contextlib.contextmanager
+def edited_json(path: Path) -> Iterator[dict[str, Any]]:
+    """The object of a JSON file, to be changed; a file that does not exist, or is not changed, stays as it is."""
+    before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    entries = copy.deepcopy(before)
+    yield entries
+    if path.is_file() and entries != before:
+        path.write_text(json.dumps(entries, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
