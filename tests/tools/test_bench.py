@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import sys
 
 import pytest
 
@@ -44,19 +43,17 @@ def test_invalid_variants_are_refused(text):
 
 
 @pytest.mark.parametrize("words", [["--warmup", "5"], ["--steps", "6"], ["--variants", "x"]])
-def test_options_that_measure_nothing_are_refused(words, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["benchmark", *words])
+def test_options_that_measure_nothing_are_refused(words, call_main):
     with pytest.raises(UserError, match=words[0]):
-        bench.main()
+        call_main(bench, *words)
 
 
 @pytest.mark.parametrize("module", [module for module, _ in PROGRAMS.values()][1:] + [bench.__name__])  # not training
-def test_numbers_and_outputs_of_every_tool_are_checked(module, tmp_path, monkeypatch):
+def test_numbers_and_outputs_of_every_tool_are_checked(module, tmp_path, monkeypatch, call_main):
     """The parser of a tool is what its main function calls first."""
-    monkeypatch.setattr(sys, "argv", ["tool"])
     with monkeypatch.context() as only, pytest.raises(LookupError) as stopped:
         only.setattr(OneSentenceParser, "parse_known_args", lambda parser, *_: {}[parser])
-        importlib.import_module(module).main()
+        call_main(importlib.import_module(module))
     (parser,) = stopped.value.args
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "fifo")
@@ -83,27 +80,26 @@ def answer(*speeds: float, failed: str | None = None, **more) -> dict:
 
 
 def test_a_row_summarises_the_steps_of_all_rounds():
-    found = summarise(
-        WORK, Variant("a", ("--x",)), [answer(1, 2, 3, peak_memory_gib=4.0), answer(4, 5, peak_memory_gib=5.0)]
-    )
-    assert (found["tokens_per_s"], found["real_tokens_per_s"], found["num_timed_steps"]) == (3, 1.5, 5)
-    assert found["tokens_per_s_p10"] == pytest.approx(1.4) and found["tokens_per_s_p90"] == pytest.approx(4.6)
-    assert (found["peak_memory_gib"], found["num_rounds"], found["options"]) == (5.0, 2, "--x")
+    rounds = [answer(1, 2, 3, peak_memory_gib=4.0), answer(4, 5, peak_memory_gib=5.0)]
+    row = summarise(WORK, Variant("a", ("--x",)), rounds)
+    assert (row["tokens_per_s"], row["real_tokens_per_s"], row["num_timed_steps"]) == (3, 1.5, 5)
+    assert row["tokens_per_s_p10"] == pytest.approx(1.4) and row["tokens_per_s_p90"] == pytest.approx(4.6)
+    assert (row["peak_memory_gib"], row["num_rounds"], row["options"]) == (5.0, 2, "--x")
     assert summarise(WORK, Variant("a", ()), [answer(failed="out of memory")])["failed"] == "out of memory"
     assert summarise(WORK, Variant("a", ()), [answer(1), answer(failed="x")])["num_rounds"] == 1
 
 
 def test_variants_take_turns_and_one_that_failed_is_not_tried_again(monkeypatch, tmp_path, capsys):
-    asked = []
+    turns = []
 
     def measured(work, variant, *_):
-        asked.append(variant.name)
+        turns.append(variant.name)
         return answer(failed="out of memory") if variant.name == "b" else answer(10.0)
 
     monkeypatch.setattr(bench, "measure", measured)
     variants, output = parse_variants("a: ; b: ; c: "), tmp_path / "out.json"
     rows = measure_all(WORK, variants, Plan(8, 6, num_rounds=2, timeout_s=9), output)
-    assert asked == ["a", "b", "c", "a", "c"]
+    assert turns == ["a", "b", "c", "a", "c"]
     assert [row.get("failed") for row in rows] == [None, "out of memory", None]
     assert json.loads(output.read_text())["rows"] == rows
     bench.print_table(rows)
@@ -112,8 +108,8 @@ def test_variants_take_turns_and_one_that_failed_is_not_tried_again(monkeypatch,
 
 def test_a_failed_run_returns_its_reason(monkeypatch):
     monkeypatch.setattr(bench, "run_program", lambda *_, **__: Ended(2, "error: no such file", 1.0))
-    found = bench.measure(WORK, Variant("a", ()), "rows.jsonl", Plan(8, 6, num_rounds=1, timeout_s=9))
-    assert "no such file" in found["failed"]
+    result = bench.measure(WORK, Variant("a", ()), "rows.jsonl", Plan(8, 6, num_rounds=1, timeout_s=9))
+    assert "no such file" in result["failed"]
 
 
 @pytest.mark.slow

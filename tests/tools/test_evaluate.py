@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,17 +41,6 @@ def test_a_row_is_cut_before_its_last_supervised_part():
     assert evaluate.prompt_and_solution(*chat) == ([1, 2, 3, 4, 5], [6, 7])
 
 
-@pytest.fixture
-def call(monkeypatch):
-    """Call main with these words."""
-
-    def main(*words: object) -> int:
-        monkeypatch.setattr(sys, "argv", ["evaluate", *map(str, words)])
-        return evaluate.main()
-
-    return main
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, rows) -> Path:
     """A short run on 64 of the embedded problems, of a model whose RoPE is another from 101 tokens on."""
@@ -65,16 +53,14 @@ def run(tmp_path_factory, rows) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_s_own_held_out_rows_are_answered_and_their_loss_is_the_run_s(run, call, capsys):
-    assert call("--model", run / "final", "--num_problems=9", "--max_new_tokens=4") == 0
+def test_a_run_s_own_held_out_rows_are_answered_and_their_loss_is_the_run_s(run, call_main, capsys):
+    assert call_main(evaluate, "--model", run / "final", "--num_problems=9", "--max_new_tokens=4") == 0
     result = json.loads((run / "exact_match.json").read_text())
     (evaluation,) = [record for record in records(run) if "eval_loss" in record]
     assert result["eval_loss"] == pytest.approx(evaluation["eval_loss"], rel=1e-5)
     right = [answer["correct"] for answer in result["answers"]]
     assert len(right) == 9  # the loss is over all rows
-    assert (
-        result["exact_match"] == sum(right) / len(right) and f"({sum(right)} of {len(right)}" in capsys.readouterr().out
-    )
+    assert result["exact_match"] == sum(right) / 9 and f"({sum(right)} of 9" in capsys.readouterr().out
     tokenizer = AutoTokenizer.from_pretrained(run / "final")
     assert all(len(tokenizer(answer["answer"])["input_ids"]) < 32 for answer in result["answers"])
 
@@ -94,12 +80,12 @@ def test_answers_do_not_depend_on_the_batch_and_end_at_the_model_s_own_tokens(ru
 
 
 @pytest.mark.slow
-def test_an_adapter_answers_as_the_merged_model(tiny_model, rows, tmp_path, call, capsys):
+def test_an_adapter_answers_as_the_merged_model(tiny_model, rows, tmp_path, call_main, capsys):
     data = (f"--dataset_name={rows}", "--validation_fraction=0.3", "--max_seq_length=128")
     words = ("--lora_rank=4", "--max_steps=3", "--batch_size=8", f"--output_dir={tmp_path / 'run'}", "--eval_every=0")
     assert train(f"--model_name={tiny_model}", *data, *words) == 0
     final, answers = tmp_path / "run" / "final", tmp_path / "answers.json"
-    assert call("--model", final, "--max_new_tokens=4", "--output", answers) == 0
+    assert call_main(evaluate, "--model", final, "--max_new_tokens=4", "--output", answers) == 0
     losses = [record["eval_loss"] for record in records(tmp_path / "run") if "eval_loss" in record]
     if losses:
         assert json.loads(answers.read_text())["eval_loss"] == pytest.approx(losses[-1], rel=1e-4)
@@ -107,17 +93,18 @@ def test_an_adapter_answers_as_the_merged_model(tiny_model, rows, tmp_path, call
     del tensors[next(name for name in tensors if "lora_A" in name)]
     save_file(tensors, final / "adapter_model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match="--model_name.*lora_A"):
-        call("--model", final)
+        call_main(evaluate, "--model", final)
     with pytest.raises(UserError, match="--model_name"):
-        call("--model", tmp_path / "nowhere", *data)
+        call_main(evaluate, "--model", tmp_path / "nowhere", *data)
     with pytest.raises(UserError, match="--validation_fraction"):
-        call("--model", tiny_model, f"--dataset_name={rows}", "--validation_fraction=0")
+        call_main(evaluate, "--model", tiny_model, f"--dataset_name={rows}", "--validation_fraction=0")
     stories = [f"A story of {number} cats." for number in range(40)]
-    told = [[{"role": "user", "content": story}, {"role": "assistant", "content": story}] for story in stories]
-    for rows in ([{"text": story} for story in stories], [{"messages": turns} for turns in told]):
+    chats = [[{"role": "user", "content": story}, {"role": "assistant", "content": story}] for story in stories]
+    for rows in ([{"text": story} for story in stories], [{"messages": turns} for turns in chats]):
         capsys.readouterr()
         text = write_jsonl(tmp_path / f"{min(rows[0])}.jsonl", rows)
-        assert call("--model", tiny_model, f"--dataset_name={text}", "--max_seq_length=128", "--output", answers) == 0
+        words = (f"--dataset_name={text}", "--max_seq_length=128", "--output", answers)
+        assert call_main(evaluate, "--model", tiny_model, *words) == 0
         result = json.loads(answers.read_text())
         assert result.keys() == {"model", "eval_loss", "answers"}
         assert "%" not in capsys.readouterr().out.partition("exact match")[2]

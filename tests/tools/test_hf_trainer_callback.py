@@ -1,8 +1,5 @@
-"""The certificate of a transformers Trainer: what Accelerate makes of a Trainer under every launch, judged with made-up
-kernels.
-
-The Trainer and Accelerate are real, Transformer Engine is made up, and so is what
-the GPU is said to have run.
+"""The certificate of a transformers Trainer: what Accelerate makes of a Trainer under every launch. The Trainer and
+Accelerate are real, Transformer Engine and the kernels are made up.
 """
 
 from __future__ import annotations
@@ -45,8 +42,8 @@ _IN_FORCE: list[Any] = []
 def _recipe(name: str, defaults: dict[str, Any]) -> type:
     """A recipe class with these fields, which ignores other keyword arguments."""
 
-    def initialise(self: Any, **given: Any) -> None:
-        self.__dict__.update({key: given.get(key, default) for key, default in defaults.items()})
+    def initialise(self: Any, **values: Any) -> None:
+        self.__dict__.update({key: values.get(key, default) for key, default in defaults.items()})
 
     return type(name, (), {"__init__": initialise})
 
@@ -130,26 +127,26 @@ EXPECTED = NUM_LINEARS * 3 * MICRO_BATCHES
 
 
 @pytest.fixture
-def trained(monkeypatch, tmp_path):
-    """A function: train a tiny model for three steps under a launch, with a callback that sees these kernels; the
-    Trainer.
-    """
-    install_made_up_te(monkeypatch)
-    recorded: list[int] = []
-    monkeypatch.setattr(callback_module, "can_record", lambda: True)
+def record(monkeypatch):
+    """Let the GPU seem to run these kernels in the recorded step: name -> count."""
 
-    def run(
-        launch: dict[str, str],
-        kernels: dict[str, int],
-        lost: tuple[str, ...] = (),
-        model: dict[str, Any] | None = None,
-        **arguments,
-    ) -> Trainer:
+    def made_up(kernels: dict[str, int]) -> None:
+        times = {name: (count, count * 1e-5) for name, count in kernels.items()}
+        monkeypatch.setattr(callback_module, "can_record", lambda: True)
+        monkeypatch.setattr(callback_module, "record_kernels", contextlib.nullcontext)
+        monkeypatch.setattr(callback_module, "kernel_times", lambda _: times)
+
+    return made_up
+
+
+@pytest.fixture
+def trained(monkeypatch, tmp_path, record):
+    """Train a tiny model for three steps under a launch, with a callback that sees these kernels; the Trainer."""
+    install_made_up_te(monkeypatch)
+
+    def run(launch: dict[str, str], kernels: dict[str, int], lost=(), model=None, **arguments) -> Trainer:
         forget_accelerator()
-        monkeypatch.setattr(callback_module, "record_kernels", lambda: contextlib.nullcontext(recorded))
-        monkeypatch.setattr(
-            callback_module, "kernel_times", lambda _: {name: (count, count * 1e-5) for name, count in kernels.items()}
-        )
+        record(kernels)
         for name, value in launch.items():
             monkeypatch.setenv(name, value)
         callback = CertificateCallback(step=arguments.pop("step", 2))
@@ -192,10 +189,8 @@ def test_a_trainer_launched_in_fp8_is_certified(trained, tmp_path, capsys):
     assert stored["num_expected_fp8_gemm_kernels"] == stored["num_fp8_gemm_kernels"] == EXPECTED
     assert stored["modules"]["num_in_fp8"] == NUM_LINEARS and list(stored["modules"]["recipes"]) == ["DelayedScaling"]
     assert stored["fp8_linear_flop_share"] == 1 and stored["num_micro_batches"] == MICRO_BATCHES
-    assert (
-        capsys.readouterr().out.count(f"certificate: fp8 delayed, {EXPECTED} of {EXPECTED + 4} GEMM kernels in fp8")
-        == 1
-    )
+    line = f"certificate: fp8 delayed, {EXPECTED} of {EXPECTED + 4} GEMM kernels in fp8"
+    assert capsys.readouterr().out.count(line) == 1
 
 
 def test_invalid_callback_arguments_are_refused():
@@ -206,7 +201,7 @@ def test_invalid_callback_arguments_are_refused():
         CertificateCallback("fp8", step=0)
 
 
-def test_a_step_without_a_trainer(monkeypatch):
+def test_a_step_without_a_trainer(record):
     model = nn.Linear(16, 16)
 
     def step() -> None:
@@ -214,28 +209,24 @@ def test_a_step_without_a_trainer(monkeypatch):
 
     with pytest.raises(UserError, match="NVIDIA GPU"):
         certify_step(step, model, "bf16")
-    monkeypatch.setattr(callback_module, "can_record", lambda: True)
-    monkeypatch.setattr(callback_module, "record_kernels", contextlib.nullcontext)
-    monkeypatch.setattr(callback_module, "kernel_times", lambda _: {BF16_KERNEL: (3, 1e-5)})
+    record({BF16_KERNEL: 3})
     assert certify_step(step, model, "bf16").verdict == "certified" and model.weight.grad is not None
     (reason,) = certify_step(step, model, "bf16", optimizer=torch.optim.SGD([model.weight])).reasons
     assert "bias" in reason
-    found = certify_step(step, model, "fp8", recipe="current", num_micro_batches=2)
-    assert (found.verdict, found.precision, found.num_expected_fp8_gemm_kernels) == ("failed", "fp8 current", 6)
+    lost = certify_step(step, model, "fp8", recipe="current", num_micro_batches=2)
+    assert (lost.verdict, lost.precision, lost.num_expected_fp8_gemm_kernels) == ("failed", "fp8 current", 6)
     with pytest.raises(ValueError, match="recipe 'curent'"):
         certify_step(step, model, "fp8", recipe="curent")
 
 
 @pytest.mark.parametrize("is_trained", [True, False])
-def test_as_many_dgrads_are_expected_as_autograd_computes(monkeypatch, is_trained):
-    monkeypatch.setattr(callback_module, "can_record", lambda: True)
-    monkeypatch.setattr(callback_module, "record_kernels", contextlib.nullcontext)
-    monkeypatch.setattr(callback_module, "kernel_times", lambda _: {})
+def test_as_many_dgrads_are_expected_as_autograd_computes(record, is_trained):
+    record({})
     embedding = nn.Embedding(4, 16).requires_grad_(is_trained)
     model = nn.Sequential(embedding, *(Linear(16, 16, bias=False) for _ in range(2)))
     with FlopCounterMode(display=False) as counted:
-        found = certify_step(lambda: model(torch.arange(4)).sum().backward(), model, "fp8")
-    assert counted.get_total_flops() == 2 * 4 * 16 * 16 * found.num_expected_fp8_gemm_kernels
+        certificate = certify_step(lambda: model(torch.arange(4)).sum().backward(), model, "fp8")
+    assert counted.get_total_flops() == 2 * 4 * 16 * 16 * certificate.num_expected_fp8_gemm_kernels
 
 
 def test_the_certificate_file_holds_the_energy_of_the_training(trained, tmp_path, capsys, monkeypatch):
@@ -263,10 +254,8 @@ def test_one_kernel_fewer_ends_the_run_after_the_step(trained, tmp_path, capsys)
         trained(FP8_LAUNCH, {FP8_KERNEL: EXPECTED - 1})
     assert stopped.value.code == 1
     (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
-    assert (
-        line.startswith("error: the GPU does not run what was asked for (fp8 delayed)")
-        and f"at least {EXPECTED}" in line
-    )
+    assert line.startswith("error: the GPU does not run what was asked for (fp8 delayed)")
+    assert f"at least {EXPECTED}" in line
     assert line.endswith("without CertificateCallback it trains all the same.")
     assert certificate_of(tmp_path)["verdict"] == "failed"
 
@@ -277,11 +266,7 @@ def test_kernels_of_unknown_names_are_a_warning(trained, capsys):
 
 
 def test_the_last_step_is_recorded_where_there_are_fewer(trained):
-    trainer = trained(BF16_LAUNCH, {BF16_KERNEL: 1}, step=5)
-    assert (
-        trainer.certificate_callback._recorded_step == 3
-        and trainer.certificate_callback.certificate.verdict == "certified"
-    )
+    assert trained(BF16_LAUNCH, {BF16_KERNEL: 1}, step=5).certificate_callback.certificate.verdict == "certified"
 
 
 # What Accelerate and the Trainer do of their own accord, and whether the callback sees it.
@@ -300,17 +285,15 @@ def test_the_bf16_flag_takes_the_place_of_fp8_and_the_recipe_is_lost(trained, ca
     default.
     """
     trainer = trained(FP8_LAUNCH, {FP8_KERNEL: EXPECTED}, bf16=True)
-    assert (
-        trainer.accelerator.mixed_precision == "bf16"
-        and trainer.certificate_callback.certificate.verdict == "certified"
-    )
+    assert trainer.accelerator.mixed_precision == "bf16"
+    assert trainer.certificate_callback.certificate.verdict == "certified"
     chosen = {**FP8_LAUNCH, "ACCELERATE_FP8_AMAX_HISTORY_LEN": "16", "ACCELERATE_FP8_FORMAT": "E4M3"}
     trained(chosen, {FP8_KERNEL: EXPECTED})
     with pytest.raises(SystemExit):
         trained(chosen, {FP8_KERNEL: EXPECTED}, bf16=True)
-    said = capsys.readouterr().err
-    assert "fp8_config has amax_history_len 16, and the recipe in force has 1024" in said
-    assert "fp8_config has fp8_format E4M3, and the recipe in force has HYBRID" in said
+    error = capsys.readouterr().err
+    assert "fp8_config has amax_history_len 16, and the recipe in force has 1024" in error
+    assert "fp8_config has fp8_format E4M3, and the recipe in force has HYBRID" in error
 
 
 def test_several_gpus_in_one_process_are_an_error_whose_cause_is_named(trained, monkeypatch, capsys):
@@ -332,27 +315,26 @@ def test_recomputed_layers_leave_fp8(trained, capsys):
     """The backward pass computes them again outside Accelerate's autocast."""
     with pytest.raises(SystemExit):
         trained(FP8_LAUNCH, {FP8_KERNEL: EXPECTED}, gradient_checkpointing=True)
-    said = capsys.readouterr().err
-    assert f"expected at least {EXPECTED + 14 * MICRO_BATCHES} fp8 GEMM kernels" in said
-    assert f"of {NUM_LINEARS} modules of Transformer Engine 1 say they computed in fp8" in said
+    error = capsys.readouterr().err
+    assert f"expected at least {EXPECTED + 14 * MICRO_BATCHES} fp8 GEMM kernels" in error
+    assert f"of {NUM_LINEARS} modules of Transformer Engine 1 say they computed in fp8" in error
 
 
 def test_a_tied_head_that_left_the_optimizer_ends_the_run(trained, capsys):
     """Accelerate gives it a weight of its own that no optimizer knows."""
     with pytest.raises(SystemExit):
         trained(FP8_LAUNCH, {FP8_KERNEL: EXPECTED}, model={"tie_word_embeddings": True})
-    said = "the optimizer does not hold 1 of the parameters that require a gradient, such as lm_head.weight"
-    assert said in capsys.readouterr().err
+    reason = "the optimizer does not hold 1 of the parameters that require a gradient, such as lm_head.weight"
+    assert reason in capsys.readouterr().err
 
 
 def test_layers_that_the_conversion_left_out_are_named(trained):
     """It returns at the key projection, whose 8 rows fp8 cannot take, and never gets to the output projection, which
     it could.
     """
-    certificate = trained(
-        FP8_LAUNCH, {FP8_KERNEL: 9 * 3 * MICRO_BATCHES}, model={"head_dim": 8}
-    ).certificate_callback.certificate
-    assert certificate.verdict == "certified" and certificate.num_expected_fp8_gemm_kernels == 9 * 3 * MICRO_BATCHES
+    expected = 9 * 3 * MICRO_BATCHES
+    certificate = trained(FP8_LAUNCH, {FP8_KERNEL: expected}, model={"head_dim": 8}).certificate_callback.certificate
+    assert certificate.verdict == "certified" and certificate.num_expected_fp8_gemm_kernels == expected
     assert certificate.remarks == [
         "2 linear layers that fp8 could compute were not converted, such as model.layers.0.self_attn.o_proj"
     ]
@@ -397,9 +379,9 @@ def test_with_a_torchao_recipe_of_ones_own_weights_stay_and_one_kernel_fewer_fai
     assert not any("optimizer" in remark for remark in certificate.remarks)
     with pytest.raises(SystemExit):
         trained(TORCHAO_LAUNCH, {FP8_KERNEL: expected - 1, BF16_KERNEL: 99})
-    said = capsys.readouterr().err
-    assert f"expected at least {expected} fp8 GEMM kernels" in said
-    assert f"of {NUM_IN_TORCHAO} modules of torchao {NUM_IN_TORCHAO} say they are set up for fp8" in said
+    error = capsys.readouterr().err
+    assert f"expected at least {expected} fp8 GEMM kernels" in error
+    assert f"of {NUM_IN_TORCHAO} modules of torchao {NUM_IN_TORCHAO} say they are set up for fp8" in error
 
 
 def test_axolotls_plugin_adds_the_callback(monkeypatch):
@@ -419,23 +401,15 @@ def test_axolotls_plugin_adds_the_callback(monkeypatch):
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True], ids=["one process", "wrapped as by DDP"])
-def test_a_loop_without_a_trainer_writes_a_certificate(monkeypatch, tmp_path, is_wrapped):
-    prepare = Accelerator.prepare_model
-
-    def prepare_and_wrap(*arguments, **options):
-        return torch.nn.DataParallel(prepare(*arguments, **options))
-
-    if is_wrapped:
-        monkeypatch.setattr(Accelerator, "prepare_model", prepare_and_wrap)
+def test_a_loop_without_a_trainer_writes_a_certificate(monkeypatch, tmp_path, record, is_wrapped):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(callback_module, "can_record", lambda: True)
-    monkeypatch.setattr(callback_module, "record_kernels", contextlib.nullcontext)
-    monkeypatch.setattr(callback_module, "kernel_times", lambda _: {BF16_KERNEL: (1, 1e-5)})
+    record({BF16_KERNEL: 1})
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     args = TrainingArguments("run")  # before Accelerator(), whose state it resets
     callback, state = CertificateCallback(), TrainerState(max_steps=6)
     model = AutoModelForCausalLM.from_config(tiny_config()).train()
     model, optimizer = Accelerator().prepare(model, torch.optim.AdamW(model.parameters()))
+    model = nn.DataParallel(model) if is_wrapped else model
     ids = torch.zeros(1, 8, dtype=torch.long)
     callback.on_train_begin(args, state, None)
     for state.global_step in range(6):
@@ -448,15 +422,13 @@ def test_a_loop_without_a_trainer_writes_a_certificate(monkeypatch, tmp_path, is
 
 
 def test_requested_precision_prefers_the_argument_then_the_launcher(tmp_path):
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=True)
+    plain, arguments = (TrainingArguments(str(tmp_path), use_cpu=True, bf16=bf16) for bf16 in (False, True))
+    assert requested_precision(None, {"ACCELERATE_MIXED_PRECISION": "no"}, plain) == "no"
     assert requested_precision(None, {}, arguments) == "bf16"
-    assert (
-        requested_precision("fp8", BF16_LAUNCH, arguments) == requested_precision(None, FP8_LAUNCH, arguments) == "fp8"
-    )
+    assert requested_precision("fp8", BF16_LAUNCH, arguments) == "fp8"
+    assert requested_precision(None, FP8_LAUNCH, arguments) == "fp8"
     # What is left over of an fp8 launch must not turn a bf16 launch into one: its fp8 kernels are to be found.
     assert requested_precision(None, {**FP8_LAUNCH, **BF16_LAUNCH}, arguments) == "bf16"
-    plain = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    assert requested_precision(None, {"ACCELERATE_MIXED_PRECISION": "no"}, plain) == "no"
 
 
 # ---- real processes ----

@@ -20,15 +20,14 @@ from tests.support.small import tiny_config
 
 
 @pytest.fixture
-def figures(tmp_path, monkeypatch, capsys):
+def figures(tmp_path, call_main, capsys):
     def run(*words: str) -> dict:
         file = tmp_path / "figures.json"
-        monkeypatch.setattr(sys, "argv", ["memory", *words, "--output", str(file)])
-        assert memory.main() == 0
-        found = json.loads(file.read_text())
+        assert call_main(memory, *words, "--output", file) == 0
+        content = json.loads(file.read_text())
         printed = capsys.readouterr().out
-        assert all(f"{row['total_gib']:.1f}" in printed for row in found["rows"])
-        return found
+        assert all(f"{row['total_gib']:.1f}" in printed for row in content["rows"])
+        return content
 
     return run
 
@@ -61,8 +60,8 @@ def test_an_unknown_gpu_is_refused(name):
     ],
 )
 def test_a_model_is_a_bundled_name_a_hub_id_or_a_folder(name, words):
-    hf_config, found = find_model(name)
-    assert hf_config.num_hidden_layers > 0 and found == words
+    hf_config, model_words = find_model(name)
+    assert hf_config.num_hidden_layers > 0 and model_words == words
 
 
 def test_a_misspelt_model_name_suggests_the_nearest():
@@ -115,9 +114,9 @@ def test_the_printed_commands_parse(figures):
             assert (command[script] == "train_multi_gpu.py") == ("--num_gpus=4" in words)
 
 
-def test_a_gpu_without_fp8_trains_in_bf16(figures, monkeypatch):
-    found = figures("--model_name=Llama-3.2-1B", "--gpu=A100")
-    assert "--mixed_precision=bf16" in found["rows"][0]["command"]
+def test_a_gpu_without_fp8_trains_in_bf16(figures):
+    rows = figures("--model_name=Llama-3.2-1B", "--gpu=A100")["rows"]
+    assert "--mixed_precision=bf16" in rows[0]["command"]
     with pytest.raises(UserError, match="--mixed_precision fp8"):
         figures("--model_name=Llama-3.2-1B", "--gpu=A100", "--mixed_precision=fp8")
 

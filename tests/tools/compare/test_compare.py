@@ -32,9 +32,8 @@ from tests.support import small
 from tests.support.made_up_runs import made_up_run, precision_of, write_run_folder
 from tests.support.wandb_file import the_wandb_run
 
-TRAIN = (
-    "--max_steps 8 --eval_every 4 --eval_batches 2 --batch_size 4 --max_seq_length 128 --num_of_samples 200 --no_export"
-)
+TRAIN = "--max_steps 8 --eval_every 4 --eval_batches 2 --batch_size 4 --max_seq_length 128 --num_of_samples 200"
+TRAIN += " --no_export"
 
 
 def three(variant: str, rate: float, losses: list[float], **changes: Any) -> list[RunRecord]:
@@ -58,27 +57,26 @@ def test_the_time_to_bf16s_final_loss():
     better = three("delayed", 130_000, [0.80, 0.84, 0.82])  # at bf16's last one 15 steps early
     whole = statistics.mean(sum(step["step_time_s"] for step in run.steps) for run in base)
     assert variant_figures("bf16", base, base).time_to_reference_loss_s == pytest.approx(whole)
-    own = statistics.mean(sum(step["step_time_s"] for step in run.steps[:45]) for run in better)
-    assert variant_figures("delayed", better, base).time_to_reference_loss_s == pytest.approx(own)
+    sooner = statistics.mean(sum(step["step_time_s"] for step in run.steps[:45]) for run in better)
+    assert variant_figures("delayed", better, base).time_to_reference_loss_s == pytest.approx(sooner)
     assert "time to bf16&#39;s final loss" in render_page(compare([*base, *better]))
 
 
 def test_speeds_are_paired_by_seed():
     """Runs without a measured speed must not shift the pairs."""
-    base, own = (
-        [made_up_run(variant, seed, factor * rate) for seed, rate in ((1, 1e5), (2, 2e5), (3, 4e5))]
-        for variant, factor in (("bf16", 1), ("delayed", 1.3))
-    )
-    gap = [dataclasses.replace(own[0], summary={}), *own[1:]], [*base[:2], dataclasses.replace(base[2], summary={})]
-    unpaired, paired = variant_figures("delayed", *gap), variant_figures("delayed", own, base)
+    base = [made_up_run("bf16", seed, rate) for seed, rate in ((1, 1e5), (2, 2e5), (3, 4e5))]
+    fp8 = [made_up_run("delayed", seed, 1.3 * rate) for seed, rate in ((1, 1e5), (2, 2e5), (3, 4e5))]
+    without = [dataclasses.replace(run, summary={}) for run in (fp8[0], base[2])]
+    unpaired = variant_figures("delayed", [without[0], *fp8[1:]], [*base[:2], without[1]])
+    paired = variant_figures("delayed", fp8, base)
     assert unpaired.speedup.low is None, "the second seed alone is common"
     assert paired.speedup.high - paired.speedup.low < 0.05
 
 
 def test_a_run_that_diverged_or_measured_nothing():
-    base, own = three("bf16", 1e5, [1.0, 1.04, 1.02]), three("delayed", 1.3e5, [1.0, 1.04, 1.02])
-    lost = dataclasses.replace(own[0], evaluations=[{**own[0].evaluations[-1], "eval_loss": math.nan}])
-    assert compare([*base, lost, *own[1:]]).verdicts["delayed"].conclusion == "worse"
+    base, fp8 = three("bf16", 1e5, [1.0, 1.04, 1.02]), three("delayed", 1.3e5, [1.0, 1.04, 1.02])
+    lost = dataclasses.replace(fp8[0], evaluations=[{**fp8[0].evaluations[-1], "eval_loss": math.nan}])
+    assert compare([*base, lost, *fp8[1:]]).verdicts["delayed"].conclusion == "worse"
     bare = [dataclasses.replace(run, steps=[{"step": 60, "loss": 1.0}], summary={}, evaluations=[]) for run in base]
     figures = variant_figures("bf16", bare, bare)
     assert figures.peak_memory_gib is figures.energy_j_per_million_tokens is figures.tokens_per_s is None
@@ -103,10 +101,10 @@ def verdict(differences: list[Difference] | None = None, reference: VariantFigur
 
 
 def test_verdict_use_it():
-    given = verdict(exact_match_gap=MATCH, speedup=Interval(1.31, 1.29, 1.33))
-    assert (given.conclusion, given.quality) == ("use it", "as good")
-    assert all(figure in given.sentences[0] for figure in ("1.31 times", "0.0000 nats"))
-    assert "-0.4" in given.sentences[1] and "0.005" in given.sentences[2]
+    good = verdict(exact_match_gap=MATCH, speedup=Interval(1.31, 1.29, 1.33))
+    assert (good.conclusion, good.quality) == ("use it", "as good")
+    assert all(figure in good.sentences[0] for figure in ("1.31 times", "0.0000 nats"))
+    assert "-0.4" in good.sentences[1] and "0.005" in good.sentences[2]
 
 
 def test_the_first_sentence_tells_a_difference_from_chance():
@@ -114,32 +112,30 @@ def test_the_first_sentence_tells_a_difference_from_chance():
     for gap in (GAP, Gap(0.004, 0.002, 0.006, LEANING), Gap(0.004, None, None, {1: 0.004})):
         words[verdict(loss_gap=gap).sentences[0].split(", ")[-1]] = gap
     assert len(words) == 3
-    assert (
-        verdict(speedup=Interval(1.1, 0.9, 1.3)).sentences[0] != verdict(speedup=Interval(1.1, 1.01, 1.2)).sentences[0]
-    )
+    unsure, sure = (verdict(speedup=Interval(1.1, low, 1.3)).sentences[0] for low in (0.9, 1.01))
+    assert unsure != sure
 
 
 def test_emulated_fp8_has_no_speed_and_is_called_so():
     base = three("bf16", 100_000, [1.00, 1.04, 1.02])
     emulated = {**precision_of("tensorwise"), "backend": "torchao", "emulated": True}
     comparison = compare([*base, *three("tensorwise", 130_000, [1.00, 1.04, 1.02], precision=emulated)])
-    own, given = comparison.variants[1], comparison.verdicts["tensorwise"]
-    assert own.speedup is None and given.conclusion == "speed unknown"
-    page = render_page(comparison)
-    assert "EMULATED" in given.sentences[0] and "EMULATED" in own.effective[0] and "EMULATED" in page
+    figures, judged, page = comparison.variants[1], comparison.verdicts["tensorwise"], render_page(comparison)
+    assert figures.speedup is None and judged.conclusion == "speed unknown"
+    assert "EMULATED" in judged.sentences[0] and "EMULATED" in figures.effective[0] and "EMULATED" in page
     assert 'class="bar"' not in page, "a bar of bf16 alone says nothing"
 
 
 def test_runs_of_one_precision_have_nothing_to_be_compared_with():
     for variant, missing in (("bf16", "fp8"), ("delayed", "bf16")):
         comparison = compare(three(variant, 1e5, [1.0, 1.1, 1.2]))
-        (given,) = comparison.verdicts.values()
-        assert missing in given.sentences[0] and given.sentences[0] in render_page(comparison)
+        (alone,) = comparison.verdicts.values()
+        assert missing in alone.sentences[0] and alone.sentences[0] in render_page(comparison)
 
 
 def test_the_quality_margin_is_an_argument():
-    own = dataclasses.replace(GOOD, loss_gap=GAP)
-    assert judge(own, REFERENCE, [], margin=0.001).conclusion == "not shown"
+    near = dataclasses.replace(GOOD, loss_gap=GAP)
+    assert judge(near, REFERENCE, [], margin=0.001).conclusion == "not shown"
     far = dataclasses.replace(GOOD, loss_gap=Gap(0.02, 0.018, 0.022, LEANING))
     assert judge(far, REFERENCE, []).conclusion == "worse"
     assert judge(far, REFERENCE, [], margin=0.03).conclusion == "slightly worse"
@@ -173,8 +169,8 @@ def test_the_quality_margin_is_an_argument():
     ],
 )
 def test_verdict_of_other_figures(changes, conclusion, quality):
-    given = verdict(**changes)
-    assert (given.conclusion, given.quality) == (conclusion, quality), given
+    judged = verdict(**changes)
+    assert (judged.conclusion, judged.quality) == (conclusion, quality), judged
     if conclusion not in ("failed", "fell back"):
         differs = [Difference("optim.learning_rate", "quality", {}, ["delayed"])]
         assert verdict(differs, **changes).quality == "not shown"
@@ -185,8 +181,9 @@ def test_verdict_without_or_with_a_broken_reference():
     assert verdict(reference=dataclasses.replace(REFERENCE, seeds=[])).conclusion == "no reference"
     broken = dataclasses.replace(REFERENCE, certificate=CertificateState("failed", ["fp8 kernels ran"]))
     assert verdict(reference=broken).conclusion == "not comparable"
-    own = judge(broken, broken, [])
-    assert (own.conclusion, own.quality) == ("reference", "baseline") and "fp8 kernels ran" in " ".join(own.sentences)
+    judged = judge(broken, broken, [])
+    assert (judged.conclusion, judged.quality) == ("reference", "baseline")
+    assert "fp8 kernels ran" in " ".join(judged.sentences)
 
 
 @pytest.mark.parametrize(
@@ -238,33 +235,33 @@ def changed(run: RunRecord, section: str, path: list[str], value: Any) -> RunRec
 )
 def test_a_field_that_differs_is_named_with_what_it_confounds(section, path, value, field, effect):
     runs = [made_up_run("bf16"), changed(made_up_run("delayed"), section, path, value)]
-    (found,) = find_differences(runs)
-    assert (found.field, found.effect, found.variants) == (field, effect, ["delayed"])
+    (difference,) = find_differences(runs)
+    assert (difference.field, difference.effect, difference.variants) == (field, effect, ["delayed"])
 
 
 def test_fields_of_single_runs_are_ignored_and_differing_references_concern_all_variants():
-    own = changed(made_up_run("delayed"), "config", ["run", "output_dir"], "elsewhere")
-    assert find_differences([made_up_run("bf16"), own]) == []
+    elsewhere = changed(made_up_run("delayed"), "config", ["run", "output_dir"], "elsewhere")
+    assert find_differences([made_up_run("bf16"), elsewhere]) == []
     base = [made_up_run("bf16", 1), changed(made_up_run("bf16", 2), "effective", ["packing"], False)]
-    (found,) = find_differences([*base, made_up_run("delayed", 1)])
-    assert found.variants == ["bf16", "delayed"]
+    (difference,) = find_differences([*base, made_up_run("delayed", 1)])
+    assert difference.variants == ["bf16", "delayed"]
 
 
 def test_different_rows_weights_and_precisions_are_found():
-    base, own = made_up_run("bf16"), made_up_run("delayed")
-    other_rows = [{**step, "tokens_seen": step["tokens_seen"] + 1} for step in own.steps]
-    (found,) = find_differences([base, dataclasses.replace(own, steps=other_rows)])
-    assert found.effect == "both" and found.field == "tokens_seen, summed"
-    other_weights = [{**own.steps[0], "loss": 9.0}, *own.steps[1:]]
-    (found,) = find_differences([base, dataclasses.replace(own, steps=other_weights)])
-    assert found.effect == "quality"
-    fell_back = made_up_run("mxfp8", 2, precision=precision_of("mxfp8", "delayed"))
-    found = find_differences([base, made_up_run("bf16", 2), made_up_run("mxfp8", 1), fell_back])
-    assert [(one.field, one.variants) for one in found] == [("precision.effective", ["mxfp8"])]
-    gathered_in_fp8 = changed(own, "config", ["parallel", "fp8_params"], True)  # as a run of LoRA in fp8 has it
-    assert find_differences([base, gathered_in_fp8]) == []
-    (found,) = find_differences([own, gathered_in_fp8])
-    assert found.field == "config.precision.fp8_params" and found.effect == "both"
+    def differing(*runs: RunRecord) -> list[tuple[str, str, list[str]]]:
+        return [(each.field, each.effect, each.variants) for each in find_differences(runs)]
+
+    base, fp8 = made_up_run("bf16"), made_up_run("delayed")
+    other_rows = [{**step, "tokens_seen": step["tokens_seen"] + 1} for step in fp8.steps]
+    other_rows = dataclasses.replace(fp8, steps=other_rows)
+    assert differing(base, other_rows) == [("tokens_seen, summed", "both", ["delayed"])]
+    other_weights = dataclasses.replace(fp8, steps=[{**fp8.steps[0], "loss": 9.0}, *fp8.steps[1:]])
+    assert differing(base, other_weights) == [("first_loss", "quality", ["delayed"])]
+    mxfp8 = made_up_run("mxfp8", 1), made_up_run("mxfp8", 2, precision=precision_of("mxfp8", "delayed"))  # it fell back
+    assert differing(base, made_up_run("bf16", 2), *mxfp8) == [("precision.effective", "both", ["mxfp8"])]
+    gathered_in_fp8 = changed(fp8, "config", ["parallel", "fp8_params"], True)  # as a run of LoRA in fp8 has it
+    assert differing(base, gathered_in_fp8) == []
+    assert differing(fp8, gathered_in_fp8) == [("config.precision.fp8_params", "both", ["delayed"])]
 
 
 # ---- folders, plans, the page ----
@@ -320,9 +317,9 @@ def test_variants_take_turns_within_each_seed_and_differ_in_precision_alone(tmp_
     train = "--config configs/train_pair.yaml --use_wandb"
     runs = plan_runs(train, ["bf16", "delayed"], 2, 1, tmp_path / "out")
     assert [run.folder.name for run in runs] == ["bf16-seed1", "delayed-seed1", "bf16-seed2", "delayed-seed2"]
-    base, own = (parse_config(list(run.words)) for run in runs[:2])
+    base, fp8 = (parse_config(list(run.words)) for run in runs[:2])
     assert base.run.wandb_run_name == "bf16-seed1" and base.optim.seed == 1 and base.model.use_te
-    assert dataclasses.replace(own, precision=base.precision, run=base.run) == base
+    assert dataclasses.replace(fp8, precision=base.precision, run=base.run) == base
     with pytest.raises(UserError, match="--output .*other options"):
         plan_runs("--max_steps 3", ["bf16"], 2, 1, tmp_path / "out")
 
@@ -353,20 +350,17 @@ def test_the_page_is_complete_and_names_no_folder():
 
 
 @pytest.mark.slow
-def test_runs_that_were_trained_are_compared_from_folders_and_from_wandb(tmp_path, monkeypatch, capsys):
+def test_runs_that_were_trained_are_compared_from_folders_and_from_wandb(tmp_path, monkeypatch, call_main, capsys):
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder = tmp_path / "out"
     runs = plan_runs(f"{TRAIN} --use_wandb", ["bf16", "no"], 1, 1, folder)
     for run in runs:
         assert small.train(*run.words) == 0
-    monkeypatch.setattr(sys, "argv", ["compare", "--train", f"{TRAIN} --use_wandb", "--output", str(folder)])
-    sys.argv += ["--variants", "bf16,no", "--seeds", "1"]
-    assert cli.main() == 0, "finished runs are taken as they are"
-    said, result = capsys.readouterr().out, json.loads((folder / "comparison.json").read_text())
-    assert said.count("finished earlier") == 2 and (folder / "comparison.html").stat().st_size > 5000
-    losses = [
-        [record["eval_loss"] for record in small.records(run.folder) if "eval_loss" in record][-1] for run in runs
-    ]
+    words = ("--train", f"{TRAIN} --use_wandb", "--variants", "bf16,no", "--seeds", 1, "--output", folder)
+    assert call_main(cli, *words) == 0, "finished runs are taken as they are"
+    printed, result = capsys.readouterr().out, json.loads((folder / "comparison.json").read_text())
+    assert printed.count("finished earlier") == 2 and (folder / "comparison.html").stat().st_size > 5000
+    losses = [read_run_folder(run.folder).final_eval_loss for run in runs]
     assert result["variants"][1]["loss_gap"]["value"] == pytest.approx(losses[1] - losses[0])
     assert result["differences"] == []
 
@@ -391,12 +385,11 @@ def test_runs_that_were_trained_are_compared_from_folders_and_from_wandb(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_stops_no_other_and_is_reported(tmp_path, monkeypatch, capsys):
+def test_a_run_that_fails_stops_no_other_and_is_reported(tmp_path, monkeypatch, call_main, capsys):
     """A program that ends as a training does takes its place."""
-    train, ends = TRAIN, "raise SystemExit('error: --model_name nowhere: no such folder')"
+    ends = "raise SystemExit('error: --model_name nowhere: no such folder')"
     monkeypatch.setattr(cli, "training_command", lambda num_gpus, *words: [sys.executable, "-c", ends, *words])
-    monkeypatch.setattr(sys, "argv", ["compare", "--train", train, "--variants", "bf16", "--seeds", "1"])
-    sys.argv += ["--output", str(tmp_path / "out")]
-    assert cli.main() == 1
-    assert "FAILED" in (said := capsys.readouterr().out) and "--model_name" in said
+    words = ("--train", TRAIN, "--variants", "bf16", "--seeds", 1, "--output", tmp_path / "out")
+    assert call_main(cli, *words) == 1
+    assert "FAILED" in (printed := capsys.readouterr().out) and "--model_name" in printed
     assert "--model_name" in (tmp_path / "out" / "logs" / "bf16-seed1.log").read_text()

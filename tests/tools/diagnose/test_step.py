@@ -98,12 +98,10 @@ def test_problems(changes, word):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
-def test_without_a_gpu_it_exits_3(tiny_model, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["diagnose_fp8.py", f"--model_name={tiny_model}", "--mixed_precision=bf16"])
-    assert cli.main() == 3
+def test_without_a_gpu_it_exits_3(tiny_model, call_main):
+    assert call_main(cli, f"--model_name={tiny_model}", "--mixed_precision=bf16") == 3
 
 
-def test_a_trace_needs_a_step(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["diagnose_fp8.py", "--quality", f"--trace={tmp_path / 'trace.json'}"])
+def test_a_trace_needs_a_step(call_main, tmp_path):
     with pytest.raises(UserError, match="--trace"):
-        cli.main()
+        call_main(cli, "--quality", f"--trace={tmp_path / 'trace.json'}")
