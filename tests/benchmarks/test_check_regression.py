@@ -16,11 +16,11 @@ WORKLOAD = {"model": "Llama-3.1-8B", "batch_size": 8, "seq_length": 1024, "micro
 def row(variant: str, tokens_per_s: float | None, spread: float = 0.0, **more) -> dict:
     """A variant's row, with `spread` to both sides of the median; None: it failed."""
     baseline = "hf_bf16" if variant.endswith("hf_bf16") else None
-    found = {**WORKLOAD, "variant": variant, "baseline": baseline, "num_gpus": 1, **more}
+    measured = {**WORKLOAD, "variant": variant, "baseline": baseline, "num_gpus": 1, **more}
     if tokens_per_s is None:
-        return {**found, "failed": "out of memory"}
+        return {**measured, "failed": "out of memory"}
     ends = {"": 1.0, "_p10": 1 - spread, "_p90": 1 + spread}
-    return {**found, **{f"tokens_per_s{end}": tokens_per_s * factor for end, factor in ends.items()}}
+    return {**measured, **{f"tokens_per_s{end}": tokens_per_s * factor for end, factor in ends.items()}}
 
 
 def write(path: Path, *rows: dict, gpu: str = "NVIDIA H200", time_utc: str = "2026-01-01T00:00:00+00:00") -> Path:
@@ -50,15 +50,16 @@ def test_a_ratio_may_fall_by_the_spreads_and_the_minimum(tmp_path, now, spreads,
     """On a GPU twice as fast, which changes no ratio."""
     new = [row("delayed", 20_000 * now, spreads[0]), row("hf_bf16", 20_000, spreads[0])]
     recorded = [row("delayed", 18_000, spreads[1]), row("hf_bf16", 10_000, spreads[1])]
-    found = held(tmp_path, new, recorded)
-    assert found.num_compared == 1 and len(found.regressions) == is_regression
+    comparison = held(tmp_path, new, recorded)
+    assert comparison.num_compared == 1 and len(comparison.regressions) == is_regression
 
 
 def test_what_fails_now_is_a_regression_and_what_failed_before_is_not(tmp_path):
     recorded = [row("delayed", 18_000), row("block", None), row("current", 17_000), row("hf_bf16", 10_000)]
     new = [row("delayed", None), row("block", 15_000), row("current", 17_000), row("hf_bf16", 10_000)]
-    found = held(tmp_path, new, recorded)
-    assert len(found.regressions) == 1 and "delayed failed" in found.regressions[0] and found.num_compared == 2
+    comparison = held(tmp_path, new, recorded)
+    (regression,) = comparison.regressions
+    assert "delayed failed" in regression and comparison.num_compared == 2
 
 
 def test_a_file_with_nothing_to_compare_is_refused(tmp_path):
@@ -76,17 +77,17 @@ def test_a_ratio_within_a_large_spread_is_not_compared(tmp_path):
     with pytest.raises(UserError, match="spread is too large"):
         held(tmp_path, [row("delayed", 13_500, spread=0.3), row("hf_bf16", 10_000)], recorded)
     assert len(held(tmp_path, [row("delayed", 9_000, spread=0.3), row("hf_bf16", 10_000)], recorded).regressions) == 1
-    found = held(tmp_path, [row("delayed", 13_500, spread=0.05), row("hf_bf16", 10_000)], recorded, minimum=0.3)
-    assert found.num_compared == 1 and found.regressions == [], "--minimum does not count as spread"
+    comparison = held(tmp_path, [row("delayed", 13_500, spread=0.05), row("hf_bf16", 10_000)], recorded, minimum=0.3)
+    assert comparison.num_compared == 1 and comparison.regressions == [], "--minimum does not count as spread"
 
 
 def test_on_several_gpus_the_baseline_is_spread_alike(tmp_path):
     new = [row("fsdp_grad:delayed", 60_000, num_gpus=4), row("ddp:bf16", 44_000, num_gpus=4)]
     new += [row("fsdp_full:hf_bf16", 40_000, num_gpus=4), row("ddp:hf_bf16", 22_000, num_gpus=4)]
-    found = held(tmp_path, new, new)
-    assert found.num_compared == 2 and found.regressions == []
-    assert any("fsdp_grad:delayed: 1.500 times fsdp_full:hf_bf16" in note for note in found.notes)
-    assert any("ddp:bf16: 2.000 times ddp:hf_bf16" in note for note in found.notes)
+    comparison = held(tmp_path, new, new)
+    assert comparison.num_compared == 2 and comparison.regressions == []
+    assert any("fsdp_grad:delayed: 1.500 times fsdp_full:hf_bf16" in note for note in comparison.notes)
+    assert any("ddp:bf16: 2.000 times ddp:hf_bf16" in note for note in comparison.notes)
 
 
 def test_the_newest_record_of_the_same_gpu_counts(tmp_path):

@@ -98,7 +98,7 @@ def test_without_options_the_pairs_own_runs_are_compared(tmp_path, monkeypatch):
     write_run_folder(cli.PAIR[1], made_up_run("delayed", rate=130_000.0))
     assert cli.main() == 0
     comparison = json.loads((tmp_path / "comparison.json").read_text())
-    assert [own["variant"] for own in comparison["variants"]] == ["bf16", "delayed"]
+    assert [figures["variant"] for figures in comparison["variants"]] == ["bf16", "delayed"]
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
@@ -119,15 +119,12 @@ def test_a_file_of_accelerate_asks_for_what_its_name_says(monkeypatch, precision
     assert config == parse_config(options, parallel=True) and arguments.num_processes == 8
 
 
-# ---- several hosts ----
-
-
 @pytest.fixture
 def environment(stand_in):
     """The environment of a launcher whose Python prints the words it is given."""
     names = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MAX_RESTARTS", "WORLD_SIZE", "RANK", "GPU_NUM")
-    own = {"PYTHON": stand_in, "NPROC_PER_NODE": "1"}
-    return {**{name: value for name, value in os.environ.items() if name not in names}, **own}
+    inherited = {name: value for name, value in os.environ.items() if name not in names}
+    return inherited | {"PYTHON": stand_in, "NPROC_PER_NODE": "1"}
 
 
 def launch(command, environment, **options) -> subprocess.CompletedProcess[str]:
@@ -135,12 +132,11 @@ def launch(command, environment, **options) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_dry_run_prints_the_command(environment):
-    own = {"NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "10.0.0.1", "NPROC_PER_NODE": "8", "MAX_RESTARTS": "2"}
-    done = launch([MULTI_NODE, "--dry_run", "--model_name", "a b"], environment | own)
+    hosts = {"NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "10.0.0.1", "NPROC_PER_NODE": "8", "MAX_RESTARTS": "2"}
+    done = launch([MULTI_NODE, "--dry_run", "--model_name", "a b"], environment | hosts)
     expected = f"{environment['PYTHON']} -m torch.distributed.run --nnodes=4 --nproc_per_node=8 --max_restarts=2"
-    expected += (
-        f" --node_rank=3 --master_addr=10.0.0.1 --master_port=29500 {ROOT / 'train_multi_gpu.py'} --model_name a\\ b"
-    )
+    expected += " --node_rank=3 --master_addr=10.0.0.1 --master_port=29500"
+    expected += f" {ROOT / 'train_multi_gpu.py'} --model_name a\\ b"
     assert done.returncode == 0 and done.stdout.strip() == expected, done.stderr
     assert shlex.split(done.stdout)[-1] == "a b"
 

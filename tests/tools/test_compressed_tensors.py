@@ -20,9 +20,6 @@ from tests.support.small import stored_weights, write_model
 IDS = torch.arange(3, 43)[None]
 
 
-# --- Rounding ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_are_the_nearest_fp8_to_the_stored_scale(scale_dtype):
     torch.manual_seed(0)
@@ -37,9 +34,6 @@ def test_rows_are_the_nearest_fp8_to_the_stored_scale(scale_dtype):
     # The quotient is computed in fp32, so a near tie may go either way.
     assert (error <= nearest + 1e-6 * exact.abs()).all()
     assert (values.double().abs().amax(1) == 448).all()
-
-
-# --- The files --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -64,25 +58,17 @@ def test_what_is_written(tmp_path, dtype, max_shard_size, monkeypatch):
         assert torch.equal(scale, (amax / 448).to(scale.dtype))
         half_spacing = 2**-4 * tensor.float().abs() + 2**-10 * scale.float()
         assert ((after[name].float() * scale.float() - tensor.float()).abs() <= half_spacing * 1.001).all()
-    was, names = (
-        {path.name for path in folder.iterdir() if path.suffix != ".safetensors"}
-        for folder in (tmp_path / "source", tmp_path / "out")
-    )
-    assert names == was - {"pytorch_model.bin"}
+    folders = (tmp_path / "source", tmp_path / "out")
+    read, names = ({path.name for path in each.iterdir() if path.suffix != ".safetensors"} for each in folders)
+    assert names == read - {"pytorch_model.bin"}
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"], "of the key that transformers 4 reads"
-    sizes = [
-        sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        for folder in (tmp_path / "source", tmp_path / "out")
-    ]
+    sizes = [sum(file.stat().st_size for file in each.glob("*.safetensors")) for each in folders]
     assert [size_before, size_after] == sizes and sizes[1] < sizes[0]
     if max_shard_size == "40KB":
         index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
         held = {file.name: load_file(file) for file in (tmp_path / "out").glob("*.safetensors")}
         assert index["weight_map"] == {name: file for file, contents in held.items() for name in contents}
-
-
-# --- Who loads them ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -112,13 +98,10 @@ def test_transformers_computes_the_emulated_logits(tmp_path, family, dtype):
         assert changed
         only_weights = emulated(IDS).logits
         round_inputs_(emulated)
-        expected, found = emulated(IDS).logits, theirs(IDS).logits
+        expected, logits = emulated(IDS).logits, theirs(IDS).logits
         before = source.float().eval()(IDS).logits
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
     assert (expected - only_weights).abs().max() > 0.01 and (only_weights - before).abs().max() > 0.01
-
-
-# --- The command ------------------------------------------------------------------------------------------------------
 
 
 LINEAR = "model.layers.0.mlp.up_proj.weight"

@@ -431,9 +431,6 @@ def test_requested_precision_prefers_the_argument_then_the_launcher(tmp_path):
     assert requested_precision(None, {**FP8_LAUNCH, **BF16_LAUNCH}, arguments) == "bf16"
 
 
-# ---- real processes ----
-
-
 def test_the_example_trains_the_embedded_model_under_accelerate_launch(tmp_path, monkeypatch):
     """By the command and with the variables that `accelerate launch` starts it with."""
     words = "--max_steps 3 --num_of_samples 64 --max_seq_length 64 --logging_steps 1 --learning_rate 1e-3".split()

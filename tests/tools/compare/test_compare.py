@@ -84,8 +84,6 @@ def test_a_run_that_diverged_or_measured_nothing():
     assert figures.eval_loss == {} and figures.exact_match_percent is None
 
 
-# ---- verdicts, a test per branch ----
-
 REFERENCE = variant_figures("bf16", three("bf16", 100_000, [1.00, 1.04, 1.02]), [])
 GOOD = variant_figures(
     "delayed", three("delayed", 130_000, [1.01, 1.03, 1.02]), three("bf16", 100_000, [1.00, 1.04, 1.02])
@@ -209,9 +207,6 @@ def test_a_variant_has_the_certificate_of_its_worst_run():
     assert certificate_state([{"certificate": good, "certificate_after_fp8": bad}]).state == "failed"
 
 
-# ---- differences ----
-
-
 def changed(run: RunRecord, section: str, path: list[str], value: Any) -> RunRecord:
     """`run` with one entry of a section of its run.json replaced."""
     stored = json.loads(json.dumps(run.stored))
@@ -262,9 +257,6 @@ def test_different_rows_weights_and_precisions_are_found():
     gathered_in_fp8 = changed(fp8, "config", ["parallel", "fp8_params"], True)  # as a run of LoRA in fp8 has it
     assert differing(base, gathered_in_fp8) == []
     assert differing(fp8, gathered_in_fp8) == [("config.precision.fp8_params", "both", ["delayed"])]
-
-
-# ---- folders, plans, the page ----
 
 
 def test_answers_decide_through_whole_folders(tmp_path):
@@ -344,9 +336,6 @@ def test_the_page_is_complete_and_names_no_folder():
     assert page.index("<h1>fp8 delayed trained 1.3") < page.index("<h2>")
     assert page.count("doubtful") > 1, "a variant that learns worse has a pale bar"
     assert without_folders("in /a/b/c.json and https://x.org/a/b") == "in c.json and https://x.org/a/b"
-
-
-# ---- runs that were really trained ----
 
 
 @pytest.mark.slow

@@ -18,17 +18,17 @@ def verify(options: list[str], change: str, folder: Path) -> int:
     from llm_fp8.observability import provenance
     from llm_fp8.tools.verify import cli, hosts
 
-    own = f"host-{os.environ['RANK']}"
-    platform.node = lambda: own
+    host = f"host-{os.environ['RANK']}"
+    platform.node = lambda: host
     hosts.LIMIT_S = 3.0 if change == "absent" else hosts.LIMIT_S
-    if own == "host-1" and change == "absent":
+    if host == "host-1" and change == "absent":
         return 0
-    if own == "host-1" and change == "version":
+    if host == "host-1" and change == "version":
         installed = provenance.package_version
         provenance.package_version = lambda name: "0.1" if name == "peft" else installed(name)
-    if own == "host-1" and change == "crash":
+    if host == "host-1" and change == "crash":
         hosts.own_device = lambda: torch.device("meta")
-    place = folder / (own if change == "folder" else "shared")
+    place = folder / (host if change == "folder" else "shared")
     place.mkdir(exist_ok=True)
     os.chdir(place)
     return cli.main(options)
@@ -36,7 +36,7 @@ def verify(options: list[str], change: str, folder: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("change", "codes", "told"),
+    ("change", "codes", "sentences"),
     [
         ("", [0, 0], ["passed network", "passed step"]),
         ("version", [1, 1], ["failed versions peft: ", "0.1 on host-1"]),
@@ -45,13 +45,13 @@ def verify(options: list[str], change: str, folder: Path) -> int:
         ("absent", [1, 0], ["error: host-0: versions: ", "NCCL_SOCKET_IFNAME", "firewall"]),
     ],
 )
-def test_hosts(change, codes, told, tmp_path, monkeypatch):
+def test_hosts(change, codes, sentences, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     log = tmp_path / "log"
     program = functools.partial(verify, change=change, folder=tmp_path)
     ranks = start_ranks(2, log, "--output_dir=runs/x", "--use_te", hosts=2, program=program)
     assert [exit_code(process) for process in ranks] == codes, log.read_text()
-    said = " ".join(log.read_text().split())
-    assert all(words in said for words in told), said
+    printed = " ".join(log.read_text().split())
+    assert all(words in printed for words in sentences), printed
     assert not list(tmp_path.glob("*/runs/x/*")), "what the check wrote is gone"

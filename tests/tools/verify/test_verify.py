@@ -29,13 +29,11 @@ def setup(tmp_path) -> Setup:
     return Setup("Qwen/Qwen3-8B", 1024, 8, {}, scratch=tmp_path)
 
 
-# --- packages ---------------------------------------------------------------------------------------------------------
-
 PINS = checks.pins_of(
     "torch>=2.11.0,<=2.13.0  # why\n--extra-index-url x\nnumpy==2.4.6\nold==1 ; python_version < '3'\nwandb==0.31.0\n"
     "transformer-engine==2.20.2"
 )
-FOUND = {"torch": "2.13.0+cu130", "numpy": "2.4.6", "transformer-engine": "2.20.2", "wandb": "0.31.0"}
+INSTALLED = {"torch": "2.13.0+cu130", "numpy": "2.4.6", "transformer-engine": "2.20.2", "wandb": "0.31.0"}
 
 
 @pytest.mark.parametrize(
@@ -52,8 +50,8 @@ FOUND = {"torch": "2.13.0+cu130", "numpy": "2.4.6", "transformer-engine": "2.20.
     ],
 )
 def test_packages(changes, errors, status, fix):
-    found = {name: version for name, version in (FOUND | changes).items() if version is not None}
-    result = checks.judge_packages(PINS, found, errors)
+    installed = {name: version for name, version in (INSTALLED | changes).items() if version is not None}
+    result = checks.judge_packages(PINS, installed, errors)
     assert result.status == status
     assert fix is None or fix in result.fixes[0]
 
@@ -67,9 +65,6 @@ def test_a_gpu_gets_the_versions_of_the_recorded_gpu_tests_which_the_package_acc
     for name, specifier in for_cpus.items():
         (pinned,) = for_gpus[name]
         assert pinned.operator == "==" and specifier.contains(pinned.version), name
-
-
-# --- environment variables --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -90,9 +85,6 @@ def test_a_gpu_gets_the_versions_of_the_recorded_gpu_tests_which_the_package_acc
 )
 def test_variables(environ, expected):
     assert [(rule.name, rule.level) for rule in judge_variables(environ)] == expected
-
-
-# --- the GPU ----------------------------------------------------------------------------------------------------------
 
 
 @without_gpu
@@ -117,8 +109,6 @@ def test_rates():
     assert checks.judge_tflops({"bf16": 650.0, "fp8": 900.0}, "NVIDIA H200").status == "warning"
     assert checks.judge_tflops({"bf16": 10.0}, "NVIDIA T4").status == "passed"
 
-
-# --- runs -------------------------------------------------------------------------------------------------------------
 
 CERTIFIED = {"verdict": "certified", "reasons": [], "num_fp8_gemm_kernels": 24, "num_gemm_kernels": 30}
 FALLS = [7.0, 6.5, 6.1]
@@ -152,10 +142,7 @@ def test_a_run(run, status, word):
 
 
 def test_a_missing_torchao_is_a_warning(setup, monkeypatch):
-    def train(setup: Setup, name: str, *words: str) -> Run:
-        return made_up_run(code=0 if name == "bf16" else 2)
-
-    monkeypatch.setattr(runs, "train", train)
+    monkeypatch.setattr(runs, "train", lambda setup, name, *words: made_up_run(code=0 if name == "bf16" else 2))
     result = runs.check_torchao_steps(setup)
     assert result.status == "warning" and "pip install torchao" in result.warnings[0]
 
@@ -179,9 +166,6 @@ def test_check_steps_trains_on_the_cpu(setup, monkeypatch):
     assert len(run.losses) == 2
 
 
-# --- the program ------------------------------------------------------------------------------------------------------
-
-
 def test_a_check_runs_where_it_can_and_a_crash_is_a_failed_check(setup):
     def crash(_: Setup) -> Result:
         raise RuntimeError("CUDA error: an illegal memory access")
@@ -198,9 +182,9 @@ def run_main(monkeypatch, tmp_path: Path, *words: str) -> tuple[int, dict[str, d
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
     code = main([*words, "--json", str(tmp_path / "verify.json")])
-    found = json.loads((tmp_path / "verify.json").read_text())
-    assert found["exit_code"] == code
-    return code, {check["name"]: check for check in found["checks"]}
+    report = json.loads((tmp_path / "verify.json").read_text())
+    assert report["exit_code"] == code
+    return code, {check["name"]: check for check in report["checks"]}
 
 
 @without_gpu
