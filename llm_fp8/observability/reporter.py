@@ -187,8 +187,8 @@ class RunReporter:
             self._display.print(text)
 
     def track(self, summary: dict[str, Any]) -> None:
-        """Send entries of the summary to trackers, so that they keep them if the run is killed."""
-        self._to_trackers(lambda name, tracker: send_summary(name, tracker, summary, self._last_step))
+        """Send entries of the summary to W&B, which keeps them if the run is killed."""
+        self._to_trackers(lambda name, tracker: send_summary(name, tracker, summary))
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Write and return summary.json: last values, median speeds, and `summary`."""

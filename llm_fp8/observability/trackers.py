@@ -87,18 +87,15 @@ def send_record(name: str, tracker: GeneralTracker, record: dict[str, float], is
         tracker.log({key: value for key, value in record.items() if key != "step"}, step=int(record["step"]))
 
 
-def send_summary(name: str, tracker: GeneralTracker, summary: dict[str, Any], step: int) -> None:
-    """Put scalars of the summary.json, nested ones as `part/key`, into W&B's summary, unless they are there already.
-    Other trackers have no summary and get the numbers as a record of `step`.
-    """
+def send_summary(name: str, tracker: GeneralTracker, summary: dict[str, Any]) -> None:
+    """Put scalars of the summary.json, nested ones as `part/key`, into W&B's summary, unless they are there already."""
+    if name != "wandb":
+        return
     known = ("last_step", "last_evaluation", "recorded_step", "precision", "throughput")
     parts = {key: value for key, value in summary.items() if key not in known} | summary.get("throughput", {})
     flat = {key: value for key, value in flattened(parts, "/") if value is not None}
-    entries = {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in flat.items()}
-    if name == "wandb":
-        tracker.tracker.summary.update(entries)
-    else:
-        tracker.log({key: value for key, value in entries.items() if not isinstance(value, str)}, step=step)
+    plain = {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in flat.items()}
+    tracker.tracker.summary.update(plain)
 
 
 def require_trackers(names: tuple[str, ...]) -> None:

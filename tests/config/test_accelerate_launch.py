@@ -33,18 +33,18 @@ def launch(monkeypatch, tmp_path):
         arguments = launch_command_parser().parse_args(["--config_file", str(file), "train_multi_gpu.py"])
         arguments, _, _ = _validate_launch_command(arguments)
         arguments.deepspeed_fields_from_accelerate_config = "zero_stage"  # as the launcher's main function does
-        own = arguments.use_deepspeed and accelerate.utils.launch.prepare_deepspeed_cmd_env(arguments)[1]
-        made = own or accelerate.utils.launch.prepare_multi_gpu_env(arguments)
-        ours = {name: value for name, value in made.items() if os.environ.get(name) != value}
-        return {**LAUNCHED, **ours, "WORLD_SIZE": str(processes)}
+        deepspeeds = arguments.use_deepspeed and accelerate.utils.launch.prepare_deepspeed_cmd_env(arguments)[1]
+        environ = deepspeeds or accelerate.utils.launch.prepare_multi_gpu_env(arguments)
+        changed = {name: value for name, value in environ.items() if os.environ.get(name) != value}
+        return {**LAUNCHED, **changed, "WORLD_SIZE": str(processes)}
 
     return variables
 
 
 def options(config: Config) -> dict[str, Any]:
     """The options that are not the defaults."""
-    parts = zip(vars(config).values(), vars(Config()).values(), strict=True)
-    return {name: value for own, unset in parts for name, value in vars(own).items() if value != getattr(unset, name)}
+    defaults = Config().options
+    return {name: value for name, value in config.options.items() if value != defaults[name]}
 
 
 def read(environ: dict[str, str], *words: str) -> dict[str, Any]:

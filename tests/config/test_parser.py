@@ -41,8 +41,8 @@ def test_a_documented_command_means_what_it_says(command):
     options = config_of(command).options
     for word, value in zip(words, [*words[1:], "--"], strict=True):
         if word.startswith("--"):
-            found = options[word.removeprefix("--")]
-            assert found == (1 if value.startswith("--") else type(found)(value))
+            parsed = options[word.removeprefix("--")]
+            assert parsed == (1 if value.startswith("--") else type(parsed)(value))
 
 
 def test_help_explains_every_option_with_its_default(capsys):
@@ -51,9 +51,9 @@ def test_help_explains_every_option_with_its_default(capsys):
     assert ended.value.code == 0
     printed = "".join(capsys.readouterr().out.split())  # lines are broken at hyphens too
     for field in FIELDS.values():
-        said = f"(default: {field.default})" if field.default is not None else "default"
+        default = f"(default: {field.default})" if field.default is not None else "default"
         assert f"--{field.name}" in printed and "".join(field.metadata["help"].split()) in printed
-        assert "(default:" in field.metadata["help"] or "".join(said.split()) in printed
+        assert "(default:" in field.metadata["help"] or "".join(default.split()) in printed
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -117,7 +117,7 @@ def test_a_name_of_the_trainer_stands_for_what_transformers_means_by_it():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "hint"),
     [
         *((f"--{slip}=8", "--batch_size?") for slip in ("bach_size", "batchsize")),
         *(("--lora_rnk=8", "--lora_rank?"), ("--learing_rate 2", "--learning_rate?"), ("--use_t", "--use_te?")),
@@ -143,10 +143,10 @@ def test_a_name_of_the_trainer_stands_for_what_transformers_means_by_it():
         ),
     ],
 )
-def test_a_mistake_comes_with_what_was_probably_meant(words, said):
+def test_a_mistake_comes_with_what_was_probably_meant(words, hint):
     with pytest.raises(UserError) as refused:
         parse_config(words.split(), prog="train_fp8.py")
-    assert said in str(refused.value) and len(str(refused.value).splitlines()) == 1
+    assert hint in str(refused.value) and len(str(refused.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -172,8 +172,8 @@ def test_yaml_is_read_and_the_command_line_overrides_it(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("learning-rate: 3e-4\nbatch_size: 2\nexport: false\npacking: true\nmax_steps:\nmodel_name: a/b\n")
     options = parse_config(["--config", str(file), "--batch_size", "4", "--no_packing"]).options
-    given = {"learning_rate": 3e-4, "batch_size": 4, "export": False, "packing": False, "model_name": "a/b"}
-    assert options == {**Config().options, **given}
+    written = {"learning_rate": 3e-4, "batch_size": 4, "export": False, "packing": False, "model_name": "a/b"}
+    assert options == {**Config().options, **written}
     for text in ("batch_size: 2\nseed: 3\nbatch_size: 4", "batch-size: ~\nper_device_train_batch_size: 4"):
         file.write_text(text)
         with pytest.raises(UserError, match="batch_size"):

@@ -86,13 +86,14 @@ def test_norms_match_the_reference(kind, record_property):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert {entry["width"] for entry in found} == set(widths)
+    entries = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert {entry["width"] for entry in entries} == set(widths)
     record_property(
-        "worst", {str(fp8): max(max(entry["differences"]) for entry in found if entry["fp8"] == fp8) for fp8 in BOUNDS}
+        "worst",
+        {str(fp8): max(max(entry["differences"]) for entry in entries if entry["fp8"] == fp8) for fp8 in BOUNDS},
     )
     takes_cudnn = kind == "others" and torch.cuda.get_device_capability()[0] == HOPPER
-    for entry in found:
+    for entry in entries:
         assert max(entry["differences"]) < BOUNDS[entry["fp8"]], entry
         names = entry["kernels"]
         for direction in ("fwd", "bwd"):

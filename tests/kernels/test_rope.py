@@ -85,21 +85,21 @@ def test_a_layer_calls_the_kernel_with_what_it_needs(layout, recompute, stand_in
     wanted = train(family, layout, recompute)
     assert not stand_in_kernel, "on a CPU Transformer Engine's path is taken"
     monkeypatch.setattr(te_llama.TEDecoderLayer, "_one_kernel_rotates", lambda self, fused: True)
-    found = train(family, layout, recompute)
+    results = train(family, layout, recompute)
     batch, config = BATCHES[layout]("cpu"), family_config(family)
     width = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
     shape = batch.input_ids.shape if layout == "padded" else (batch.input_ids.numel(),)
     bounds = None if layout == "padded" else batch.cu_seqlens.tolist()
     assert stand_in_kernel == [((*shape, width), bounds)] * config.num_hidden_layers * (2 if recompute else 1)
-    assert found.keys() == wanted.keys()
-    for name, value in found.items():
+    assert results.keys() == wanted.keys()
+    for name, value in results.items():
         torch.testing.assert_close(
             value, wanted[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
 @pytest.mark.parametrize(
-    ("family", "context_size", "on_gpu", "dtype", "taken"),
+    ("family", "context_size", "on_gpu", "dtype", "takes_kernel"),
     [
         ("llama2", 1, True, torch.bfloat16, True),
         ("llama2", 1, True, torch.float16, True),
@@ -110,11 +110,11 @@ def test_a_layer_calls_the_kernel_with_what_it_needs(layout, recompute, stand_in
         ("qwen3_qk_norm_head_dim", 1, True, torch.bfloat16, False),
     ],
 )
-def test_which_layers_take_the_kernel(family, context_size, on_gpu, dtype, taken, monkeypatch):
+def test_which_layers_take_the_kernel(family, context_size, on_gpu, dtype, takes_kernel, monkeypatch):
     install_stand_in(monkeypatch)
     layer = te_llama.build_te_model(family_config(family), torch.float32, "cpu").model.layers[0]
     layer.context_size = context_size
-    assert layer._one_kernel_rotates(SimpleNamespace(is_cuda=on_gpu, dtype=dtype)) is taken
+    assert layer._one_kernel_rotates(SimpleNamespace(is_cuda=on_gpu, dtype=dtype)) is takes_kernel
 
 
 INTERPRETED = """

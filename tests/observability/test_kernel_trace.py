@@ -147,7 +147,7 @@ STEP = {
 
 def test_time_is_added_up_by_class_and_by_operand_type():
     by_class = time_by_class(STEP)
-    assert {name: taken.count for name, taken in by_class.items()} == {"gemm": 258, "optimizer": 98}
+    assert {name: kernels.count for name, kernels in by_class.items()} == {"gemm": 258, "optimizer": 98}
     assert list(by_class) == ["gemm", "optimizer"], "the longest first"
     assert by_class["gemm"].time_s == pytest.approx(0.020569)
     assert list(by_class["gemm"].names) == sorted(STEP, key=lambda name: -STEP[name][1])[:1] + [

@@ -1,4 +1,4 @@
-"""What run.json says about code and machine, and that a file is replaced whole or not at all."""
+"""What run.json says about code and machine."""
 
 from __future__ import annotations
 
@@ -19,11 +19,8 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def test_the_command_is_that_of_the_repository_s_root(monkeypatch, tmp_path) -> None:
-    assert collect_provenance([str(REPOSITORY / "scripts" / "x.py"), "--json", "/tmp/y"])["command"] == [
-        "scripts/x.py",
-        "--json",
-        "/tmp/y",
-    ]
+    words = [str(REPOSITORY / "scripts" / "x.py"), "--json", "/tmp/y"]
+    assert collect_provenance(words)["command"] == ["scripts/x.py", "--json", "/tmp/y"]
     monkeypatch.chdir(REPOSITORY / "scripts")
     assert collect_provenance(["x.py"])["command"] == ["scripts/x.py"]
     monkeypatch.chdir(tmp_path)

@@ -30,11 +30,8 @@ SIGNS = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigne
 
 def neighbours(numbers, reach):
     """Each number and the `reach` fp32 numbers on either side of it."""
-    return (
-        (numbers.view(torch.int32)[:, None] + torch.arange(-reach, reach + 1, dtype=torch.int32))
-        .view(torch.float32)
-        .flatten()
-    )
+    steps = torch.arange(-reach, reach + 1, dtype=torch.int32)
+    return (numbers.view(torch.int32)[:, None] + steps).view(torch.float32).flatten()
 
 
 def dense_numbers(signed):
@@ -43,14 +40,10 @@ def dense_numbers(signed):
     middles = (values[1:] + values[:-1]) / 2
     generator = torch.Generator().manual_seed(0)
     magnitudes = 10 ** (-13 * torch.rand(100_000, generator=generator))
-    found = torch.cat(
-        [neighbours(values[values != 0], 500), neighbours(middles, 500), magnitudes, torch.linspace(0, 1, 100_001)]
-    )
-    found = torch.cat([found, -found]) if signed else found
-    return found[(found <= 1) & (found >= (-1 if signed else 0))]
-
-
-# --- codes ------------------------------------------------------------------------------------------------------------
+    around = [neighbours(values[values != 0], 500), neighbours(middles, 500)]
+    numbers = torch.cat([*around, magnitudes, torch.linspace(0, 1, 100_001)])
+    numbers = torch.cat([numbers, -numbers]) if signed else numbers
+    return numbers[(numbers <= 1) & (numbers >= (-1 if signed else 0))]
 
 
 @SIGNS
@@ -88,9 +81,6 @@ def test_blocks_are_encoded_and_decoded_as_torchao_does(signed):
         assert torch.equal(decoded[~not_zero], largest) and bool((numbers[~not_zero] <= largest * 1.0001).all())
 
 
-# --- stochastic rounding ----------------------------------------------------------------------------------------------
-
-
 def test_random_bits_follow_the_documented_hash():
     """In numpy, whose uint32 wraps; counted on from any even element."""
     first, second = rounding_key(42, 3, 5)
@@ -111,8 +101,6 @@ def test_rounding_keeps_bf16_numbers_nan_and_infinity():
     of_gpu_and_cpu = torch.tensor([0x7FFFFFFF, 0x7FC00000, -0x400000], dtype=torch.int32).view(torch.float32)
     assert round_stochastically(of_gpu_and_cpu, highest[:3]).isnan().all()
 
-
-# --- steps ------------------------------------------------------------------------------------------------------------
 
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 SHAPES = {"codes": (64, 128), "odd": (127, 65), "bias": (300,)}
@@ -142,7 +130,6 @@ def train(parameters, optimizer, steps):
 def test_a_step_equals_torchaos():
     """Moments, scales and the number that is rounded, by torchao's functions, in the middle of a run."""
     adam = pytest.importorskip("torchao.optim.adam")
-    quant_utils = pytest.importorskip("torchao.optim.quant_utils")
     subclass = pytest.importorskip("torchao.optim.subclass_8bit")
     parameters, optimizer = make()
     train(parameters, optimizer, range(3))
@@ -171,10 +158,6 @@ def test_a_step_equals_torchaos():
         exact.view(torch.int32) & 0xFFFF
     )
     assert ((away >= 0x10000) == (ulps > 0.5)).float().mean() > 0.999
-    # torchao's own rounding goes away from zero as often, of the same number.
-    torch.manual_seed(0)
-    their_share = (quant_utils._fp32_to_bf16_sr(exact).float() != below).float().mean().item()
-    assert (ulps > 0.5).float().mean().item() == pytest.approx(their_share, abs=0.04)
 
 
 def test_rarely_updated_rows_move_as_under_fp32_adamw():

@@ -172,16 +172,16 @@ def test_drawn_lower_bits_leave_the_weights_as_they_are_and_show_every_update_on
 
 
 def test_remainders_are_drawn_where_none_were_loaded():
-    kept = torch.tensor([5, 0, -7], dtype=torch.int16)
+    stored = torch.tensor([5, 0, -7], dtype=torch.int16)
     loaded, bare, again = (Parameter(torch.tensor([0.1, 0.5, -3.3], dtype=torch.bfloat16)) for _ in range(3))
     give_remainder_(loaded)
-    remainder_of(loaded).copy_(kept)
+    remainder_of(loaded).copy_(stored)
     optimizer = MasterAdamW([loaded, bare, again], lr=0.0, seed=1)
     for parameter in (loaded, bare, again):
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     drawn = [optimizer.state[parameter]["remainder"] for parameter in (loaded, bare, again)]
-    assert torch.equal(drawn[0], kept)
+    assert torch.equal(drawn[0], stored)
     assert drawn[1].ne(0).all() and not torch.equal(drawn[1], drawn[2])
 
 

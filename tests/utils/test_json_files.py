@@ -43,6 +43,6 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path, monkeypa
     with pytest.raises(SystemExit) as ended:
         run_script(lambda: write_json_atomic(tmp_path / "out.json", {}) or 0)
     assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: {tmp_path / 'out.json'}: ") and said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"error: {tmp_path / 'out.json'}: ") and printed.count("\n") == 1
     assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]
