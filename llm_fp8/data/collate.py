@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from llm_fp8.data.tokenise import Document
-from llm_fp8.kernels.softmax import IGNORE_INDEX
+from llm_fp8.kernels.cross_entropy import IGNORE_INDEX
 from llm_fp8.observability.metrics import StepTokens
 
 IntArray = npt.NDArray[np.int64]

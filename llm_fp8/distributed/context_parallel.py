@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from llm_fp8.data.collate import Batch
-from llm_fp8.kernels.softmax import IGNORE_INDEX
+from llm_fp8.kernels.cross_entropy import IGNORE_INDEX
 
 
 @dataclass(frozen=True)

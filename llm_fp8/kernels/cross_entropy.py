@@ -13,20 +13,22 @@ tensors of 3.9 GiB at once. Here the gradient overwrites the bf16 logits:
     many chunks   At most `chunk_tokens` rows of logits exist at a time, so both gradients are formed in the forward
                   pass. grad_W is summed over chunks in fp32 (4 V h bytes), so chunks pay only for T well above 2 h.
 
-The GEMMs run in `compute_dtype`. Softmax, loss and sums are computed in fp32 (fp64 for fp64 inputs). The gradient with
-respect to the logits is rounded to `compute_dtype`.
+The GEMMs run in `compute_dtype`. Softmax, loss and sums are computed in fp32 (fp64 for fp64 inputs), by Transformer
+Engine's Triton kernels where it is installed, else by torch in blocks of rows. The gradient with respect to the logits
+is rounded to `compute_dtype`.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llm_fp8.kernels import softmax
-
+IGNORE_INDEX = -100  # label of a position that takes no part in the loss
+_ROWS_PER_BLOCK = 1024  # the torch implementation makes an fp32 copy of so many (0.5 GiB for V = 128,256)
 LOGITS_BUDGET_GIB = 4.0  # 16,384 tokens of a 128k vocabulary in bf16 are 3.9 GiB
 
 
@@ -80,8 +82,8 @@ class _OneChunk(torch.autograd.Function):
         ctx.dtypes = hidden.dtype, weight.dtype
         ctx.softcap = softcap
         hidden, weight = hidden.to(compute_dtype), weight.to(compute_dtype)
-        logits = softmax.cap_(hidden @ weight.t(), softcap)
-        losses, statistics = softmax.losses(logits, labels)
+        logits = cap_(hidden @ weight.t(), softcap)
+        losses, statistics = losses_and_statistics(logits, labels)
         ctx.save_for_backward(hidden, weight, labels, logits, statistics)
         return losses.sum()
 
@@ -90,9 +92,7 @@ class _OneChunk(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, logits, statistics = ctx.saved_tensors
         with torch.autocast(hidden.device.type, enabled=False):
-            slope = softmax.slope_of_cap(logits, ctx.softcap)
-            softmax.to_gradient_(logits, statistics, labels, grad_output)
-            logits = logits if slope is None else logits.mul_(slope)
+            to_gradient_(logits, statistics, labels, grad_output, ctx.softcap)
             needs_hidden, needs_weight = ctx.needs_input_grad[:2]
             grad_hidden = (logits @ weight).to(ctx.dtypes[0]) if needs_hidden else None
             grad_weight = (logits.t() @ hidden).to(ctx.dtypes[1]) if needs_weight else None
@@ -114,7 +114,7 @@ class _ManyChunks(torch.autograd.Function):
     ) -> Tensor:
         ctx.weight_dtype = weight.dtype
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        sum_dtype = softmax.accumulation_dtype(dtype)
+        sum_dtype = accumulation_dtype(dtype)
         compute_weight = weight.to(dtype)
         one = torch.ones((), dtype=sum_dtype, device=hidden.device)
         loss = torch.zeros((), dtype=sum_dtype, device=hidden.device)
@@ -123,13 +123,11 @@ class _ManyChunks(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             rows = hidden[chunk].to(dtype)
-            logits = softmax.cap_(rows @ compute_weight.t(), softcap)
-            losses, statistics = softmax.losses(logits, labels[chunk])
+            logits = cap_(rows @ compute_weight.t(), softcap)
+            losses, statistics = losses_and_statistics(logits, labels[chunk])
             loss += losses.sum()
             if needs_hidden or needs_weight:
-                slope = softmax.slope_of_cap(logits, softcap)
-                softmax.to_gradient_(logits, statistics, labels[chunk], one)
-                logits = logits if slope is None else logits.mul_(slope)
+                to_gradient_(logits, statistics, labels[chunk], one, softcap)
             if grad_hidden is not None:
                 grad_hidden[chunk] = logits @ compute_weight
             if grad_weight is not None:
@@ -147,3 +145,91 @@ class _ManyChunks(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = torch.mul(grad_weight, grad_output, out=torch.empty_like(grad_weight, dtype=ctx.weight_dtype))
         return grad_hidden, grad_weight, None, None, None, None
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which softmax, loss and sums are computed: fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def use_triton(logits: Tensor) -> bool:
+    """Return True if Transformer Engine's kernels take these: contiguous bf16 or fp32 logits on a GPU."""
+    on_gpu = logits.is_cuda and logits.dtype in (torch.bfloat16, torch.float32) and logits.numel() > 0
+    return on_gpu and importlib.util.find_spec("transformer_engine") is not None
+
+
+def losses_and_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses [T] of `logits [T, V]` (0 for ignored labels), and statistics [T, 2]: maximum m, sum of exp(logit - m)."""
+    if not use_triton(logits):
+        return _torch_losses(logits, labels)
+    from transformer_engine.pytorch.triton.cross_entropy import cross_entropy_forward
+
+    losses, _, statistics, *_ = cross_entropy_forward(
+        logits.unsqueeze(0),
+        labels.unsqueeze(0),
+        label_smoothing=0.0,
+        reduce_loss=False,
+        dist_process_group=None,
+        ignore_idx=IGNORE_INDEX,
+        overwrite_input=True,  # makes no copy; the forward kernel writes nothing into the logits
+    )
+    return losses.squeeze(0), statistics
+
+
+def to_gradient_(
+    logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor, cap: float | None = None
+) -> None:
+    """Overwrite `logits [T, V]` by the 0-dim grad_output times (softmax - one_hot(label)), or by 0 in ignored rows;
+    with a `cap`, by the gradient with respect to the input of `cap_`.
+    """
+    slope = None if cap is None else (logits / cap).square_().neg_().add_(1)  # of tanh, from its results
+    if use_triton(logits):
+        from transformer_engine.pytorch.triton.cross_entropy import cross_entropy_backward
+
+        cross_entropy_backward(
+            logits.unsqueeze(0),
+            statistics,
+            labels.contiguous(),
+            n_non_ignore=None,
+            grad_output=grad_output.expand(logits.shape[0]),  # the kernel reads one value per row
+            label_smoothing=0.0,
+            reduce_loss=False,
+            rank=0,
+            world_size=1,
+            ignore_idx=IGNORE_INDEX,
+        )
+        # Autograd does not see what a Triton kernel writes. This makes a second backward pass an error.
+        torch.autograd.graph.increment_version(logits)
+    else:
+        _torch_to_gradient_(logits, statistics, labels, grad_output)
+    if slope is not None:
+        logits.mul_(slope)
+
+
+def cap_(logits: Tensor, cap: float | None) -> Tensor:
+    """Overwrite `logits` by cap tanh(logits / cap); None leaves them."""
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def _torch_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    losses, statistics = [], []
+    for rows, row_labels in zip(logits.split(_ROWS_PER_BLOCK), labels.split(_ROWS_PER_BLOCK), strict=True):
+        ignored = row_labels == IGNORE_INDEX
+        x = rows.to(accumulation_dtype(logits.dtype))
+        maximum = x.amax(dim=-1, keepdim=True)
+        exp_sum = (x - maximum).exp_().sum(dim=-1, keepdim=True)
+        label_logit = x.gather(-1, row_labels.masked_fill(ignored, 0)[:, None])
+        losses.append((exp_sum.log() - (label_logit - maximum)).squeeze(-1).masked_fill_(ignored, 0.0))
+        statistics.append(torch.cat([maximum, exp_sum], dim=-1))
+    return torch.cat(losses), torch.cat(statistics)
+
+
+def _torch_to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> None:
+    blocks = (tensor.split(_ROWS_PER_BLOCK) for tensor in (logits, statistics, labels))
+    for rows, row_statistics, row_labels in zip(*blocks, strict=True):
+        ignored = (row_labels == IGNORE_INDEX)[:, None]
+        maximum, exp_sum = row_statistics.unbind(dim=-1)
+        gradient = (rows.to(statistics.dtype) - maximum[:, None]).exp_().div_(exp_sum[:, None])
+        label_column = row_labels[:, None].masked_fill(ignored, 0)
+        gradient.scatter_add_(-1, label_column, torch.full_like(label_column, -1, dtype=gradient.dtype))
+        rows.copy_(gradient.mul_(grad_output).masked_fill_(ignored, 0.0))

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llm_fp8.data.collate import Batch
-from llm_fp8.kernels.softmax import IGNORE_INDEX
+from llm_fp8.kernels.cross_entropy import IGNORE_INDEX
 from llm_fp8.models.source import text_config
 from llm_fp8.utils.hf_internals import grouped_linear, runs_grouped_gemms
 from llm_fp8.utils.torch_internals import wrap_forward

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llm_fp8.data.collate import Batch
-from llm_fp8.kernels.cross_entropy import linear_cross_entropy_sum
-from llm_fp8.kernels.softmax import cap_
+from llm_fp8.kernels.cross_entropy import cap_, linear_cross_entropy_sum
 from llm_fp8.models.experts import router_loss
 from llm_fp8.models.model import decoder_layers, is_te_model, text_decoder
 from llm_fp8.models.source import text_config

@@ -8,7 +8,7 @@ import torch
 
 from llm_fp8.data.collate import Layout
 from llm_fp8.data.tokenise import Document
-from llm_fp8.kernels.softmax import IGNORE_INDEX
+from llm_fp8.kernels.cross_entropy import IGNORE_INDEX
 
 PAD = 3
 

@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llm_fp8.kernels.cross_entropy import default_chunk_tokens, linear_cross_entropy_sum
-from llm_fp8.kernels.softmax import IGNORE_INDEX
+from llm_fp8.kernels.cross_entropy import IGNORE_INDEX, default_chunk_tokens, linear_cross_entropy_sum
 
 TOKENS, HIDDEN, VOCAB = 37, 24, 101
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llm_fp8.kernels import softmax
-from llm_fp8.kernels.cross_entropy import linear_cross_entropy_sum
-from llm_fp8.kernels.softmax import IGNORE_INDEX
+from llm_fp8.kernels import cross_entropy
+from llm_fp8.kernels.cross_entropy import IGNORE_INDEX, linear_cross_entropy_sum
 
 pytestmark = pytest.mark.gpu
 
@@ -31,17 +30,17 @@ def test_kernels_match_fp32_reference(dtype):
     generator = torch.Generator("cuda").manual_seed(0)
     logits = (4 * torch.randn(TOKENS, VOCAB, generator=generator, device="cuda")).to(dtype)
     labels = make_labels()
-    assert softmax.use_triton(logits)
+    assert cross_entropy.use_triton(logits)
     reference_logits = logits.float().requires_grad_()
     want = F.cross_entropy(reference_logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
     factor = torch.tensor(0.25, device="cuda")
     (want.sum() * factor).backward()
 
     original = logits.clone()
-    losses, statistics = softmax.losses(logits, labels)
+    losses, statistics = cross_entropy.losses_and_statistics(logits, labels)
     assert torch.equal(logits, original), "the forward kernel must leave the logits alone"
     torch.testing.assert_close(losses, want.detach(), rtol=1e-5, atol=1e-5)
-    softmax.to_gradient_(logits, statistics, labels, factor)
+    cross_entropy.to_gradient_(logits, statistics, labels, factor)
     gradient = logits.float()
     # One rounding to the logits' dtype is all that may differ.
     unit_roundoff = torch.finfo(dtype).eps / 2

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from llm_fp8.config.options import Config
 from llm_fp8.data.collate import Batch
-from llm_fp8.kernels.softmax import IGNORE_INDEX
+from llm_fp8.kernels.cross_entropy import IGNORE_INDEX
 from llm_fp8.models.source import load_tokenizer
 from llm_fp8.precision.coverage import linear_weights
 from llm_fp8.run.run import load_data
