@@ -20,9 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-import te_llama
 from llm_fp8.config.options import LoraConfig, PrecisionConfig
-from llm_fp8.models.fill import fill_weights
 from llm_fp8.models.lora import (
     adapters_of,
     add_adapters,
@@ -30,16 +28,16 @@ from llm_fp8.models.lora import (
     needs_unfused_mlp,
 )
 from llm_fp8.models.model import Model
-from llm_fp8.models.weights import StoredCheckpoint
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import gemms_per_weight, linear_weights, measure_coverage
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.precision.te import TEBackend
 from llm_fp8.run.checkpoint import Checkpoint
 from llm_fp8.utils.errors import UserError
+from tests.support.families import te_model
 from tests.support.processes import exit_code, start_ranks
 from tests.support.reference import NUM_STEPS, OPTIONS, documents, learning_rate, mean_loss, reference_options
-from tests.support.small import final_weights, steps, tiny_config, train
+from tests.support.small import final_weights, steps, train
 from tests.support.stand_in_te import install_stand_in
 
 RANK, ALPHA = 4, 6
@@ -223,8 +221,7 @@ def test_the_te_decoder_computes_what_hugging_faces_does(request, stand_in, mode
     options = LoraConfig(lora_rank=RANK, lora_alpha=ALPHA, lora_targets=targets)
     folder = request.getfixturevalue(model)
     hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    te = te_llama.build_te_model(hf.config, torch.float32, "cpu", unfused_mlp=needs_unfused_mlp(options))
-    fill_weights(Model(te, StoredCheckpoint([Path(folder) / "model.safetensors"], te.config)))
+    te = te_model(folder, unfused_mlp=needs_unfused_mlp(options)).module
     for model in (hf, te):
         add_adapters(Model(model), options, torch.float32)
         initialize_adapters_(model, SEED)
@@ -269,11 +266,9 @@ class CountGemms(TorchDispatchMode):
 def test_gemms_of_frozen_weights_are_those_that_run(tiny_model, stand_in, use_te, targets):
     """Outside the first layer, where it is a lower bound, the number that the certificate expects is autograd's."""
     options = LoraConfig(lora_rank=RANK, lora_targets=targets)
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     if use_te:
-        model = te_llama.build_te_model(tiny_config(), torch.float32, "cpu", unfused_mlp=needs_unfused_mlp(options))
-        fill_weights(Model(model, StoredCheckpoint([Path(tiny_model) / "model.safetensors"], model.config)))
-    else:
-        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+        model = te_model(tiny_model, unfused_mlp=needs_unfused_mlp(options)).module
     assert gemms_per_weight(Model(model)) == {}
     add_adapters(Model(model), options, torch.float32)
     initialize_adapters_(model, SEED)

@@ -11,25 +11,20 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import te_llama
 from llm_fp8.config.options import LoraConfig, OptimConfig
-from llm_fp8.models.fill import fill_weights
-from llm_fp8.models.lora import adapters_of, add_adapters, initialize_adapters_, needs_unfused_mlp
+from llm_fp8.models.lora import adapters_of, needs_unfused_mlp
 from llm_fp8.models.model import Model, decoder_layers
 from llm_fp8.models.parity import relative_difference
-from llm_fp8.models.weights import StoredCheckpoint
 from llm_fp8.optim.optimizers import build_optimizer
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify
-from llm_fp8.precision.context import Precision
-from llm_fp8.precision.coverage import gemms_per_weight, linear_weights, measure_coverage
+from llm_fp8.precision.coverage import gemms_per_weight, linear_weights
 from llm_fp8.precision.frozen import hold_in_fp8
 from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
-from llm_fp8.step.loss_model import TrainingModel
-from tests.support.batches import S, packed_batch
-from tests.support.families import family_config
-from tests.support.gpu_steps import BF16, MICRO_BATCHES, fp8, recorded_step, step
+from tests.support import gpu_steps
+from tests.support.batches import packed_batch
+from tests.support.families import te_model, write_family
+from tests.support.gpu_steps import BF16, MICRO_BATCHES, add_drawn_adapters_, fp8, recorded_step, step
 from tests.support.gpu_training import certificate_of, common, figures, losses, train
-from tests.support.small import precision_on
 
 pytestmark = pytest.mark.gpu
 
@@ -37,36 +32,12 @@ ALL, ATTENTION, LAST = "all-linear", "q_proj,v_proj", "down_proj"
 
 
 def build(options, device, use_te: bool, targets: str, keep_casts: bool = True):
-    """As `test_precision_gpu.build`, with adapters whose B are not zero; and the expected's gemms."""
+    """As `gpu_steps.build` with adapters, and the expected GEMMs."""
     lora = LoraConfig(lora_rank=8, lora_targets=targets)
-    plan = precision_on(options, device)
-    config = family_config("llama3_rope_gqa")
-    reasons: dict[str, str] = {}
-    if use_te:
-        model = te_llama.build_te_model(config, torch.bfloat16, device, unfused_mlp=needs_unfused_mlp(lora))
-        fill_weights(Model(model), device)
-    else:
-        torch.manual_seed(0)
-        with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-    add_adapters(Model(model), lora, torch.bfloat16)
-    initialize_adapters_(model, 0)
-    draw_b_(model)
-    precision = Precision(plan, options, device, torch.bfloat16)
-    if not use_te:
-        reasons = precision.convert(model, decoder_layers(model))
-    precision.attach(model, decoder_layers(model))
+    model, precision, coverage = gpu_steps.build(options, device, use_te, lora=lora)
     if keep_casts:
         precision.keep_casts_of_frozen_weights()
-    gemms = gemms_per_weight(Model(model))
-    coverage = measure_coverage(model, precision.fp8_modules, plan.compute_name, reasons, gemms)
-    return TrainingModel(model, S, torch.bfloat16), precision, coverage, gemms
-
-
-def draw_b_(model) -> None:
-    with torch.no_grad():
-        for number, (_, adapter) in enumerate(sorted(adapters_of(model).items())):
-            adapter.b.copy_(0.02 * torch.randn(adapter.b.shape, generator=torch.Generator().manual_seed(number)))
+    return model, precision, coverage, gemms_per_weight(Model(model.model))
 
 
 def certificate_of_step(model, precision, expected: ExpectedKernels, device) -> Certificate:
@@ -133,20 +104,13 @@ def test_casts_made_once_are_those_made_each_time(scenario, use_te, device):
 @pytest.mark.parametrize("family", ["llama3_rope_gqa", "qwen2_qkv_bias_tied", "qwen3_qk_norm_head_dim", "llama_biases"])
 def test_the_te_decoder_computes_what_peft_does(family, targets, tmp_path, device):
     """Logits and the gradients of every A and B in fp32."""
-    config = family_config(family)
-    torch.manual_seed(0)
-    hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    hf.save_pretrained(tmp_path)
-    hf = hf.to(device)
+    hf = AutoModelForCausalLM.from_pretrained(write_family(tmp_path, family, torch.float32)).to(device)
     lora = LoraConfig(lora_rank=8, lora_targets=targets)
-    te = te_llama.build_te_model(config, torch.float32, device, unfused_mlp=needs_unfused_mlp(lora))
-    fill_weights(Model(te, StoredCheckpoint([tmp_path / "model.safetensors"], te.config)))
+    te = te_model(tmp_path, device=device, unfused_mlp=needs_unfused_mlp(lora)).module
     ids = torch.randint(3, 1024, (2, 32), generator=torch.Generator().manual_seed(0)).to(device)
     outputs = []
     for model in (hf, te):
-        add_adapters(Model(model), lora, torch.float32)
-        initialize_adapters_(model, 0)
-        draw_b_(model)
+        add_drawn_adapters_(model, lora, torch.float32)
         outputs.append(model.train()(input_ids=ids, labels=ids))
         outputs[-1].loss.backward()
     torch.testing.assert_close(outputs[1].logits, outputs[0].logits, rtol=1e-4, atol=1e-4)

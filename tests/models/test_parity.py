@@ -9,10 +9,7 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-import te_llama
-from llm_fp8.models.fill import fill_weights
 from llm_fp8.models.model import Model
 from llm_fp8.models.parity import (
     FP32_LIMIT,
@@ -22,10 +19,9 @@ from llm_fp8.models.parity import (
     check_parity,
     judge,
 )
-from llm_fp8.models.weights import StoredCheckpoint
 from llm_fp8.utils.errors import UserError
 from tests.support.batches import S, packed_batch
-from tests.support.families import family_config
+from tests.support.families import te_model, write_family
 from tests.support.stand_in_te import install_stand_in
 
 NUM_LAYERS, NUM_TENSORS = 30, 11
@@ -73,40 +69,36 @@ def test_one_tensor_that_differs_in_fp32_is_a_fault(difference):
 
 @pytest.fixture(params=["llama3_rope_gqa", "gemma3_text"])
 def right_model(request, tmp_path, monkeypatch):
-    """A TE decoder, and the checkpoint that its weights are of."""
+    """A TE decoder with the checkpoint that its weights are of."""
     install_stand_in(monkeypatch)
-    config = family_config(request.param)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
-    model = te_llama.build_te_model(config, torch.float32, "cpu")
-    stored = Model(model, StoredCheckpoint([tmp_path / "model.safetensors"], config))
-    fill_weights(stored)
-    return model, stored
+    return te_model(write_family(tmp_path, request.param, torch.float32))
+
+
+def check(model: Model) -> str:
+    return check_parity(model, model.layers, packed_batch("cpu"), S, torch.float32)
 
 
 def test_the_check_passes_a_right_model_and_leaves_it_as_it_was(right_model):
-    model, stored = right_model
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    model.model.layers[1].requires_grad_(False)  # frozen weights are compared too
-    found = check_parity(stored, model.model.layers, packed_batch("cpu"), S, torch.float32)
-    num_stored, num_compared = (41, 45) if model.config.model_type == "gemma3_text" else (30, 33)
-    assert found.startswith(f"parity with Hugging Face: {num_stored} stored tensors loaded bit for bit; {num_compared}")
-    after = dict(model.named_parameters())
+    module = right_model.module
+    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    right_model.layers[1].requires_grad_(False)  # frozen weights are compared too
+    figures = check(right_model)
+    num_stored, num_compared = (41, 45) if module.config.model_type == "gemma3_text" else (30, 33)
+    assert f"with Hugging Face: {num_stored} stored tensors loaded bit for bit; {num_compared} tensors" in figures
+    after = dict(module.named_parameters())
     assert all(torch.equal(value, after[name]) and after[name].grad is None for name, value in before.items())
     assert {name for name, p in after.items() if not p.requires_grad} == {n for n in before if ".layers.1." in n}
 
 
 def test_the_check_refuses_another_rope(right_model):
-    model, stored = right_model
-    for angles in model.model.rotary_emb.angles.values():
+    for angles in right_model.module.model.rotary_emb.angles.values():
         angles *= 1.01
     with pytest.raises(UserError, match="--use_te .* in fp32 by"):
-        check_parity(stored, model.model.layers, packed_batch("cpu"), S, torch.float32)
+        check(right_model)
 
 
 def test_the_check_refuses_weights_that_are_not_the_files(right_model):
-    model, stored = right_model
     with torch.no_grad():
-        model.model.layers[1].mlp.fc2_weight[3, 5] += 0.01
+        right_model.layers[1].mlp.fc2_weight[3, 5] += 0.01
     with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.down_proj\.weight is not the tensor in"):
-        check_parity(stored, model.model.layers, packed_batch("cpu"), S, torch.float32)
+        check(right_model)

@@ -10,14 +10,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import te_llama
-from llm_fp8.models.fill import fill_weights
-from llm_fp8.models.model import Model
 from llm_fp8.models.parity import check_parity, relative_difference
-from llm_fp8.models.weights import StoredCheckpoint
 from llm_fp8.step.loss_model import TrainingModel
 from llm_fp8.utils.errors import UserError
 from tests.support.batches import BATCHES, S, packed_batch, padded_batch
-from tests.support.families import FAMILIES, family_config
+from tests.support.families import FAMILIES, family_config, te_model
 
 pytestmark = pytest.mark.gpu
 
@@ -65,10 +62,9 @@ def test_loss_logits_and_every_gradient(family, dtype, layout, tmp_path, device,
     randomised_hf_model(config, tmp_path)
     batch = BATCHES[layout](device)
     reference, *hf = (hf_run(tmp_path, batch, kind) for kind in dict.fromkeys((torch.float32, dtype)))
-    te_model = te_llama.build_te_model(config, dtype, device)
-    fill_weights(Model(te_model, StoredCheckpoint([tmp_path / "model.safetensors"], te_model.config)))
-    loss, logits, gradients = run(te_model, batch, dtype)
-    gradients = te_llama.in_hf_layout(te_llama.parameter_map(te_model), gradients)
+    te = te_model(tmp_path, dtype, device).module
+    loss, logits, gradients = run(te, batch, dtype)
+    gradients = te_llama.in_hf_layout(te_llama.parameter_map(te), gradients)
     assert gradients.keys() == reference[2].keys()
     ours = differences((loss, logits, gradients), reference)
     theirs = differences(hf[0], reference) if hf else dict.fromkeys(ours, FP32_TOLERANCE / BF16_EXCESS)
@@ -104,9 +100,7 @@ def differences(result, reference):
 def test_export_is_bit_identical_and_loads_in_hugging_face(family, tmp_path, device):
     config = family_config(family)
     randomised_hf_model(config, tmp_path / "in")
-    te_model = te_llama.build_te_model(config, torch.float32, device)
-    fill_weights(Model(te_model, StoredCheckpoint([tmp_path / "in" / "model.safetensors"], te_model.config)))
-    te_model.save_pretrained(tmp_path / "out")
+    te_model(tmp_path / "in", device=device).module.save_pretrained(tmp_path / "out")
     before, after = (load_file(tmp_path / side / "model.safetensors") for side in ("in", "out"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -119,27 +113,24 @@ def test_generate_gives_hugging_faces_tokens(family, tmp_path, device):
     config = family_config(family)
     randomised_hf_model(config, tmp_path)
     hf = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa").to(device).eval()
-    te_model = te_llama.build_te_model(config, torch.float32, device).eval()
-    fill_weights(Model(te_model, StoredCheckpoint([tmp_path / "model.safetensors"], te_model.config)))
+    te = te_model(tmp_path, device=device).module.eval()
     prompt = torch.randint(3, 1024, (3, 40), generator=torch.Generator().manual_seed(2)).to(device)
     mask = torch.ones_like(prompt)
     mask[1, :7] = 0  # padded on the left, as for generation
     arguments = dict(attention_mask=mask, max_new_tokens=24, do_sample=False, pad_token_id=2)
-    assert torch.equal(te_model.generate(prompt, **arguments), hf.generate(prompt, **arguments))
+    assert torch.equal(te.generate(prompt, **arguments), hf.generate(prompt, **arguments))
 
 
 def test_the_check_passes_a_right_model_and_names_what_is_wrong(tmp_path, device, record_property):
     config = family_config("llama3_rope_gqa")
     randomised_hf_model(config, tmp_path)
     for dtype in DTYPES:
-        model = te_llama.build_te_model(config, dtype, device)
-        stored = Model(model, StoredCheckpoint([tmp_path / "model.safetensors"], config))
-        fill_weights(stored)
+        model = te_model(tmp_path, dtype, device)
         for batch in (packed_batch(device), padded_batch(device)):
-            found = check_parity(stored, model.model.layers, batch, S, dtype)
+            found = check_parity(model, model.layers, batch, S, dtype)
             record_property(f"{dtype} {'packed' if batch.cu_seqlens is not None else 'padded'}", found)
             assert found.startswith("parity with Hugging Face: 30 stored tensors loaded bit for bit; 33 tensors of 3")
-            assert all(parameter.grad is None for parameter in model.parameters())
-    model.model.rotary_emb.angles[None] *= 1.01  # as a slightly wrong RoPE base would
+            assert all(parameter.grad is None for parameter in model.module.parameters())
+    model.module.model.rotary_emb.angles[None] *= 1.01  # as a slightly wrong RoPE base would
     with pytest.raises(UserError, match="--use_te .* in fp32 by"):
-        check_parity(stored, model.model.layers, packed_batch(device), S, dtype)
+        check_parity(model, model.layers, packed_batch(device), S, dtype)

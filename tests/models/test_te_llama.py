@@ -11,10 +11,10 @@ from llm_fp8.models import BUNDLED
 from llm_fp8.models.fill import fill_weights
 from llm_fp8.models.model import Model
 from llm_fp8.models.parity import check_parity
-from llm_fp8.models.weights import LocalShard, StoredCheckpoint
+from llm_fp8.models.weights import LocalShard
 from te_llama import UnsupportedArchitecture, build_te_model, in_hf_layout, layer_specs, parameter_map
 from tests.support.batches import S, packed_batch
-from tests.support.families import FAMILIES, family_config
+from tests.support.families import FAMILIES, family_config, te_model
 from tests.support.stand_in_te import install_stand_in
 
 NO_MASK = torch.empty(0, 0, 0, 0)
@@ -159,10 +159,8 @@ def te_and_hf(folder, family, **layers):
         for parameter in hf.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2 if parameter.ndim == 1 else 0.1)
     hf.save_pretrained(folder)
-    te = build_te_model(config, torch.float32, "cpu", **layers)
-    model = Model(te, StoredCheckpoint([folder / "model.safetensors"], config))
-    fill_weights(model)
-    return te, hf, model
+    model = te_model(folder, **layers)
+    return model.module, hf, model
 
 
 def logits_and_gradients(model, ids, bounds, **arguments):

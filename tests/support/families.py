@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+import te_llama
+from llm_fp8.models.fill import fill_weights
+from llm_fp8.models.model import Model
 from llm_fp8.models.source import EMBEDDED_MODEL
+from llm_fp8.models.weights import StoredCheckpoint
 from tests.support.small import tiny_config
 
 FAMILIES = {
@@ -88,3 +92,12 @@ def write_family(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16)
     AutoModelForCausalLM.from_config(family_config(family), dtype=dtype).save_pretrained(folder)
     AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)
     return folder
+
+
+def te_model(folder: Path, dtype: torch.dtype = torch.float32, device="cpu", **layers: bool) -> Model:
+    """The TE decoder with the weights in `folder`."""
+    config = AutoConfig.from_pretrained(folder)
+    stored = StoredCheckpoint([Path(folder) / "model.safetensors"], config)
+    model = Model(te_llama.build_te_model(config, dtype, device, **layers), stored)
+    fill_weights(model, device)
+    return model

@@ -6,12 +6,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import te_llama
-from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.config.options import LoraConfig, PrecisionConfig
 from llm_fp8.models.fill import fill_weights
+from llm_fp8.models.lora import adapters_of, add_adapters, initialize_adapters_, needs_unfused_mlp
 from llm_fp8.models.model import Model, decoder_layers
 from llm_fp8.observability.kernel_trace import kernel_times, record_kernels
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.coverage import measure_coverage
+from llm_fp8.precision.coverage import gemms_per_weight, measure_coverage
 from llm_fp8.step.loss_model import TrainingModel
 from tests.support.batches import S, packed_batch
 from tests.support.families import family_config
@@ -20,29 +21,45 @@ from tests.support.small import precision_on
 SCENARIOS = ["default", "current", "block"]
 
 BF16 = PrecisionConfig(mixed_precision="bf16")
+NO_LORA = LoraConfig()
 
 
 def fp8(**options) -> PrecisionConfig:
     return PrecisionConfig(mixed_precision="fp8", **options)
 
 
-def build(options: PrecisionConfig, device, use_te: bool = True, family: str = "llama3_rope_gqa"):
-    """Training model, precision and coverage of a small random model."""
+def build(
+    options: PrecisionConfig, device, use_te: bool = True, family: str = "llama3_rope_gqa", lora: LoraConfig = NO_LORA
+):
+    """Training model, precision and coverage of a small random model, with adapters whose B are not zero."""
     plan = precision_on(options, device)
     precision = Precision(plan, options, device, torch.bfloat16)
     config = family_config(family)
     reasons: dict[str, str] = {}
     if use_te:
-        model = te_llama.build_te_model(config, torch.bfloat16, device)
+        model = te_llama.build_te_model(config, torch.bfloat16, device, unfused_mlp=needs_unfused_mlp(lora))
         fill_weights(Model(model), device)
     else:
         torch.manual_seed(0)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    if lora.lora_rank:
+        add_drawn_adapters_(model, lora, torch.bfloat16)
+    if not use_te:
         reasons = precision.convert(model, decoder_layers(model))
     precision.attach(model, decoder_layers(model))
-    coverage = measure_coverage(model, precision.fp8_modules, plan.compute_name, reasons)
+    gemms = gemms_per_weight(Model(model))
+    coverage = measure_coverage(model, precision.fp8_modules, plan.compute_name, reasons, gemms)
     return TrainingModel(model, S, torch.bfloat16), precision, coverage
+
+
+def add_drawn_adapters_(model, lora: LoraConfig, dtype: torch.dtype) -> None:
+    """Freeze `model` and add adapters, the same for both decoders, whose B are not zero."""
+    add_adapters(Model(model), lora, dtype)
+    initialize_adapters_(model, 0)
+    with torch.no_grad():
+        for number, (_, adapter) in enumerate(sorted(adapters_of(model).items())):
+            adapter.b.copy_(0.02 * torch.randn(adapter.b.shape, generator=torch.Generator().manual_seed(number)))
 
 
 def step(model, precision, batch, num_micro_batches: int = 1) -> torch.Tensor:
