@@ -75,6 +75,38 @@ def test_transformer_engine_is_imported_in_few_rooms(package):
     assert rooms and set(rooms) <= IMPORT_TRANSFORMER_ENGINE
 
 
+PUBLIC_BUT_UNDERSCORED = {"_replace", "_fields", "_exit", "_actions", "_option_string_actions", "_ArgumentGroup"}
+"""Of named tuples, os and argparse."""
+
+
+def private_names(source: str) -> set[str]:
+    """Private names that the code reads from something else than `self` or a class of its own, or imports."""
+    names, defined = set(), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            owner = node.value
+            is_own = isinstance(owner, ast.Name) and owner.id in ("self", "cls")
+            is_own |= isinstance(owner, ast.Call) and ast.unparse(owner.func) == "super"
+            (defined if is_own else names).add(node.attr)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            defined.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            defined.add(node.target.id)
+        elif isinstance(node, ast.ImportFrom) and not str(node.module).startswith("llm_fp8"):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+            names |= {str(part.value) for part in node.args[1:2] if isinstance(part, ast.Constant)}
+    private = {name for name in names - defined if re.match("_[^_]", name) and not name.startswith("_foreach_")}
+    return private - PUBLIC_BUT_UNDERSCORED
+
+
+@pytest.mark.slow
+def test_private_names_of_libraries_stand_in_the_internals_alone():
+    files = [*PACKAGE.rglob("*.py"), ROOT / "te_llama.py"]
+    found = {file.name: names for file in files if (names := private_names(file.read_text()))}
+    assert set(found) == {"hf_internals.py", "te_internals.py", "torch_internals.py"}, found
+
+
 def test_imports_inside_of_functions_are_seen():
     source = 'def f():\n    from a.b import c\n    import d.e\n    importlib.import_module(f"g.h.{name}")\n'
     assert list(imported_modules(source)) == ["a.b", "a.b.c", "d.e", "g.h."]

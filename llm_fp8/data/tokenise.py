@@ -33,6 +33,7 @@ from transformers import PreTrainedTokenizerBase
 from llm_fp8.data.chat import FORMAT_VERSION, PLAIN_TURN, PROMPT_FORM, TEMPLATE_DATE, encode_batch
 from llm_fp8.data.load import ROW
 from llm_fp8.data.rows import ColumnForm, Unused, conversation_of, read_row
+from llm_fp8.utils.hf_internals import fingerprint
 from llm_fp8.utils.ranks import end_with_parent
 
 FEATURES = Features(
@@ -271,7 +272,7 @@ def tokenise(dataset: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerB
     how["fn_kwargs"] = {"features": selected.features, **arguments}
     if isinstance(selected, IterableDataset):
         return selected.map(_tokenise_batch, **how)
-    key = cache_key(dataset._fingerprint, tokenizer, options)
+    key = cache_key(fingerprint(dataset), tokenizer, options)
     file = Path(datasets.config.HF_DATASETS_CACHE) / "llm_fp8" / f"tokenised-{key}.arrow"
     file.parent.mkdir(parents=True, exist_ok=True)
     how |= {"new_fingerprint": key, "cache_file_name": str(file), "desc": "tokenising"}

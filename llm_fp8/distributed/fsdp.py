@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,11 +27,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim import Optimizer
 
 from llm_fp8.config.options import ParallelConfig
-from llm_fp8.distributed.fsdp_internals import MemorySavingReduceScatter, units_of, unsharded_gradients
 from llm_fp8.distributed.strategy import DistributedStrategy, FindMainGrad
 from llm_fp8.optim.adamw_master import join_master, remainder_of
-from llm_fp8.utils.te_internals import keep_weight_casts
-from llm_fp8.utils.torch_internals import local_of, materialize_, sharded_like
+from llm_fp8.utils.te_internals import keep_weight_casts, release_main_grad
+from llm_fp8.utils.torch_internals import fsdp_entries, gathered_parameter, local_of, materialize_, sharded_like
 
 
 class FsdpStrategy(DistributedStrategy):
@@ -101,8 +101,75 @@ class FsdpStrategy(DistributedStrategy):
         return sharded.to(self.accelerator.device).full_tensor()
 
 
+def units_of(model: nn.Module) -> Iterator[FSDPModule]:
+    """The outermost unit and the decoder layers."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
 def _reshard_without_backward(model: nn.Module, *_: Any) -> None:
     """After a forward pass without gradients, free the unsharded parameters, which checkpoints would hold otherwise."""
     if not torch.is_grad_enabled():
         for unit in units_of(model):
             unit.reshard()
+
+
+def unsharded_gradients(model: nn.Module) -> FindMainGrad:
+    """Find FSDP2's gradients of sharded weights between micro-batches, which are unsharded and fp32 on every rank; in
+    forward passes the gathered weight stands in for the sharded one.
+    """
+    entries = {id(weight): entry for unit in units_of(model) for weight, entry in fsdp_entries(unit)}
+
+    def find(weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        gathered, accumulated = gathered_parameter(entries.get(id(weight)))
+        if gathered is None:
+            return weight, None
+        # FSDP2 has no fp32 gradient of its own where the compute dtype is fp32 too.
+        return gathered, gathered.grad if accumulated is None else accumulated
+
+    return find
+
+
+class MemorySavingReduceScatter:
+    """FSDP2's reduce-scatter of a unit's gradients, with buffers from the backward pass's memory.
+
+    PyTorch's allocator keeps memory by CUDA stream. FSDP2 allocates a rank's gradient shards (4 / N bytes per parameter
+    on N ranks) on the reduce-scatter's stream. On `stream()`, that of the backward pass, they take the place of
+    activations and unsharded gradients: FSDP2 drops its references to these between its two allocations, and main
+    gradients are released at the first. None allocates where FSDP2 does: on CPUs, and under fsdp_hybrid, where a third
+    stream, unknown to the allocator, reads the shards.
+
+    FSDP2 casts reduced shards to the parameters' dtype, on the reduce-scatter's stream too. So where that is bf16
+    (`adamw_master`, `adamw_8bit`) the output is allocated in it, and the cast is made here.
+    """
+
+    def __init__(self, unit: FSDPModule, stream: Callable[[], torch.cuda.Stream | None]) -> None:
+        self._entries = [entry for _, entry in fsdp_entries(unit)]
+        self._stream = stream
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        for entry in self._entries:
+            if (gathered := gathered_parameter(entry)[0]) is not None:
+                release_main_grad(gathered)
+        if (stream := self._stream()) is None:
+            return torch.empty(*size, dtype=dtype, device=device)
+        current = torch.cuda.current_stream(device)
+        is_output = current != stream
+        if is_output:
+            dtype = next(entry.orig_dtype for entry in self._entries if entry.sharded_param.requires_grad)
+        with torch.cuda.stream(stream):
+            buffer = torch.empty(*size, dtype=dtype, device=device)
+        if is_output:
+            buffer.record_stream(current)  # shards may be freed while that stream still uses them
+        return buffer
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        casts = output_tensor.dtype != input_tensor.dtype
+        # As FSDP2's default does it; torch 2.13 renamed reduce_scatter_tensor.
+        reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        output = torch.empty_like(output_tensor, dtype=input_tensor.dtype) if casts else output_tensor
+        work = reduce_scatter(output=output, input=input_tensor, group=group, op=op, async_op=async_op)
+        if casts:
+            output_tensor.copy_(output)
+        return work

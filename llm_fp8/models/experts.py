@@ -28,7 +28,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from llm_fp8.data.collate import Batch
 from llm_fp8.kernels.cross_entropy import IGNORE_INDEX
 from llm_fp8.models.source import text_config
-from llm_fp8.utils.hf_internals import grouped_linear, runs_grouped_gemms
+from llm_fp8.utils.hf_internals import gated, grouped_linear, runs_grouped_gemms
 from llm_fp8.utils.torch_internals import wrap_forward
 
 CONFIG_ENTRIES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
@@ -135,8 +135,8 @@ def grouped_experts(experts: Any, forward: Any, hidden: Tensor, top_k_index: Ten
     offsets = torch.searchsorted(by_expert, bounds).to(torch.int32)  # where each expert's rows end
 
     rows = _Permuted.apply(hidden, order, inverse, per_token)
-    gated = experts._apply_gate(grouped_linear(rows, experts.gate_up_proj, offsets, experts.is_transposed))
-    output = grouped_linear(gated, experts.down_proj, offsets, experts.is_transposed)
+    activations = gated(experts, grouped_linear(rows, experts.gate_up_proj, offsets, experts.is_transposed))
+    output = grouped_linear(activations, experts.down_proj, offsets, experts.is_transposed)
     output = _Permuted.apply(output, inverse, order, 1).view(tokens, per_token, -1)
     weights = top_k_weights.to(output.dtype)
     return torch.matmul(weights.unsqueeze(1), output).squeeze(1).to(hidden.dtype)

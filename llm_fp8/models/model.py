@@ -23,7 +23,6 @@ import te_llama
 from llm_fp8.models.weights import RELOAD, StoredCheckpoint
 from llm_fp8.utils.errors import UserError, listed, reading
 from llm_fp8.utils.hf_internals import ignored_on_load, renaming_on_load
-from llm_fp8.utils.torch_internals import persistent_buffers
 from te_llama import Part, UnsupportedArchitecture
 
 _PASSED_OVER = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
@@ -200,8 +199,9 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if not is_adapter(name)}
     for prefix, module in model.named_modules():
-        for name, buffer in persistent_buffers(module):
-            tensors[f"{prefix}.{name}".lstrip(".")] = buffer
+        if buffers := dict(module.named_buffers(recurse=False)):
+            persistent = buffers.keys() & module.state_dict(keep_vars=True).keys()
+            tensors |= {f"{prefix}.{name}".lstrip("."): buffers[name] for name in buffers if name in persistent}
     return {name_without_adapter(name): tensor for name, tensor in tensors.items()}
 
 

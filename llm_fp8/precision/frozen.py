@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from llm_fp8.precision.context import Precision
+from llm_fp8.utils.te_internals import make_rowwise_only
 from llm_fp8.utils.torch_internals import free_memory_
 
 
@@ -78,6 +79,6 @@ def _keep_no_transposes(module: Any, names: list[str]) -> None:
             inputs[0].register_hook(drop)  # called with its gradient, of which dgrad is a part
 
     for name in names:  # of which Transformer Engine's forward pass makes what the quantizer says
-        getattr(module, name)._quantizer.set_usage(rowwise=True, columnwise=False)
+        make_rowwise_only(getattr(module, name))
     drop()
     module.register_forward_pre_hook(drop_before_and_after)

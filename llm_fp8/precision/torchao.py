@@ -30,7 +30,7 @@ from llm_fp8.config.recipes import Recipe, recipe_names
 from llm_fp8.precision.coverage import ModuleState, linears_left, plain_linears
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import GPU_REQUIREMENTS, OptionalPackage
-from llm_fp8.utils.torch_internals import compile_without_ddp_cuts, local_of, sharded_like
+from llm_fp8.utils.torch_internals import compile_without_ddp_cuts, local_of, sharded_like, unwrapped_by_torchao
 
 TORCHAO = OptionalPackage("torchao", "torchao.float8", f"pip install torchao -c {GPU_REQUIREMENTS}")
 
@@ -122,7 +122,7 @@ class TorchaoBackend:
         local: Any = local_of(parameter)
         if not isinstance(parameter, DTensor) or type(local).__name__ != "WeightWithDynamicFloat8CastTensor":
             return parameter
-        return sharded_like(local._tensor.detach(), parameter)
+        return sharded_like(unwrapped_by_torchao(local).detach(), parameter)
 
     def refresh_scales_(self, model: nn.Module) -> None:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp

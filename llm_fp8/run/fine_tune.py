@@ -26,13 +26,12 @@ def fine_tune(**options: Any) -> dict[str, Any]:
         config = parse_launch(sys.argv[1:], os.environ)
 
         import torch  # here, so that mistakes do not wait for it
-        from accelerate.state import AcceleratorState, GradientState, PartialState
 
         from llm_fp8.run.run import run_training
         from llm_fp8.run.timeline import RunResults
+        from llm_fp8.utils.hf_internals import fresh_accelerate
 
-        for of_process in (PartialState, AcceleratorState, GradientState):  # read in Accelerate 1.15
-            stack.enter_context(patch.dict(of_process._shared_state, clear=True))
+        stack.enter_context(fresh_accelerate())
         torch.compiler.reset()  # code of earlier models counts towards the limit of recompilations
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()

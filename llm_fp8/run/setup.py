@@ -32,7 +32,7 @@ from llm_fp8.step.loss_model import TrainingModel
 from llm_fp8.step.scale_warmup import PASSES, warm_up_delayed_scales
 from llm_fp8.step.stepper import Stepper
 from llm_fp8.utils.hf_internals import chosen_attention
-from llm_fp8.utils.torch_internals import free_memory_
+from llm_fp8.utils.torch_internals import free_memory_, ignore_in_ddp
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def _load_weights(
     plan.say(f"frozen weights are held in fp8 only: {dropped / GIB:.1f} GiB of bf16 ones were cast as they were read")
     # DDP would send them to the other ranks, as torch sees them: in bf16.
     frozen = [name for name, parameter in training_model.named_parameters() if not parameter.requires_grad]
-    training_model._ddp_params_and_buffers_to_ignore = frozen  # type: ignore[assignment]
+    ignore_in_ddp(training_model, frozen)
 
 
 def _freed_again(layers: Iterable[nn.Module], precision: Precision) -> Iterator[nn.Module]:

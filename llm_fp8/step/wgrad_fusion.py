@@ -7,8 +7,8 @@ element and needs memory for the new gradient. A GEMM can add by itself: D = A B
     step                             one process, DDP               FSDP2
     1. first micro-batch             autograd makes `.grad`         FSDP2 makes it unsharded fp32 from the bf16 `.grad`
     2. micro-batches 2 to n          the wgrad GEMM adds to it, as `weight.main_grad`, which `FusedWgradAccumulation`
-                                     finds in `.grad`               finds by `fsdp_internals.unsharded_gradients`
-    3. reduction, last micro-batch   DDP all-reduces (`strategy`);  `fsdp_internals.MemorySavingReduceScatter` releases
+                                     finds in `.grad`               finds by `fsdp.unsharded_gradients`
+    3. reduction, last micro-batch   DDP all-reduces (`strategy`);  `fsdp.MemorySavingReduceScatter` releases
                                      autograd adds there            `main_grad`; `.grad` is then the shard
     4. clip, step, zero              `DistributedStrategy.step` uses and drops `.grad`
 

@@ -1,4 +1,4 @@
-"""The private names of transformers that this project uses; no other file knows them. Read in versions 5.17 and 5.23.
+"""The private names of transformers (read in 5.17 and 5.23), datasets (5.2) and Accelerate (1.15) that are used here.
 A plain model trains without them: each is imported, or looked up, only by what needs it.
 
 name                                                          noticed by
@@ -10,12 +10,17 @@ experts._apply_gate, .has_gate, .is_transposed and the like,  tests/models/test_
   config._experts_implementation, integrations.moe._grouped_linear
 model._keys_to_ignore_on_save,                                tests/models/test_build.py
   ._keys_to_ignore_on_load_unexpected
+dataset._fingerprint                                          tests/data/test_tokenise.py
+PartialState._shared_state and that of its like               tests/run/test_fine_tune.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import uuid
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
@@ -72,3 +77,24 @@ def ignored_on_save(model: PreTrainedModel) -> set[str]:
 def ignored_on_load(model: PreTrainedModel) -> tuple[str, ...]:
     """Regular expressions of stored names that it passes over."""
     return tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+
+
+def gated(experts: Any, hidden: Tensor) -> Tensor:
+    """Apply the activation and gate of transformers' `experts` to `hidden` [rows, 2 x intermediate]."""
+    return experts._apply_gate(hidden)
+
+
+def fingerprint(dataset: Any) -> str:
+    """The hash by which datasets caches what is made of `dataset`; one that is new each time where it has none."""
+    return getattr(dataset, "_fingerprint", None) or uuid.uuid4().hex
+
+
+@contextlib.contextmanager
+def fresh_accelerate() -> Iterator[None]:
+    """Let Accelerate see a new process in the block, and what it knew before afterwards."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    with contextlib.ExitStack() as stack:
+        for of_process in (PartialState, AcceleratorState, GradientState):
+            stack.enter_context(patch.dict(of_process._shared_state, clear=True))
+        yield

@@ -6,6 +6,7 @@ layernorm_mlp._get_act_func_supported_list             tests/kernels/test_swiglu
 dot_product_attention._attention_backends              tests/tools/verify
 FP8GlobalStateManager.reduce_and_update_fp8_tensors    tests/step/test_micro_batch_graphs_gpu.py
 module._fp8_workspaces                                 tests/run/test_train_gpu.py
+weight._quantizer                                      tests/models/test_lora_gpu.py
 """
 
 from __future__ import annotations
@@ -124,3 +125,8 @@ def attention_backend() -> str | None:
 def release_main_grad(weight: Any) -> None:
     """Drop the reference to the main gradient of `weight`, if it has one."""
     vars(weight).pop("main_grad", None)
+
+
+def make_rowwise_only(weight: Any) -> None:
+    """Let later casts of an fp8 weight make no transpose."""
+    weight._quantizer.set_usage(rowwise=True, columnwise=False)

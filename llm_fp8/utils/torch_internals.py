@@ -1,11 +1,19 @@
-"""The private names of torch, read in 2.11 and 2.13, that rooms below `distributed` need, and how `forward` is wrapped;
-FSDP2's own names are in `llm_fp8.distributed.fsdp_internals`.
+"""The private names of torch and torchao that this project uses, read in torch 2.11 and 2.13; no other file knows them.
+A plain model trains without all but `_apply`, which classes are meant to override. `forward` is wrapped here too.
 
     name                                                  noticed by (else AttributeError)
     DTensor._local_tensor                                 tests/models/test_model.py
-    nn.Module._non_persistent_buffers_set                 tests/models/test_model.py
     nn.Module._apply                                      tests/models/test_model.py
     torch._dynamo.config.optimize_ddp                     tests/precision/test_torchao.py
+    module._ddp_params_and_buffers_to_ignore              tests/distributed/test_modes_multi_gpu.py
+    WeightWithDynamicFloat8CastTensor._tensor             tests/distributed/test_torchao_modes_multi_gpu.py
+    FSDPModule._get_fsdp_state and its                    tests/distributed/test_wgrad_fusion_sharded.py; without them
+      _fsdp_param_groups (2.13) or                        autograd and FSDP2 accumulate by themselves
+      _fsdp_param_group (2.11), .fsdp_params
+    entry._module_info: the parameter's module and name
+    entry._unsharded_param: the gathered weight
+    entry.unsharded_accumulated_grad: the fp32 gradient
+      of the micro-batches before the last
 """
 
 from __future__ import annotations
@@ -43,12 +51,6 @@ def sharded_like(local: Tensor, tensor: DTensor) -> DTensor:
     )
 
 
-def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Return the buffers of `module` itself that a state dict holds, by name."""
-    buffers = module.named_buffers(recurse=False)
-    return ((name, buffer) for name, buffer in buffers if name not in module._non_persistent_buffers_set)
-
-
 def materialize_(
     model: nn.Module, parameter_device: torch.device, buffer_device: torch.device, later: Iterable[nn.Module] = ()
 ) -> None:
@@ -82,3 +84,29 @@ def give_memory_(tensor: Tensor) -> None:
 def compile_without_ddp_cuts() -> None:
     """Keep torch.compile from cutting graphs at DDP's buckets: with recomputation it cannot."""
     importlib.import_module("torch._dynamo").config.optimize_ddp = False
+
+
+def ignore_in_ddp(module: nn.Module, names: list[str]) -> None:
+    """Let DDP around `module` neither send nor reduce the parameters of these names."""
+    module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+
+
+def unwrapped_by_torchao(local: Any) -> Tensor:
+    """The fp32 tensor in a weight that torchao casts when FSDP2 gathers it."""
+    return local._tensor
+
+
+def fsdp_entries(unit: Any) -> Iterator[tuple[Tensor, Any]]:
+    """The sharded parameters of an FSDP2 unit, as their modules have them between steps, each with FSDP2's record."""
+    state = unit._get_fsdp_state()
+    for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
+        for entry in getattr(group, "fsdp_params", ()):
+            if owner := getattr(entry, "_module_info", None):
+                yield getattr(owner.module, owner.param_name), entry
+
+
+def gathered_parameter(entry: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The gathered weight of FSDP2's record `entry`, from the first forward pass on, and the fp32 gradient that FSDP2
+    accumulates for it.
+    """
+    return getattr(entry, "_unsharded_param", None), getattr(entry, "unsharded_accumulated_grad", None)

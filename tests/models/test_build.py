@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
-from transformers.integrations import moe
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import te_llama
@@ -27,7 +26,7 @@ from llm_fp8.models.model import decoder_layers
 from llm_fp8.models.source import load_config, load_tokenizer, require_positions, resolve_source, stored_dtype
 from llm_fp8.settle.probe import probe
 from llm_fp8.step.loss_model import TrainingModel
-from llm_fp8.utils import hf_internals
+from llm_fp8.utils import hf_internals, te_internals, torch_internals
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import chosen_attention
 from tests.support.families import EXPERTS
@@ -99,11 +98,24 @@ def test_random_weights_are_distributed_as_transformers_draws_them(kind):
             assert torch.equal(ours, torch.empty(ours.shape).normal_(0.0, 0.02, generator=generator)), name
 
 
-def test_renamed_private_functions_of_transformers_do_not_stop_a_plain_model(tmp_path, tiny_model, rows, monkeypatch):
-    assert {"_keys_to_ignore_on_save", "_keys_to_ignore_on_load_unexpected"} <= set(dir(PreTrainedModel))
-    monkeypatch.delattr(moe, "_grouped_linear")
-    importlib.reload(hf_internals)
-    monkeypatch.delattr("llm_fp8.models.model.renaming_on_load")  # transformers' own export imports what it calls
+def test_no_renamed_private_name_stops_a_plain_run(tmp_path, tiny_model, rows, monkeypatch):
+    """Each function that would meet the new name fails; where a name has a default, the name itself is gone."""
+
+    def renamed(*_: object, **__: object) -> None:
+        raise AttributeError("it has another name now")
+
+    internals = {
+        hf_internals: "supports_flash_attention grouped_linear gated renaming_on_load fresh_accelerate",
+        te_internals: "keep_weight_casts forget_weight_casts add_activation put_off_scale_updates update_scales "
+        "attention_backend make_rowwise_only",
+        torch_internals: "compile_without_ddp_cuts ignore_in_ddp unwrapped_by_torchao fsdp_entries gathered_parameter",
+    }
+    for names, module in ((names.split(), module) for module, names in internals.items()):
+        for function in (getattr(module, name) for name in names):
+            for user in [user for name, user in sys.modules.items() if name.startswith(("llm_fp8", "te_llama"))]:
+                for name in [name for name, value in vars(user).items() if value is function]:
+                    monkeypatch.setattr(user, name, renamed)
+    monkeypatch.setattr(hf_internals, "getattr", lambda owner, name, *default: default[0], raising=False)
     options = [f"--model_name={tiny_model}", f"--dataset_name={rows}", f"--output_dir={tmp_path}", "--max_steps=1"]
     train(*options, "--max_seq_length=256", "--batch_size=1", "--learning_rate=0", "--mixed_precision=no")
     assert_same_bits(stored_weights(tmp_path / "final"), stored_weights(tiny_model))

@@ -89,7 +89,7 @@ def test_without_a_model_or_dataset_the_embedded_ones_are_trained_evaluated_and_
 def test_a_plain_run_loads_no_optional_package_and_no_mode_that_it_has_not(plain_run):
     _, folder = plain_run
     loaded = (folder / "modules").read_text().split()
-    modes = "distributed.deepspeed distributed.fsdp distributed.fsdp_internals distributed.fp8_params "
+    modes = "distributed.deepspeed distributed.fsdp distributed.fp8_params "
     modes += "distributed.context_parallel precision.torchao precision.frozen"
     unused = {"transformer_engine", "deepspeed", "peft", "wandb", *(f"llm_fp8.{mode}" for mode in modes.split())}
     assert not unused & set(loaded)
