@@ -97,48 +97,23 @@ def device_peak_tflops(device: torch.device) -> PeakTflops | None:
     return peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
-class Metric(NamedTuple):
-    unit: str
-    description: str
-
-
-METRICS: dict[str, Metric] = {
-    "step": Metric("steps", "Optimizer steps taken, this one and those before a resume included."),
-    "epoch": Metric("epochs", "Passes over the training rows, as a fraction; whole ones when streaming."),
-    "tokens_seen": Metric("tokens", "Real (not padding) tokens trained on so far, on all GPUs."),
-    "loss": Metric("nats/token", "Cross entropy averaged over the supervised tokens of the step, on all GPUs."),
-    "router_aux_loss": Metric("-", "Load balancing loss of the routers before its coefficient, where there is one."),
-    "grad_norm": Metric("-", "Global L2 norm of the gradient before clipping."),
-    "learning_rate": Metric("-", "Learning rate of the step."),
-    "step_time_s": Metric("s", "Wall time of the step, loading of its data included."),
-    "tokens_per_s": Metric("tokens/s", "All positions, on all GPUs."),
-    "tokens_per_s_per_gpu": Metric("tokens/s", "The same for one GPU."),
-    "real_tokens_per_s": Metric("tokens/s", "Without padding."),
-    "supervised_tokens_per_s": Metric("tokens/s", "Those that carry loss."),
-    "packing_efficiency": Metric("share", "Real tokens over all positions."),
-    "model_tflops": Metric("TFLOP/s", "Model FLOPs of the step over its time, for one GPU."),
-    "mfu_bf16_peak": Metric("share", "model_tflops over the GPU's dense bf16 peak."),
-    "mfu_fp8_peak": Metric("share", "The same for its fp8 peak; fp8 runs."),
-    "fp8_linear_flop_share": Metric("share", "Share of the linear layers' FLOPs that the fp8 recipe covers."),
-    "peak_memory_gib": Metric("GiB", "Most memory that tensors held on the first GPU since this process began."),
-    "peak_reserved_memory_gib": Metric("GiB", "Most memory that PyTorch's allocator took from the first GPU."),
-    "num_alloc_retries": Metric("retries", "Times the first GPU was full and PyTorch freed its cache, which stalls."),
-    "peak_memory_gib_max_rank": Metric("GiB", "The most of any rank; runs of several processes."),
-    "energy_j_per_million_tokens": Metric("J", "Energy of all GPUs per million positions since the last such figure."),
-    "gpu_power_w": Metric("W", "Mean power of a GPU over the same time."),
-    "energy_j": Metric("J", "Energy of all GPUs since this process began, evaluations and checkpoints included."),
-    "num_gemm_kernels": Metric("kernels", "GEMM kernels of the first GPU in a recorded step."),
-    "num_fp8_gemm_kernels": Metric("kernels", "Those of them whose operands are in fp8."),
-    "num_unknown_gemm_kernels": Metric("kernels", "Those whose name does not tell the type of the operands."),
-    "fp8_gemm_time_share": Metric("share", "Share of the time of these kernels that the fp8 ones took."),
-    "communication_share": Metric("share", "Share of that step in which the first GPU ran communication."),
-    "exposed_communication_share": Metric("share", "The part of it in which the GPU ran nothing else."),
-    "eval_loss": Metric("nats/token", "Cross entropy averaged over the supervised tokens of the held-out set."),
-    "eval_perplexity": Metric("-", "exp(eval_loss)."),
-    "eval_num_supervised_tokens": Metric("tokens", "Supervised tokens that eval_loss averages over."),
-    "eval_time_s": Metric("s", "Wall time of the evaluation."),
-}
-"""All keys of metrics.jsonl, summary.json and W&B. A key keeps its meaning for good."""
+METRICS = {
+    "step": "steps", "epoch": "epochs", "tokens_seen": "tokens",
+    "loss": "nats/token", "router_aux_loss": "-", "grad_norm": "-", "learning_rate": "-",
+    "step_time_s": "s", "tokens_per_s": "tokens/s", "tokens_per_s_per_gpu": "tokens/s",
+    "real_tokens_per_s": "tokens/s", "supervised_tokens_per_s": "tokens/s",
+    "packing_efficiency": "share", "model_tflops": "TFLOP/s", "mfu_bf16_peak": "share", "mfu_fp8_peak": "share",
+    "fp8_linear_flop_share": "share",
+    "peak_memory_gib": "GiB", "peak_reserved_memory_gib": "GiB",
+    "num_alloc_retries": "retries", "peak_memory_gib_max_rank": "GiB",
+    "energy_j_per_million_tokens": "J", "gpu_power_w": "W", "energy_j": "J",
+    "num_gemm_kernels": "kernels", "num_fp8_gemm_kernels": "kernels", "num_unknown_gemm_kernels": "kernels",
+    "fp8_gemm_time_share": "share",
+    "communication_share": "share", "exposed_communication_share": "share",
+    "eval_loss": "nats/token", "eval_perplexity": "-",
+    "eval_num_supervised_tokens": "tokens", "eval_time_s": "s",
+}  # fmt: skip
+"""Every key of metrics.jsonl, summary.json and W&B -> its unit. docs/monitoring.md gives the meaning, which stays."""
 
 RECORDED_STEP = "num_gemm_kernels"  # the key that only a recorded step has
 

@@ -115,7 +115,7 @@ def _panel(panel: Panel) -> Any:
     title, key, by = panel
     legend = f"${{run:displayName}} (${{config:{PRECISION}}})"
     if by in (*METRICS, TIME):
-        axes: Any = {"title_x": "s" if by == TIME else METRICS[by].unit, "title_y": METRICS[key].unit}
+        axes: Any = {"title_x": "s" if by == TIME else METRICS[by], "title_y": METRICS[key]}
         return wr.LinePlot(title=title, x=by, y=[key], legend_template=legend, **axes)
     bars: Any = {"legend_template": legend}
     if by == "precision":
