@@ -1,4 +1,4 @@
-"""Packed and padded batches: their layout, and that a model sees the same in both."""
+"""Packed and padded batches: their layout, and which documents share a sequence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from llm_fp8.data.collate import Layout
+from llm_fp8.data.collate import Layout, pack
 from llm_fp8.data.tokenise import Document
 from llm_fp8.kernels.cross_entropy import IGNORE_INDEX
 
@@ -61,3 +61,24 @@ def test_a_batch_without_sequences_teaches_nothing(collate: Layout) -> None:
     assert (batch.labels == IGNORE_INDEX).all() and batch.row_ids == ()
     if batch.attention_mask is not None:
         assert batch.attention_mask.any(dim=1).all()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_document_is_packed_once_and_fits(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    capacity = int(rng.integers(50, 200))
+    lengths = rng.integers(1, capacity // 3, size=400)
+    plan = pack(lengths, capacity)
+    np.testing.assert_array_equal(np.sort(plan.samples), np.arange(len(lengths)))
+    sums = np.add.reduceat(lengths[plan.samples], plan.offsets[:-1])
+    assert sums.max() <= capacity and (np.diff(plan.offsets) > 0).all()
+    assert len(plan) == -(-lengths.sum() // capacity), "best fit fills every sequence but the last"
+
+
+def test_packing_is_deterministic_and_knows_edge_cases() -> None:
+    lengths = np.random.default_rng(1).integers(1, 64, size=5000)
+    first, second = pack(lengths, 64), pack(list(lengths), 64)
+    np.testing.assert_array_equal(first.samples, second.samples)
+    np.testing.assert_array_equal(first.offsets, second.offsets)
+    assert len(pack([], 8)) == 0
+    assert [pack([8, 8], 8)[i].tolist() for i in range(2)] == [[0], [1]]

@@ -6,16 +6,15 @@ import json
 import time
 from collections import Counter
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from llm_fp8.data.collate import Batch, Layout, PackingPlan, pack
 from llm_fp8.data.loader import EvalLoader, MapSequences, Share, TrainLoader
 from llm_fp8.data.tokenise import Document
+from tests.support.batches import assert_same_steps, next_steps
 
 NUM_DOCUMENTS = 45
 LENGTHS = np.random.default_rng(3).integers(2, 33, size=NUM_DOCUMENTS)
@@ -37,22 +36,8 @@ def _loader(
     return TrainLoader(_sequences(packed, seed), layout, accumulate, Share(rank, world_size))
 
 
-def _steps(loader: TrainLoader, count: int) -> list[list[Batch]]:
-    iterator = iter(loader)
-    steps = list(islice(iterator, count))
-    iterator.close()  # type: ignore[attr-defined]
-    return steps
-
-
 def _ids(steps: list[list[Batch]]) -> list[list[tuple[int, ...]]]:
     return [[batch.row_ids for batch in step] for step in steps]
-
-
-def _same(first: list[list[Batch]], second: list[list[Batch]]) -> bool:
-    if _ids(first) != _ids(second):
-        return False
-    pairs = zip((b for step in first for b in step), (b for step in second for b in step), strict=True)
-    return all(torch.equal(a.input_ids, b.input_ids) and torch.equal(a.labels, b.labels) for a, b in pairs)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -60,10 +45,10 @@ def test_an_epoch_holds_every_sequence_once(packed: bool) -> None:
     loader = _loader(batch_size=3, accumulate=2, packed=packed)
     assert loader.steps_per_epoch is not None
     num_steps = loader.steps_per_epoch
-    seen = [row for step in _steps(loader, num_steps) for batch in step for row in batch.row_ids]
+    seen = [row for step in next_steps(loader, num_steps) for batch in step for row in batch.row_ids]
     assert Counter(seen) == Counter(range(NUM_DOCUMENTS))
     assert loader.epoch == 1.0
-    two_epochs = _ids(_steps(_loader(batch_size=3, accumulate=2, packed=packed), 2 * num_steps))
+    two_epochs = _ids(next_steps(_loader(batch_size=3, accumulate=2, packed=packed), 2 * num_steps))
     assert two_epochs[:num_steps] != two_epochs[num_steps:]
     second = Counter(row for step in two_epochs[num_steps:] for ids in step for row in ids)
     assert second == Counter(range(NUM_DOCUMENTS))
@@ -76,7 +61,7 @@ def test_a_global_batch_does_not_know_how_it_is_cut(packed: bool) -> None:
     by_cut = []
     for batch_size, accumulate, world_size in cuts:
         ranks = [_loader(batch_size, accumulate, rank, world_size, packed) for rank in range(world_size)]
-        per_rank = [_steps(loader, 9) for loader in ranks]
+        per_rank = [next_steps(loader, 9) for loader in ranks]
         num_steps = ranks[0].steps_per_epoch
         by_cut.append(
             [sorted(row for steps in per_rank for batch in steps[i] for row in batch.row_ids) for i in range(9)]
@@ -92,7 +77,7 @@ def test_ranks_without_sequences_get_empty_micro_batches() -> None:
     rows = list(range(5))
     shares = [Share(rank, 4).micro_batches(rows, 2) for rank in range(4)]
     assert shares == [[[0, 1]], [[2, 3]], [[4]], [[]]]
-    last = [_steps(_loader(1, 1, rank, 8), 6)[-1] for rank in range(8)]
+    last = [next_steps(_loader(1, 1, rank, 8), 6)[-1] for rank in range(8)]
     assert [step[0].num_supervised_tokens > 0 for step in last] == [True] * 5 + [False] * 3
     assert all(len(step) == 1 for step in last)
 
@@ -100,14 +85,14 @@ def test_ranks_without_sequences_get_empty_micro_batches() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("done", [0, 1, 4, 5, 6, 11, 12, 13])
 def test_resuming_gives_the_steps_that_would_have_followed(packed: bool, done: int) -> None:
-    whole = _steps(_loader(packed=packed, batch_size=4), 20)
+    whole = next_steps(_loader(packed=packed, batch_size=4), 20)
     first = _loader(packed=packed, batch_size=4)
-    _steps(first, done)
+    next_steps(first, done)
     state = json.loads(json.dumps(first.state_dict()))
     second = _loader(packed=packed, batch_size=4)
     second.load_state_dict(state)
     assert second.epoch == first.epoch
-    assert _same(_steps(second, 20 - done), whole[done:])
+    assert_same_steps(next_steps(second, 20 - done), whole[done:])
 
 
 def test_the_state_is_that_of_the_consumer_not_of_the_thread() -> None:
@@ -121,17 +106,17 @@ def test_the_state_is_that_of_the_consumer_not_of_the_thread() -> None:
     assert states == [4, 8, 12, 16]
     # The same loader goes on where it was, with a new iterator too.
     iterator.close()  # type: ignore[attr-defined]
-    assert _ids(_steps(loader, 2)) == _ids(_steps(_loader(), 6)[4:])
+    assert _ids(next_steps(loader, 2)) == _ids(next_steps(_loader(), 6)[4:])
 
 
 def test_resuming_with_another_cut_of_the_same_sequences() -> None:
-    whole = _ids(_steps(_loader(batch_size=2, accumulate=4), 8))
+    whole = _ids(next_steps(_loader(batch_size=2, accumulate=4), 8))
     first = _loader(batch_size=2, accumulate=4)
-    _steps(first, 3)
+    next_steps(first, 3)
     ranks = [_loader(batch_size=2, accumulate=2, rank=rank, world_size=2) for rank in range(2)]
     for loader in ranks:
         loader.load_state_dict(first.state_dict())
-    parts = [_ids(_steps(loader, 2)) for loader in ranks]
+    parts = [_ids(next_steps(loader, 2)) for loader in ranks]
     assert [[*parts[0][i], *parts[1][i]] for i in range(2)] == [[*step[0::2], *step[1::2]] for step in whole[3:5]]
 
 

@@ -97,6 +97,15 @@ def test_everything_that_shapes_the_tokens_changes_the_key(
     assert len(keys) == 14
 
 
+@pytest.mark.parametrize(("quota", "cores"), [("max 100000", 64), ("350000 100000", 4)])
+def test_the_cores_of_a_job(quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.setattr(module, "CPU_QUOTA", tmp_path / "cpu.max")
+    assert module.cores_of_job() == 64
+    (tmp_path / "cpu.max").write_text(quota)
+    assert module.cores_of_job() == cores
+
+
 @pytest.mark.slow
 def test_documents_are_those_of_the_rows_wherever_they_lie(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,10 +1,16 @@
-"""A few documents of random tokens as a `Batch`, packed and padded."""
+"""A few documents of random tokens as a `Batch`, packed and padded, and the steps of a loader."""
 
 from __future__ import annotations
 
+from contextlib import closing
+from itertools import islice
+from typing import Any
+
 import numpy as np
+import torch
 
 from llm_fp8.data.collate import Batch, Layout
+from llm_fp8.data.loader import TrainLoader
 from llm_fp8.data.tokenise import Document
 
 S = 128
@@ -33,3 +39,16 @@ def padded_batch(device) -> Batch:
 
 
 BATCHES = {"packed": packed_batch, "padded": padded_batch}
+
+
+def next_steps(loader: TrainLoader, number: int | None = None) -> list[list[Batch]]:
+    """The next steps, by default an epoch's."""
+    steps: Any = iter(loader)
+    with closing(steps):
+        return list(islice(steps, loader.steps_per_epoch if number is None else number))
+
+
+def assert_same_steps(first: list[list[Batch]], second: list[list[Batch]]) -> None:
+    assert [[batch.row_ids for batch in step] for step in first] == [[b.row_ids for b in step] for step in second]
+    for one, other in zip(sum(first, []), sum(second, []), strict=True):
+        assert torch.equal(one.input_ids, other.input_ids) and torch.equal(one.labels, other.labels)
