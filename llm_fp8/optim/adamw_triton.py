@@ -25,11 +25,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK, LARGEST_BITS, MIXER, NUM_DECADES, SMALLEST_SCALE, code_tables
+from llm_fp8.optim.adamw_8bit_codes import (
+    CODE_BLOCK,
+    LARGEST_BITS,
+    MIXER,
+    NUM_DECADES,
+    SMALLEST_SCALE,
+    Key,
+    code_tables,
+)
 
 State = Mapping[str, Tensor]
 Floats = Iterable[float]
-Key = tuple[int, int]
 BLOCKS = 4  # of 256 elements per program: 8 elements for each of 128 threads, 16 bytes of bf16
 _CODE_BLOCK = tl.constexpr(CODE_BLOCK)
 _NUM_DECADES = tl.constexpr(NUM_DECADES)

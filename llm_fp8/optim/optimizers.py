@@ -26,10 +26,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from llm_fp8.config.options import OptimConfig
-from llm_fp8.config.options import OptimizerKind as OptimizerKind
-from llm_fp8.optim.adamw import EightBitAdamW, MasterAdamW
+from llm_fp8.config.options import OptimConfig, OptimizerKind
+from llm_fp8.optim.adamw import EightBitAdamW, GroupedAdamW, MasterAdamW
 from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE, draw_lower_bits_
+
+NamedParameters = Iterable[tuple[str, Parameter]]
 
 
 class BytesPerParameter(NamedTuple):
@@ -56,7 +57,7 @@ def parameter_dtype(kind: OptimizerKind) -> torch.dtype:
     return torch.float32 if kind == "adamw_fp32" else torch.bfloat16
 
 
-def parameter_groups(named_parameters: Iterable[tuple[str, Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(named_parameters: NamedParameters, weight_decay: float) -> list[dict[str, Any]]:
     """Group trainable parameters, each tied one once: matrices (embeddings too) decay, norms and biases do not."""
     unique = dict.fromkeys(parameter for _, parameter in named_parameters if parameter.requires_grad)
     matrices = [parameter for parameter in unique if parameter.ndim > 1]
@@ -71,10 +72,7 @@ def adamw_arguments(config: OptimConfig) -> dict[str, Any]:
 
 
 def build_optimizer(
-    config: OptimConfig,
-    kind: OptimizerKind,
-    named_parameters: Iterable[tuple[str, Parameter]],
-    draws_lower_bits: bool = False,
+    config: OptimConfig, kind: OptimizerKind, named_parameters: NamedParameters, draws_lower_bits: bool = False
 ) -> Optimizer:
     """Build the AdamW of `kind` over the trainable parameters; their dtype is `parameter_dtype(kind)` or fp32.
 
@@ -122,8 +120,8 @@ def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_nor
     norm = gradient_norm(gradients)
     if max_norm > 0:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        inner: Any = unwrap(optimizer)
-        if hasattr(inner, "gradient_scale"):  # a `GroupedAdamW`
+        inner = unwrap(optimizer)
+        if isinstance(inner, GroupedAdamW):
             inner.gradient_scale = factor
         else:
             torch._foreach_mul_(gradients, factor)
@@ -135,14 +133,14 @@ def initialize_state(optimizer: Optimizer) -> None:
     """Create the state of every parameter that has none. Call it after `Accelerator.prepare`."""
     optimizer = unwrap(optimizer)
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        if hasattr(optimizer, "state_of"):  # a `GroupedAdamW`
+        if isinstance(optimizer, GroupedAdamW):
             optimizer.state_of(parameter)
         elif parameter not in optimizer.state:  # as torch's fused AdamW does in its first step
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
 
-def optimizer_tensors(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Parameter]]) -> dict[str, Tensor]:
+def optimizer_tensors(optimizer: Optimizer, named_parameters: NamedParameters) -> dict[str, Tensor]:
     """Return the state tensors themselves by "parameter_name.state_name"; tied parameters have their first name.
 
     Loading copies into these tensors: torch's `load_state_dict` would cast fp32 moments of bf16 parameters to bf16.

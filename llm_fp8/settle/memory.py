@@ -39,12 +39,12 @@ import torch
 from transformers import PretrainedConfig
 
 import te_llama
-from llm_fp8.config.options import ALL_LINEAR, AUTO_BATCH_SIZE, DECODER_LINEARS, MODES, Config
+from llm_fp8.config.options import ALL_LINEAR, AUTO_BATCH_SIZE, DECODER_LINEARS, MODES, Config, OptimizerKind
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE, RECIPES, token_multiple
 from llm_fp8.kernels.cross_entropy import default_chunk_tokens
 from llm_fp8.models.source import text_config
 from llm_fp8.observability.metrics import GIB, RESERVE_GIB
-from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, OptimizerKind
+from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER
 from llm_fp8.settle.sharding_mode import (
     holds_frozen_in_fp8,
     keeps_unsharded_gradients,

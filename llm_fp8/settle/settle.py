@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from llm_fp8.config.options import AUTO_BATCH_SIZE, MODES, Config
+from llm_fp8.config.options import AUTO_BATCH_SIZE, MODES, Config, OptimizerKind
 from llm_fp8.config.recipes import DEFAULTS, EMULATING, chosen, recipe_names
 from llm_fp8.config.validation import check_declared
 from llm_fp8.models.build import count_parameters
-from llm_fp8.optim.optimizers import OptimizerKind
 from llm_fp8.optim.optimizers import parameter_dtype as trained_dtype
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.settle.checks import check_machine, check_te_decoder

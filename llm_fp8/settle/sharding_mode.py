@@ -6,9 +6,9 @@
 
 from __future__ import annotations
 
-from llm_fp8.config.options import MODES, Config
+from llm_fp8.config.options import MODES, Config, OptimizerKind
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, OptimizerKind
+from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER
 from llm_fp8.utils.ranks import LaunchRanks
 
 STATE_SHARE = 0.6  # of a GPU's memory, for weights, gradients and optimizer state

@@ -8,11 +8,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
-from llm_fp8.config.options import OptimConfig
+from llm_fp8.config.options import OptimConfig, OptimizerKind
 from llm_fp8.optim.adamw import EightBitAdamW, MasterAdamW
 from llm_fp8.optim.optimizers import (
     BYTES_PER_PARAMETER,
-    OptimizerKind,
     build_optimizer,
     build_scheduler,
     clip_and_step,
