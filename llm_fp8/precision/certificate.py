@@ -11,15 +11,14 @@ it computed in fp8, or where they could be fp8 ones in a run without fp8.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from torch import nn
 
-from llm_fp8.config.recipes import RECIPES, gemms_in_fp8
+from llm_fp8.config.recipes import RECIPES
 from llm_fp8.observability.kernel_trace import (
     LOW_PRECISION,
     KernelClass,
@@ -29,7 +28,7 @@ from llm_fp8.observability.kernel_trace import (
     time_by_class,
 )
 from llm_fp8.precision.context import Precision
-from llm_fp8.precision.coverage import GEMMS_PER_WEIGHT, Fp8Coverage, ModuleState, linear_weights
+from llm_fp8.precision.coverage import Fp8Coverage, ModuleState, linear_weights
 
 Verdict = Literal["certified", "undetermined", "failed"]
 
@@ -54,27 +53,19 @@ class ExpectedKernels:
 
     @classmethod
     def of_model(
-        cls,
-        precision: Precision,
-        coverage: Fp8Coverage,
-        recomputed: Sequence[nn.Module] = (),
-        gemms: Mapping[nn.Module, int] = MappingProxyType({}),
+        cls, precision: Precision, coverage: Fp8Coverage, recomputed: Sequence[nn.Module] = ()
     ) -> ExpectedKernels:
-        """The kernels of a model to which `precision` is attached; `gemms`: see `gemms_per_weight`. The
-        modules in `recomputed` compute fprop once more, unless torch.compile decides about that.
+        """The kernels of a model to which `precision` is attached. The modules in `recomputed` compute fprop once more,
+        unless torch.compile decides about that.
         """
-        plan, scenario = precision.plan, precision.plan.effective_scenario
+        plan = precision.plan
         parts = recomputed if precision.backend.recomputes_fprop else ()
-        twice = {module for part in parts for module in part.modules()}
-        num_gemms = {
-            module: min(gemms.get(module, GEMMS_PER_WEIGHT), gemms_in_fp8(scenario)) + (module in twice)
-            for module in precision.fp8_modules
-        }
+        twice = precision.fp8_modules.intersection(module for part in parts for module in part.modules())
         return cls(
             precision=plan.name,
             compute=plan.compute_name,
-            scenario=scenario,
-            num_fp8_gemms=sum(len(linear_weights(module)) * number for module, number in num_gemms.items()),
+            scenario=plan.effective_scenario,
+            num_fp8_gemms=coverage.num_fp8_gemms + sum(len(linear_weights(module)) for module in twice),
             fp8_linear_flop_share=coverage.fp8_linear_flop_share,
         )
 
@@ -149,31 +140,39 @@ def certify(
     `state` is of the modules expected in fp8; in a run without fp8 of all linear modules that might be.
     `attention`: the implementation that attention has.
     """
-    seen = _Evidence(expected, kernels, state, num_micro_batches)
-    (seen.judge_fp8 if expected.scenario else seen.judge_without_fp8)()
-    if attention is not None and "unfused" in attention:
-        seen.remarks.append("attention is unfused, several times slower")
-    return Certificate(
-        verdict="failed" if seen.failures else "undetermined" if seen.doubts else "certified",
+    by_class, gemms = time_by_class(kernels), gemm_kernels(kernels)
+    unknown, other = gemms.get("unknown", KernelTime()), by_class.get("other", KernelTime())
+    low = [gemms[kind] for kind in LOW_PRECISION if kind in gemms]
+    gemms_s = sum(gemm.time_s for gemm in gemms.values())
+    possible_s = gemms_s + other.time_s
+    step = Certificate(
+        verdict="certified",
         precision=expected.precision,
-        reasons=[*seen.failures, *seen.doubts],
-        remarks=seen.remarks,
-        num_gemm_kernels=seen.num_gemms,
-        num_fp8_gemm_kernels=seen.num_low,
+        reasons=[],
+        remarks=[],
+        num_gemm_kernels=sum(gemm.count for gemm in gemms.values()),
+        num_fp8_gemm_kernels=sum(gemm.count for gemm in low),
         num_expected_fp8_gemm_kernels=num_micro_batches * expected.num_fp8_gemms,
-        num_unknown_gemm_kernels=seen.unknown.count,
-        gemm_kernels_by_type=seen.by_type,
-        unknown_gemm_names=list(seen.unknown.names),
-        other_kernel_names=list(seen.other.names),
-        unrecognised_time_share=seen.unrecognised_share,
-        fp8_gemm_time_share=seen.low_share,
+        num_unknown_gemm_kernels=unknown.count,
+        gemm_kernels_by_type={str(kind): gemm.count for kind, gemm in gemms.items()},
+        unknown_gemm_names=list(unknown.names),
+        other_kernel_names=list(other.names),
+        unrecognised_time_share=(unknown.time_s + other.time_s) / possible_s if possible_s else None,
+        fp8_gemm_time_share=sum(gemm.time_s for gemm in low) / gemms_s if gemms_s else None,
         fp8_linear_flop_share=expected.fp8_linear_flop_share,
         attention=f"sdpa ({attention_library(kernels)})" if attention == "sdpa" else attention,
         modules=state,
         num_micro_batches=num_micro_batches,
         rank=rank,
-        time_s_by_class={name: found.time_s for name, found in seen.by_class.items()},
+        time_s_by_class={name: times.time_s for name, times in by_class.items()},
     )
+    judge = _Judge(step, expected, other.count)
+    (judge.judge_fp8 if expected.scenario else judge.judge_without_fp8)()
+    if attention is not None and "unfused" in attention:
+        judge.remarks.append("attention is unfused, several times slower")
+    verdict: Verdict = "failed" if judge.failures else "undetermined" if judge.doubts else "certified"
+    reasons = [*judge.failures, *judge.doubts]
+    return dataclasses.replace(step, verdict=verdict, reasons=reasons, remarks=judge.remarks)
 
 
 def worst(certificates: Sequence[Certificate]) -> Certificate:
@@ -191,49 +190,33 @@ def attention_library(kernels: KernelTimes) -> str:
     return next((words for part, words in libraries.items() if part in longest), "a library of its own")
 
 
-class _Evidence:
-    """The counts of kernels and modules, and the failures, doubts and remarks that follow from them."""
+class _Judge:
+    """The failures, doubts and remarks that follow from the kernels and modules of a step."""
 
-    def __init__(
-        self, expected: ExpectedKernels, kernels: KernelTimes, state: ModuleState, num_micro_batches: int
-    ) -> None:
-        self.expected, self.state, self.num_micro_batches = expected, state, num_micro_batches
-        self.failures: list[str] = []
-        self.doubts: list[str] = []
-        self.remarks: list[str] = []
-        self.by_class, gemms = time_by_class(kernels), gemm_kernels(kernels)
-        self.by_type = {str(kind): found.count for kind, found in gemms.items()}
-        self.num_gemms = sum(self.by_type.values())
-        self.num_low = sum(self.by_type.get(kind, 0) for kind in LOW_PRECISION)
-        self.unknown = gemms.get("unknown", KernelTime())
-        self.other = self.by_class.get("other", KernelTime())
-        gemms_s = sum(found.time_s for found in gemms.values())
-        low_s = sum(gemms[kind].time_s for kind in LOW_PRECISION if kind in gemms)
-        self.low_share = low_s / gemms_s if gemms_s else None
-        possible_s, unrecognised_s = gemms_s + self.other.time_s, self.unknown.time_s + self.other.time_s
-        self.unrecognised_share = unrecognised_s / possible_s if possible_s else None
-        self.unrecognised_counts = (self.unrecognised_share or 0.0) >= UNRECOGNISED_SHARE
+    def __init__(self, step: Certificate, expected: ExpectedKernels, num_other: int) -> None:
+        self.step, self.expected, self.state, self.num_other = step, expected, step.modules, num_other
+        self.failures, self.doubts, self.remarks = list[str](), list[str](), list[str]()
+        self.unrecognised_counts = (step.unrecognised_time_share or 0.0) >= UNRECOGNISED_SHARE
         # Kernels that no rule knows are seldom GEMMs, so they may be the missing ones only where their time counts.
-        self.num_possible = self.unknown.count + (self.other.count if self.unrecognised_counts else 0)
-        gemm_counts = ", ".join(f"{count} {kind}" for kind, count in sorted(self.by_type.items()))
+        self.num_possible = step.num_unknown_gemm_kernels + (num_other if self.unrecognised_counts else 0)
+        gemm_counts = ", ".join(f"{count} {kind}" for kind, count in sorted(step.gemm_kernels_by_type.items()))
         self.gemm_words = f"all GEMM kernels: {gemm_counts or 'none'}"
-        recipes = f" by {', '.join(state.recipes)}" if state.recipes else ""
-        said = "computed in fp8" if state.library == "Transformer Engine" else "are set up for fp8"
-        self.state_words = (
-            f"of {state.num_modules} modules of {state.library} {state.num_in_fp8} say they {said}{recipes}"
-        )
+        state, recipes = step.modules, ", ".join(step.modules.recipes)
+        account = "computed in fp8" if state.library == "Transformer Engine" else "are set up for fp8"
+        self.state_words = f"of {state.num_modules} modules of {state.library} {state.num_in_fp8} say they {account}"
+        self.state_words += f" by {recipes}" if recipes else ""
 
     def judge_fp8(self) -> None:
         """Judge a run in fp8."""
-        expected, state, row = self.expected, self.state, RECIPES[self.expected.scenario or ""]
-        num_expected = self.num_micro_batches * expected.num_fp8_gemms
-        num_own = self.by_type.get("fp8" if row.has_fp8_peak else "fp4", 0)
-        missing = num_expected - num_own
-        if self.num_gemms == 0:
+        state, row = self.state, RECIPES[self.expected.scenario or ""]
+        num_expected = self.step.num_expected_fp8_gemm_kernels
+        num_of_recipe = self.step.gemm_kernels_by_type.get("fp8" if row.has_fp8_peak else "fp4", 0)
+        missing = num_expected - num_of_recipe
+        if self.step.num_gemm_kernels == 0:
             # Modules alone prove no fp8, but they can deny it.
             (self.failures if state.num_outside_fp8 else self.doubts).append(self.describe_nothing())
         elif missing > 0:
-            words = f"expected at least {num_expected} fp8 GEMM kernels, and {num_own} ran ({self.gemm_words}); "
+            words = f"expected at least {num_expected} fp8 GEMM kernels, and {num_of_recipe} ran ({self.gemm_words}); "
             words += self.state_words
             if self.num_possible >= missing and state.num_modules and not state.num_outside_fp8:
                 self.doubts.append(f"{words}; the others may be among {self.describe_unrecognised()}")
@@ -254,29 +237,31 @@ class _Evidence:
 
     def judge_without_fp8(self) -> None:
         """Judge a run in bf16, fp16 or fp32."""
-        if self.num_low:
-            self.failures.append(f"expected no fp8 GEMM kernel, and {self.num_low} ran ({self.gemm_words})")
+        if num_fp8 := self.step.num_fp8_gemm_kernels:
+            self.failures.append(f"expected no fp8 GEMM kernel, and {num_fp8} ran ({self.gemm_words})")
         if self.state.num_in_fp8:
             self.failures.append(f"expected no module in fp8, and {self.state_words}")
-        if self.num_gemms == 0:
+        if self.step.num_gemm_kernels == 0:
             self.doubts.append(self.describe_nothing())
-        elif not self.by_type.get(self.expected.compute):
+        elif not self.step.gemm_kernels_by_type.get(self.expected.compute):
             words = f"expected GEMM kernels in {self.expected.compute}, and none was recognised ({self.gemm_words})"
             (self.doubts if self.num_possible else self.failures).append(words)
         elif self.unrecognised_counts:
             self.doubts.append(f"{self.describe_unrecognised()}, which may be in fp8")
-        elif self.unknown.count:
-            self.remarks.append(f"{self.unknown.count} GEMM kernels of unknown type")
+        elif num_unknown := self.step.num_unknown_gemm_kernels:
+            self.remarks.append(f"{num_unknown} GEMM kernels of unknown type")
 
     def describe_unrecognised(self) -> str:
-        kinds = (("GEMM kernels of unknown type", self.unknown), ("kernels that no rule knows", self.other))
-        counted = " and ".join(f"{found.count} {words}" for words, found in kinds if found.count)
-        longest = next(iter(self.unknown.names | self.other.names), "")[:_LISTED_LENGTH]
-        return f"{counted} ({self.unrecognised_share or 0.0:.1%} of the time of such and GEMMs; {longest})"
+        step = self.step
+        kinds = ("GEMM kernels of unknown type", "kernels that no rule knows")
+        counts = zip((step.num_unknown_gemm_kernels, self.num_other), kinds, strict=True)
+        words = " and ".join(f"{count} {kind}" for count, kind in counts if count)
+        longest = next(iter([*step.unknown_gemm_names, *step.other_kernel_names]), "")[:_LISTED_LENGTH]
+        return f"{words} ({step.unrecognised_time_share or 0.0:.1%} of the time of such and GEMMs; {longest})"
 
     def describe_nothing(self) -> str:
         """Why there is no GEMM to count."""
         nothing = "the profiler recorded no GEMM kernel (CUPTI is missing, or profiling is not permitted here)"
-        if self.other.count:
+        if self.num_other:
             nothing = f"no GEMM kernel was recognised, and there are {self.describe_unrecognised()}"
         return f"{nothing}; {self.state_words}"

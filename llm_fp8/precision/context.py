@@ -1,8 +1,7 @@
 """In which precision a run computes: resolved once, entered in one autocast context.
 
-    plan = resolve_precision(config.precision, device)      # asked for -> what this machine gives, and why
+    plan = with_recipe(settled.precision, config.precision, device)
     precision = Precision(plan, config.precision, device, parameter_dtype)
-    precision.convert(model, decoder_layers)                # a Hugging Face decoder's linear layers
     precision.attach(model, decoder_layers)                 # finds the fp8 modules; keeps some in bf16
     with precision.context(first_microbatch=True):          # the only place that enters te.autocast
         loss_sum, aux = model(batch)
@@ -72,36 +71,37 @@ class Precision:
         self._caching_modules: list[nn.Module] = []
         self._fp8_modules: dict[str, nn.Module] = {}
         self._linears: dict[str, nn.Module] = {}  # all that are the back end's
-        self.misfits: dict[str, str] = {}  # name of one that stays in bf16 -> why the recipe cannot compute it
         self._num_casts_to_come: int | None = None
         self.in_fp8 = plan.recipe is not None  # whether passes compute in fp8 now
 
-    def convert(self, model: nn.Module, decoder_layers: nn.ModuleList, fp8_params: bool = False) -> dict[str, str]:
-        """Put the back end's linear layers into a Hugging Face decoder; name -> reason for each one left alone."""
-        if self.plan.recipe is None:
-            return {}
-        return self.backend.convert(model, bf16_modules(self._options, model, decoder_layers), fp8_params)
-
-    def attach(self, model: nn.Module, decoder_layers: nn.ModuleList) -> None:
-        """Find the fp8 modules of `model`, converted already; `UserError` where nothing would be in fp8. From now on
-        experts compute in the compute dtype too.
+    def attach(
+        self, model: nn.Module, decoder_layers: nn.ModuleList, converts: bool = False, fp8_params: bool = False
+    ) -> dict[str, str]:
+        """Find the fp8 modules of `model`, which `converts` puts into a Hugging Face decoder first; returns name ->
+        reason for each linear layer that stays outside fp8. `UserError` where all would. From now on experts compute in
+        the compute dtype too.
         """
+        reasons = dict[str, str]()
+        if converts and self.in_fp8:
+            in_bf16 = bf16_modules(self._options, model, decoder_layers)
+            reasons = self.backend.convert(model, in_bf16, fp8_params)
         compute_experts(model, self.plan.compute_dtype if self._torch_autocast else None)
         self._caching_modules = [m for m in model.modules() if hasattr(m, "is_first_microbatch")]
-        if self.plan.recipe is None:
+        if not self.in_fp8:
             self.backend = backend_in(model)  # the certificate asks what is not to be there
         self._linears = self.backend.linears_of(model)
-        if self.plan.recipe is None:
-            return
-        in_bf16 = bf16_modules(self._options, model, decoder_layers)
-        self._fp8_modules, self.misfits = self.backend.choose(self._linears, in_bf16, self.without_fp8)
+        if not self.in_fp8:
+            return {}
+        in_bf16 = bf16_modules(self._options, model, decoder_layers)  # as converted
+        self._fp8_modules, misfits = self.backend.choose(self._linears, in_bf16, self.without_fp8)
         if self._options.fp8_recast_weights:
             keep_weight_casts(model, keep=False)
         if not self._fp8_modules:
-            why = next(iter(self.misfits.values()), "no linear layer of the model can run in fp8")
+            why = next(iter(misfits.values()), "no linear layer of the model can run in fp8")
             if patterns := self._options.fp8_bf16_modules:
                 why = f"--fp8_bf16_modules {patterns} keeps every linear layer in bf16"
             raise UserError(f"--mixed_precision fp8: {why}, so nothing would run in fp8; use --mixed_precision bf16.")
+        return reasons | misfits
 
     @property
     def fp8_modules(self) -> frozenset[nn.Module]:

@@ -54,7 +54,8 @@ class Fp8Coverage:
     num_linear_weights: int  # of all linear weights, lm_head (tied or not) and every expert included
     converted: dict[str, int]  # name pattern (layer numbers as *) -> number of modules in fp8
     skipped: dict[str, str]  # name pattern -> number of modules, what they compute in, and why
-    fp8_flops_per_token: float  # of the GEMMs in fp8 (3 per trained weight, fewer per frozen one)
+    num_fp8_gemms: int  # of a micro-batch, without recomputation: 3 per trained weight, fewer per frozen one
+    fp8_flops_per_token: float  # of these GEMMs
     linear_flops_per_token: float
 
     @property
@@ -93,7 +94,7 @@ def measure_coverage(
     in_fp8, routed, reasons = set(fp8_modules), routed_modules(model), never_in_fp8(model) | reasons
     converted: Counter[str] = Counter()
     skipped: Counter[tuple[str, str]] = Counter()
-    num_fp8 = num_all = fp8_gemm_elements = 0
+    num_fp8 = num_all = num_fp8_gemms = fp8_gemm_elements = 0
     all_gemm_elements = 0.0
     for name, module in model.named_modules():
         weights = linear_weights(module) or expert_weights(module)
@@ -107,7 +108,9 @@ def measure_coverage(
         all_gemm_elements += share * size * num_gemms
         if module in in_fp8:
             num_fp8 += size
-            fp8_gemm_elements += size * min(num_gemms, most_in_fp8)
+            num_gemms_in_fp8 = min(num_gemms, most_in_fp8)
+            num_fp8_gemms += len(weights) * num_gemms_in_fp8
+            fp8_gemm_elements += size * num_gemms_in_fp8
             converted[pattern] += 1
         else:
             why = left or reasons.get(name, "")
@@ -115,6 +118,7 @@ def measure_coverage(
     return Fp8Coverage(
         num_fp8_weights=num_fp8,
         num_linear_weights=num_all,
+        num_fp8_gemms=num_fp8_gemms,
         fp8_flops_per_token=2.0 * fp8_gemm_elements,
         linear_flops_per_token=2.0 * all_gemm_elements,
         converted=dict(converted),

@@ -94,7 +94,7 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
         training_model=training_model,
         precision=precision,
         coverage=coverage,
-        expected=ExpectedKernels.of_model(precision, coverage, recomputed, gemms),
+        expected=ExpectedKernels.of_model(precision, coverage, recomputed),
         attention=attention,
         num_parameters=sum(parameter.numel() for parameter in training_model.parameters()),
         num_trainable_parameters=sum(p.numel() for p in training_model.parameters() if p.requires_grad),
@@ -170,11 +170,11 @@ def _attach_precision(plan: RunPlan, model: PreTrainedModel, layers: nn.ModuleLi
     # FSDP hands modules their parameters in the compute dtype.
     module_dtype = plan.precision.compute_dtype if plan.strategy.shards_parameters else plan.parameter_dtype
     precision = Precision(plan.precision, plan.config.precision, plan.device, module_dtype)
-    left = {} if plan.config.model.use_te else precision.convert(model, layers, plan.config.parallel.fp8_params)
-    precision.attach(model, layers)
+    converts, fp8_params = not plan.config.model.use_te, plan.config.parallel.fp8_params
+    reasons = precision.attach(model, layers, converts, fp8_params)
     if plan.config.trains_adapters and plan.strategy.caches_weight_casts:
         precision.keep_casts_of_frozen_weights()
-    return precision, left | precision.misfits
+    return precision, reasons
 
 
 def _recompute_layers(plan: RunPlan, layers: nn.ModuleList) -> Sequence[nn.Module]:

@@ -66,8 +66,8 @@ def test_te_modules_of_sizes_that_the_recipe_cannot_take_stay_in_bf16(scenario, 
     model = te_llama.build_te_model(tiny_config(hidden_size=64, intermediate_size=inner), torch.bfloat16, CPU)
     plan = PrecisionPlan("fp8", "fp8", effective_scenario=scenario, recipe=object(), backend="te")
     precision = Precision(plan, PrecisionConfig(mixed_precision="fp8"), CPU, torch.bfloat16)
-    precision.attach(model, model.model.layers)
-    assert {name.rpartition(".")[2]: reason for name, reason in precision.misfits.items()} == misfits
+    reasons = precision.attach(model, model.model.layers)
+    assert {name.rpartition(".")[2]: reason for name, reason in reasons.items()} == misfits
     for layer in model.model.layers:
         assert (layer.mlp in precision.fp8_modules) == (not misfits) and layer.qkv in precision.fp8_modules
         entered.clear()

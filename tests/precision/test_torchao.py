@@ -48,8 +48,7 @@ def converted(scenario: str, **changes: object) -> tuple[nn.Module, Precision, P
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(**changes), dtype=torch.bfloat16)
     precision = Precision(plan, options, CPU, torch.bfloat16)
-    precision.convert(model, decoder_layers(model))
-    precision.attach(model, decoder_layers(model))
+    precision.attach(model, decoder_layers(model), converts=True)
     return model, precision, plan
 
 

@@ -35,7 +35,6 @@ def build(
     plan = precision_on(options, device)
     precision = Precision(plan, options, device, torch.bfloat16)
     config = family_config(family)
-    reasons: dict[str, str] = {}
     if use_te:
         model = te_llama.build_te_model(config, torch.bfloat16, device, unfused_mlp=needs_unfused_mlp(lora))
         fill_weights(Model(model), device)
@@ -45,9 +44,7 @@ def build(
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     if lora.lora_rank:
         add_drawn_adapters_(model, lora, torch.bfloat16)
-    if not use_te:
-        reasons = precision.convert(model, decoder_layers(model))
-    precision.attach(model, decoder_layers(model))
+    reasons = precision.attach(model, decoder_layers(model), converts=not use_te)
     gemms = gemms_per_weight(Model(model))
     coverage = measure_coverage(model, precision.fp8_modules, plan.compute_name, reasons, gemms)
     return TrainingModel(model, S, torch.bfloat16), precision, coverage
