@@ -25,24 +25,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llm_fp8.optim.adamw_8bit_codes import (
-    CODE_BLOCK,
-    LARGEST_BITS,
-    MIXER,
-    NUM_DECADES,
-    SMALLEST_SCALE,
-    Key,
-    code_tables,
-)
+from llm_fp8.optim import adamw_8bit_codes as codes
 
 State = Mapping[str, Tensor]
 Floats = Iterable[float]
 BLOCKS = 4  # of 256 elements per program: 8 elements for each of 128 threads, 16 bytes of bf16
-_CODE_BLOCK = tl.constexpr(CODE_BLOCK)
-_NUM_DECADES = tl.constexpr(NUM_DECADES)
-_SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
-_LARGEST_BITS = tl.constexpr(LARGEST_BITS)
-_PAIR_STEP, _FIRST_FACTOR, _SECOND_FACTOR = map(tl.constexpr, MIXER)
+_CODE_BLOCK = tl.constexpr(codes.CODE_BLOCK)
+_NUM_DECADES = tl.constexpr(codes.NUM_DECADES)
+_SMALLEST_SCALE = tl.constexpr(codes.SMALLEST_SCALE)
+_LARGEST_BITS = tl.constexpr(codes.LARGEST_BITS)
+_PAIR_STEP, _FIRST_FACTOR, _SECOND_FACTOR = map(tl.constexpr, codes.MIXER)
 _TO_INTEGER = tl.constexpr(1.5 * 2**23)
 
 
@@ -178,12 +170,12 @@ def _update_kernel(
 
 
 def update_(
-    weight: Tensor, gradient: Tensor, state: State, gradient_scale: Tensor | None, coefficients: Floats, key: Key
+    weight: Tensor, gradient: Tensor, state: State, gradient_scale: Tensor | None, coefficients: Floats, key: codes.Key
 ) -> None:
     """Take one step of one tensor, as `llm_fp8.optim.adamw.update_with_torch_` documents it."""
     num_elements = weight.numel()
     with torch.cuda.device_of(weight):
-        _update_kernel[(triton.cdiv(num_elements, BLOCKS * CODE_BLOCK),)](
+        _update_kernel[(triton.cdiv(num_elements, BLOCKS * codes.CODE_BLOCK),)](
             weight,
             state.get("remainder"),
             gradient,
@@ -192,7 +184,7 @@ def update_(
             state["exp_avg_sq"],
             state.get("exp_avg_sq_scale"),
             gradient_scale,
-            code_tables(weight.device) if "exp_avg_scale" in state else None,
+            codes.code_tables(weight.device) if "exp_avg_scale" in state else None,
             num_elements,
             *key,
             *coefficients,
