@@ -16,7 +16,6 @@ import numpy.typing as npt
 import pytest
 import torch
 from datasets import Dataset, Features, Json, List, Value
-from llm_fp8.kernels.cross_entr.py import IGNORE_INDEX
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llm_fp8.config.options import ModelConfig
@@ -26,6 +25,7 @@ from llm_fp8.data.collate import Batch
 from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.data.prepare import PreparedData, held_out_mask, is_held_out, prepare_data
 from llm_fp8.data.tokenise import problem_key
+from llm_fp8.kernels.cross_entropy import IGNORE_INDEX
 from llm_fp8.models.source import load_tokenizer, resolve_source
 from llm_fp8.utils.errors import UserError
 from tests.support.batches import assert_same_steps, next_steps
