@@ -34,6 +34,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import set_seed
 from transformers import AutoModelForCausalLM
 
+from benchmarks.bench import BASELINES
 from llm_fp8.config.options import Config
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.collate import Batch, count_tokens
@@ -45,7 +46,6 @@ from llm_fp8.observability.metrics import GIB, step_flops
 from llm_fp8.optim.optimizers import adamw_arguments
 from llm_fp8.precision.torchao import TorchaoBackend, build_config
 from llm_fp8.step.stepper import StepClock
-from llm_fp8.tools.bench import BASELINES
 from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.json_files import json_line, write_json_atomic, write_text_atomic
 

@@ -31,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.tools.bench import BASELINES
+from benchmarks.bench import BASELINES
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, reading
 from llm_fp8.utils.json_files import read_json
 from llm_fp8.utils.packages import REPOSITORY

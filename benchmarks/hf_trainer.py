@@ -32,11 +32,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from transformers import AutoTokenizer
 
+from benchmarks.bench import Workload, add_measuring_options, measuring_plan
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.observability.provenance import collect_provenance
-from llm_fp8.tools.bench import Workload, add_measuring_options, measuring_plan
 from llm_fp8.tools.programs import run_program, training_command
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError
 from llm_fp8.utils.json_files import json_line, read_json, read_jsonl, write_json_atomic, write_text_atomic

@@ -26,9 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.gpus import visible_gpus
-from llm_fp8.observability.provenance import collect_provenance
-from llm_fp8.tools.bench import (
+from benchmarks.bench import (
     Variant,
     Workload,
     add_measuring_options,
@@ -37,6 +35,8 @@ from llm_fp8.tools.bench import (
     parse_variants,
     print_table,
 )
+from benchmarks.gpus import visible_gpus
+from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.utils.errors import OneSentenceParser, UserError, reading
 from llm_fp8.utils.json_files import read_json, write_json_atomic
 from llm_fp8.utils.script import run_script

@@ -4,7 +4,7 @@
     python scripts/benchmark.py --model Llama-3.2-1B --rows 16 --length 1024 --micro_batches 4 \\
         --variants "fp8: --use_te --mixed_precision fp8; bf16: --use_te --mixed_precision bf16; hf: baseline hf_bf16"
 
-What is measured and how is said in llm_fp8/tools/bench.py; --num_gpus measures on several GPUs of this host.
+What is measured and how is said in benchmarks/bench.py; --num_gpus measures on several GPUs of this host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llm_fp8.utils.script import run_script
 
 def main() -> int:
     """Import the program in `run_script`, which says in one sentence what is not installed, and run it."""
-    from llm_fp8.tools.bench import main
+    from benchmarks.bench import main
 
     return main()
 

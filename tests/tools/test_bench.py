@@ -8,11 +8,10 @@ import os
 
 import pytest
 
-from benchmarks import speed_table
+from benchmarks import bench, speed_table
+from benchmarks.bench import Plan, Variant, Workload, measure_all, parse_variants, summarise, write_random_rows
 from llm_fp8.__main__ import PROGRAMS
 from llm_fp8.data.embedded import MODEL_DIR
-from llm_fp8.tools import bench
-from llm_fp8.tools.bench import Plan, Variant, Workload, measure_all, parse_variants, summarise, write_random_rows
 from llm_fp8.tools.programs import Ended
 from llm_fp8.utils.errors import OneSentenceParser, UserError
 from tests.support.processes import run_program
