@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import te_llama
@@ -136,20 +136,11 @@ def test_a_bundled_architecture_needs_no_hub(name):
 def test_the_attention_implementation_is_the_one_asked_for(tiny_model, monkeypatch):
     assert built_model(tiny_model, attn_implementation="eager").module.config._attn_implementation == "eager"
     assert built_model(tiny_model).module.config._attn_implementation == "sdpa"
-    bloom, gpu = another_family("bloom"), torch.device("cuda")
+    bloom, gpu = tiny_config("bloom"), torch.device("cuda")
     assert chosen_attention(model_from_config(bloom).module.config) == "eager", "it has no other"
     monkeypatch.setattr(build, "package_version", lambda name: "2.8.3")
     assert choose_attention("auto", bloom, gpu, torch.bfloat16) is None
-    assert choose_attention("auto", another_family("llama"), gpu, torch.bfloat16) == "flash_attention_2"
-
-
-def another_family(model_type: str, **changes: object) -> PretrainedConfig:
-    """A small config of a family that te_llama.py does not build, with the embedded tokenizer's vocabulary."""
-    shape = dict(
-        vocab_size=1024, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        intermediate_size=64, max_position_embeddings=128, bos_token_id=0, eos_token_id=1, pad_token_id=2,
-    )  # fmt: skip
-    return AutoConfig.for_model(model_type, **{**shape, **changes})
+    assert choose_attention("auto", tiny_config("llama"), gpu, torch.bfloat16) == "flash_attention_2"
 
 
 @pytest.mark.parametrize(
@@ -157,7 +148,7 @@ def another_family(model_type: str, **changes: object) -> PretrainedConfig:
     ["llama", "gpt2", "gpt_neox", "phi3", "olmo2", "gemma2", "biogpt", "bloom", "falcon", "xglm", "openai-gpt"],
 )
 def test_packing_is_refused_where_documents_mix(model_type):
-    hf_config = another_family(model_type)
+    hf_config = tiny_config(model_type)
     torch.manual_seed(0)
     decoder = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").eval().base_model
     with torch.no_grad():
@@ -189,7 +180,7 @@ def test_a_model_that_cannot_be_trained_is_refused(kind, sizes):
 @pytest.mark.parametrize("model_type", ["gpt_neox", "gpt2", "biogpt", "phi3", "olmo2", "qwen3"])
 def test_other_architectures_have_their_own_loss_and_size(model_type):
     wide_heads = {"head_dim": 24, "num_key_value_heads": 1} if model_type == "qwen3" else {}
-    config = another_family(model_type, **wide_heads)
+    config = tiny_config(model_type, **wide_heads)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     ids = torch.randint(1, 96, (2, 16))
@@ -210,12 +201,12 @@ def test_other_architectures_have_their_own_loss_and_size(model_type):
     [
         ("granite", {"logits_scaling": 8.0}),
         ("cohere", {"logit_scale": 0.0625}),
-        ("gemma2", {"final_logit_softcapping": 3.0}),
+        ("gemma2", {"final_logit_softcapping": 3.0, "tie_word_embeddings": True}),
         ("falcon_h1", {"lm_head_multiplier": 0.5, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8}),
     ],
 )
 def test_the_loss_is_that_of_logits_which_are_more_than_the_heads(model_type, changes):
-    hf_config = another_family(model_type, **changes)
+    hf_config = tiny_config(model_type, **changes)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(hf_config)
     model.get_output_embeddings().weight.data.mul_(10)
@@ -233,7 +224,7 @@ def test_the_loss_is_that_of_logits_which_are_more_than_the_heads(model_type, ch
 def test_logits_that_the_loss_does_not_know_are_refused(monkeypatch):
     monkeypatch.setattr("llm_fp8.step.loss_model._SOFTCAPS", ())
     with pytest.raises(UserError, match="--model_name"):
-        probe(parse_config([]), another_family("gemma2", final_logit_softcapping=3.0), CPU, torch.float32)
+        probe(parse_config([]), tiny_config("gemma2", final_logit_softcapping=3.0), CPU, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -248,11 +239,12 @@ def test_logits_that_the_loss_does_not_know_are_refused(monkeypatch):
     ],
 )
 def test_rows_may_be_as_long_as_the_scaling_of_rope_allows(scaling, allowed):
-    hf_config = another_family("llama", rope_scaling=scaling or None)
+    hf_config = tiny_config("llama", rope_scaling=scaling or None, max_position_embeddings=128)
     require_positions(hf_config, allowed, "a model", "--max_seq_length")
     with pytest.raises(UserError, match=f"--max_seq_length {allowed + 1}"):
         require_positions(hf_config, allowed + 1, "a model", "--max_seq_length")
     angles = te_llama.RotaryTable(hf_config, LlamaRotaryEmbedding, CPU)()
     assert len(angles) == allowed, "the TE decoder has a row for each"
-    of_types = another_family("gemma3_text", rope_scaling={"rope_type": "linear", "factor": 8.0})
+    linear = {"rope_type": "linear", "factor": 8.0}
+    of_types = tiny_config("gemma3_text", rope_scaling=linear, max_position_embeddings=128)
     assert te_llama.num_positions(of_types) == 128, "which Gemma states with the scaling"

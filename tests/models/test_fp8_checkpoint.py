@@ -8,23 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, PretrainedConfig
 
-from llm_fp8.config.options import ModelConfig, ParallelConfig
-from llm_fp8.distributed.fsdp import FsdpStrategy
-from llm_fp8.models.build import build_structure
-from llm_fp8.models.fill import fill_weights
 from llm_fp8.models.fp8_checkpoint import dequantised, fp8_format
-from llm_fp8.models.source import load_config, resolve_source
-from llm_fp8.models.weights import checkpoint_of
 from llm_fp8.utils.errors import UserError
 from tests.support.fp8_files import KINDS, quantised, quantization_config, write_fp8_model
-from tests.support.ranks import on_ranks
+from tests.support.ranks import full_parameters, on_ranks, sharded_model
 from tests.support.small import assert_same_bits, built_model, final_weights, run_json, steps, stored_weights, train
-
-CPU = torch.device("cpu")
 
 
 def loaded(name: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -60,20 +51,8 @@ def test_a_model_in_fp8_loads_as_its_products(tmp_path, kind, dtype):
     assert_same_bits(loaded(fp8, dtype), loaded(plain, dtype))
 
 
-def sharded(rank: int, name: str) -> dict[str, torch.Tensor]:
-    options = ModelConfig(model_name=name)
-    source = resolve_source(options)
-    config = load_config(source)
-    dtypes: dict[str, Any] = {"parameter_dtype": torch.float32, "compute_dtype": torch.float32, "device": CPU}
-    model = build_structure(options, config, checkpoint_of(source, config), **dtypes)
-    strategy = FsdpStrategy("fsdp_full", Accelerator(cpu=True), ParallelConfig(), torch.float32, 1)
-    strategy.shard(model.module, model.layers)
-    fill_weights(model)
-    return {name: strategy.full_tensor(parameter) for name, parameter in model.module.named_parameters()}
-
-
 def all_sharded(rank: int, names: list[str]) -> list[dict[str, torch.Tensor]]:
-    return [sharded(rank, name) for name in names]
+    return [full_parameters(sharded_model(name)) for name in names]
 
 
 @pytest.mark.slow

@@ -12,57 +12,27 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import llm_fp8.models.export
 import te_llama
-from llm_fp8.config.options import ModelConfig, ParallelConfig
-from llm_fp8.distributed.fsdp import FsdpStrategy
-from llm_fp8.models.build import build_structure
 from llm_fp8.models.export import export_hf
 from llm_fp8.models.fill import fill_weights, filled_layers
 from llm_fp8.models.model import Model
 from llm_fp8.models.parity import check_weights
-from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
-from llm_fp8.models.weights import StoredCheckpoint, checkpoint_of, local_shard
+from llm_fp8.models.source import EMBEDDED_MODEL, ModelSource, load_config
+from llm_fp8.models.weights import checkpoint_of, local_shard
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.torch_internals import free_memory_, materialize_
 from tests.support.families import EXPERTS, FAMILIES, family_config
 from tests.support.fp8_files import write_fp8_model
-from tests.support.ranks import on_ranks
-from tests.support.small import CARD, assert_same_bits, built_model, stored_weights, write_model
+from tests.support.ranks import fsdp_strategy, full_parameters, on_ranks, sharded_model
+from tests.support.small import CARD, assert_same_bits, built_model, model_structure, stored_weights, write_model
 from tests.support.stand_in_te import install_stand_in
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 43)[None]
-
-
-def strategy_of() -> FsdpStrategy:
-    return FsdpStrategy("fsdp_full", Accelerator(cpu=True), ParallelConfig(), torch.float32, 1)
-
-
-def sharded_model(name: str, strategy: FsdpStrategy, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
-    """A model as a run builds it on FSDP: structure, split, weights."""
-    config = ModelConfig(model_name=name, **options)
-    model = structure(config, dtype)
-    assert {parameter.device.type for parameter in model.module.parameters()} == {"meta"}
-    strategy.shard(model.module, model.layers)
-    fill_weights(model, CPU, seed=3)
-    assert all(isinstance(parameter, DTensor) for parameter in model.module.parameters())
-    return replace(model, full_tensor=strategy.full_tensor)
-
-
-def structure(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Model:
-    hf_config, dtypes = load_config(resolve_source(config)), {"parameter_dtype": dtype, "compute_dtype": torch.float32}
-    return build_structure(config, hf_config, weights_of(config), **dtypes, device=CPU)
-
-
-def weights_of(config: ModelConfig) -> StoredCheckpoint | None:
-    source = resolve_source(config)
-    return checkpoint_of(source, load_config(source))
 
 
 def folder_contents(folder: Path) -> dict[str, bytes]:
@@ -81,8 +51,7 @@ def export(model: Model, folder: Path, dtype: torch.dtype = torch.float32, **mor
 
 def load_and_export(rank: int, name: str, out: str, dtype: torch.dtype) -> tuple[bool, torch.Tensor, int]:
     """Whether the lm_head is tied, logits, and how many rows of the first key projection this rank has."""
-    strategy = strategy_of()
-    model = sharded_model(name, strategy)
+    model = sharded_model(name)
     # Only the main rank may touch the disk, so the others are given a place where nothing can be written.
     folder = Path(out) if rank == 0 else Path("/proc/nowhere")
     export(model, folder, dtype, is_main=rank == 0)
@@ -142,8 +111,7 @@ def test_the_exported_files_are_those_of_save_pretrained(tmp_path, family, max_f
 
 
 def export_to_nowhere(rank: int, name: str, file: str) -> str:
-    strategy = strategy_of()
-    model = sharded_model(name, strategy)
+    model = sharded_model(name)
     said = ""
     try:
         export(model, Path(file) / "final", is_main=rank == 0)
@@ -164,9 +132,7 @@ def test_a_main_rank_that_cannot_write_leaves_no_rank_waiting(tmp_path, tiny_mod
 
 
 def random_unsharded(rank: int, name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    strategy = strategy_of()
-    model = sharded_model(name, strategy, dtype, random_init=True)
-    return {name: strategy.full_tensor(parameter) for name, parameter in model.module.named_parameters()}
+    return full_parameters(sharded_model(name, dtype, random_init=True))
 
 
 @pytest.mark.slow
@@ -188,21 +154,21 @@ def stand_in(monkeypatch):
 
 def te_structure(name: str, is_stored: bool = True) -> Model:
     """The TE decoder of stand-in modules, without memory."""
-    stored = weights_of(ModelConfig(model_name=name)) if is_stored else None
-    return Model(
-        te_llama.build_te_model(AutoConfig.from_pretrained(name), torch.float32, "meta", table_device=CPU), stored
-    )
+    source = ModelSource(name, name, is_random=not is_stored)
+    config = load_config(source)
+    model = te_llama.build_te_model(config, torch.float32, "meta", table_device=CPU)
+    return Model(model, checkpoint_of(source, config))
 
 
 def load_and_export_te(rank: int, name: str, out: str) -> dict[str, torch.Tensor]:
     install_stand_in(pytest.MonkeyPatch())
-    strategy = strategy_of()
+    strategy = fsdp_strategy()
     model = replace(te_structure(name), full_tensor=strategy.full_tensor)
     strategy.shard(model.module, model.layers)
     fill_weights(model)
     folder = Path(out) if rank == 0 else Path("/proc/nowhere")
     export(model, folder, torch.bfloat16, is_main=rank == 0)
-    return {name: strategy.full_tensor(parameter) for name, parameter in model.module.named_parameters()}
+    return full_parameters(model)
 
 
 @pytest.mark.slow
@@ -256,10 +222,9 @@ def test_a_layer_has_memory_from_its_turn_until_it_is_freed(is_stored, tied, tmp
 # --- What does not fit ------------------------------------------------------------------------------------------------
 
 
-def fill_in_one_piece(name: str, **options: Any) -> Model:
+def fill_in_one_piece(name: str, use_te: bool) -> Model:
     """`fill_weights` of a model of one process; whatever it leaves unfilled is NaN."""
-    config = ModelConfig(model_name=str(name), **options)
-    model = te_structure(str(name)) if config.use_te else structure(config)
+    model = te_structure(name) if use_te else model_structure(name)
     module = model.module
     rotary = {name: buffer for name, buffer in module.named_buffers()}
     materialize_(module, CPU, CPU)

@@ -6,15 +6,23 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
+from llm_fp8.config.options import ParallelConfig
+from llm_fp8.distributed.fsdp import FsdpStrategy
+from llm_fp8.models.fill import fill_weights
+from llm_fp8.models.model import Model
 from tests.support.processes import DEADLINE_S
+from tests.support.small import model_structure
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -55,6 +63,26 @@ def on_ranks(num_ranks: int, folder: Path, function: Callable[..., Any], *args: 
     assert not failures, failures[0]
     assert not hung, f"{len(hung)} processes did not end"
     return [torch.load(folder / f"{rank}.result", weights_only=False) for rank in range(num_ranks)]
+
+
+def fsdp_strategy() -> FsdpStrategy:
+    """Full sharding in fp32 on CPUs."""
+    return FsdpStrategy("fsdp_full", Accelerator(cpu=True), ParallelConfig(), torch.float32, 1)
+
+
+def sharded_model(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
+    """The model of --model_name `name` as a run builds it on FSDP: structure, split, weights."""
+    model, strategy = model_structure(name, dtype, **options), fsdp_strategy()
+    assert {parameter.device.type for parameter in model.module.parameters()} == {"meta"}
+    strategy.shard(model.module, model.layers)
+    fill_weights(model, seed=3)
+    assert all(isinstance(parameter, DTensor) for parameter in model.module.parameters())
+    return replace(model, full_tensor=strategy.full_tensor)
+
+
+def full_parameters(model: Model) -> dict[str, Tensor]:
+    """The unsharded parameters by name."""
+    return {name: model.full_tensor(parameter) for name, parameter in model.module.named_parameters()}
 
 
 class CountedAllGather:

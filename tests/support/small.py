@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from llm_fp8.config.options import Config, ModelConfig, PrecisionConfig
 from llm_fp8.config.parser import parse_launch
 from llm_fp8.data.embedded import DATASET_DIR
+from llm_fp8.models.build import build_structure
 from llm_fp8.models.fill import build_model
 from llm_fp8.models.model import Model
 from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
@@ -72,6 +73,15 @@ def built_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 3, **
     dtypes: dict[str, Any] = {"parameter_dtype": dtype, "compute_dtype": torch.float32}
     device = torch.device("cpu")
     return build_model(config, hf_config, checkpoint_of(source, hf_config), **dtypes, device=device, seed=seed)
+
+
+def model_structure(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
+    """The same model without memory, as a sharded run builds it."""
+    config = ModelConfig(model_name=name, **options)
+    source = resolve_source(config)
+    hf_config = load_config(source)
+    dtypes: dict[str, Any] = {"parameter_dtype": dtype, "compute_dtype": torch.float32}
+    return build_structure(config, hf_config, checkpoint_of(source, hf_config), **dtypes, device=torch.device("cpu"))
 
 
 def precision_on(options: PrecisionConfig, device: torch.device) -> PrecisionPlan:
