@@ -51,7 +51,7 @@ class Recipe:
     one_scale_per_weight: bool = False
     """A weight has one scale, as --fp8_params requires."""
     gemms_in_fp8: int = 3
-    """Number of GEMMs in fp8, of fprop, dgrad and wgrad."""
+    """Number of a trained weight's GEMMs (fprop, dgrad, wgrad) that are in fp8."""
     has_fp8_peak: bool = True
     """Its GEMMs are held against the GPU's fp8 peak rate; False for fp4."""
     saved_bytes_per_element: float | None = None
@@ -125,6 +125,7 @@ RECIPES: dict[str, Recipe] = {
     )
 }
 """Name -> recipe."""
+NO_RECIPE = Recipe("", "te", "", "", token_multiple=1, gemms_in_fp8=0)
 RECIPE_OPTIONS = tuple(dict.fromkeys(name for recipe in RECIPES.values() for name in recipe.options))
 """Options that some recipes take and others do not."""
 
@@ -139,19 +140,9 @@ def chosen(scenario: str, backend: Backend) -> str:
     return DEFAULTS[backend] if scenario == DEFAULT else scenario
 
 
-def token_multiple(name: str | None) -> int:
-    """Return the number that must divide the tokens of a micro-batch on one GPU; 1 without a recipe."""
-    return RECIPES[name].token_multiple if name in RECIPES else 1
-
-
-def size_multiple(name: str | None) -> int:
-    """Return the number that must divide both sizes of a weight in fp8."""
-    return RECIPES[name].size_multiple if name in RECIPES else FP8_SIZE_MULTIPLE
-
-
-def gemms_in_fp8(name: str | None) -> int:
-    """Return how many of a trained weight's GEMMs (fprop, dgrad, wgrad) are in fp8; 0 without a recipe."""
-    return RECIPES[name].gemms_in_fp8 if name in RECIPES else 0
+def row_of(name: str | None) -> Recipe:
+    """Return the row of a recipe; for None or another name that of a run without fp8."""
+    return RECIPES.get(name or "", NO_RECIPE)
 
 
 def precision_name(mixed_precision: str, scenario: str | None) -> str:

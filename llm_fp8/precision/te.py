@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from llm_fp8.config.options import PrecisionConfig
-from llm_fp8.config.recipes import Recipe, size_multiple
+from llm_fp8.config.recipes import Recipe, row_of
 from llm_fp8.precision.coverage import ModuleState, linear_weights, linears_left, plain_linears, size_misfit
 from llm_fp8.utils.te_internals import forget_weight_casts, require_te
 from llm_fp8.utils.torch_internals import wrap_forward
@@ -84,7 +84,7 @@ class TEBackend:
             def forward(self, inputs: Any) -> Any:
                 return super().forward(inputs, is_first_microbatch=self.is_first_microbatch)
 
-        left = linears_left(model, size_multiple(self.scenario))
+        left = linears_left(model, row_of(self.scenario).size_multiple)
         for name, linear in plain_linears(model).items():
             if name in left:
                 continue
@@ -102,7 +102,8 @@ class TEBackend:
         """Select those of `linears` that compute in fp8, and name -> why the recipe cannot compute it. `without_fp8`
         calls the others' forward functions.
         """
-        inside, multiple = {inner for module in in_bf16 for inner in module.modules()}, size_multiple(self.scenario)
+        inside = {inner for module in in_bf16 for inner in module.modules()}
+        multiple = row_of(self.scenario).size_multiple
         others = {name: module for name, module in linears.items() if module not in inside}
         misfits = {name: misfit for name, module in others.items() if (misfit := size_misfit(module, multiple))}
         for module in (*in_bf16, *(others[name] for name in misfits)):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from llm_fp8.config.recipes import gemms_in_fp8
+from llm_fp8.config.recipes import row_of
 from llm_fp8.data.collate import Batch
 from llm_fp8.data.loader import TrainLoader
 from llm_fp8.models.build import build_structure
@@ -70,7 +70,7 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
         plan.say("attention: eager, which is slow: transformers has no sdpa for this model")
     precision, reasons = _attach_precision(plan, model, layers)
     gemms = gemms_per_weight(built)
-    num_gemms = gemms_in_fp8(plan.precision.effective_scenario)
+    num_gemms = row_of(plan.precision.effective_scenario).gemms_in_fp8
     coverage = measure_coverage(model, precision.fp8_modules, plan.precision.compute_name, reasons, gemms, num_gemms)
     plan.say(coverage.describe())
     recomputed = _recompute_layers(plan, layers)

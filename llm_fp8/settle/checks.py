@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import te_llama
 from llm_fp8.config.options import Config
-from llm_fp8.config.recipes import token_multiple
+from llm_fp8.config.recipes import row_of
 from llm_fp8.config.validation import check_tokens
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER
@@ -35,7 +35,7 @@ def check_machine(config: Config, machine: Machine, mode: str, precision: Precis
     }.items():
         if needs_bf16 and compute != "bf16":
             raise UserError(f"{flag} needs a run that computes in bf16: use --mixed_precision bf16 or fp8, or drop it.")
-    check_tokens(config, token_multiple(scenario), f"--fp8_scenario {scenario}")
+    check_tokens(config, row_of(scenario).token_multiple, f"--fp8_scenario {scenario}")
     if ranks.world_size % group_size != 0:
         raise UserError(f"--context_parallel_size {group_size} does not divide the {ranks.world_size} processes.")
     if config.always_graphs:

@@ -40,7 +40,7 @@ from transformers import PretrainedConfig
 
 import te_llama
 from llm_fp8.config.options import ALL_LINEAR, AUTO_BATCH_SIZE, DECODER_LINEARS, MODES, Config, OptimizerKind
-from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE, RECIPES, token_multiple
+from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE, RECIPES, row_of
 from llm_fp8.kernels.cross_entropy import default_chunk_tokens
 from llm_fp8.models.source import text_config
 from llm_fp8.observability.metrics import GIB, RESERVE_GIB
@@ -160,7 +160,7 @@ class RunSize:
     @property
     def row_multiple(self) -> int:
         """The number of which a micro-batch's rows must be a multiple, so that its tokens suit fp8 GEMMs."""
-        multiple = max(token_multiple(self.recipe), FP8_SIZE_MULTIPLE)
+        multiple = max(row_of(self.recipe).token_multiple, FP8_SIZE_MULTIPLE)
         return multiple // math.gcd(self.config.data.max_seq_length, multiple)
 
     @property

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from transformers import PretrainedConfig, TrainerCallback, TrainerState, TrainingArguments
 
 from llm_fp8.config.accelerate_env import PREFIX, RECIPE_ENTRIES, is_default, te_recipe
-from llm_fp8.config.recipes import DEFAULTS, gemms_in_fp8, recipe_names
+from llm_fp8.config.recipes import DEFAULTS, recipe_names, row_of
 from llm_fp8.distributed.process_group import gathered
 from llm_fp8.observability.kernel_trace import kernel_times, record_kernels
 from llm_fp8.observability.nvml import energy_j
@@ -248,12 +248,12 @@ def _expected_in_fp8(
         parts = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False) is True]
         recomputed = {module for part in parts for module in part.modules()}
         num_recomputed = sum(num_trained[layer] for layer in layers if layer in recomputed)
-    coverage = measure_coverage(model, layers, "bf16", {}, most_in_fp8=gemms_in_fp8(scenario))
+    coverage = measure_coverage(model, layers, "bf16", {}, most_in_fp8=row_of(scenario).gemms_in_fp8)
     return ExpectedKernels(
         precision=f"fp8 {scenario}",
         compute="bf16",  # Accelerate's autocast around what is not in fp8
         scenario=scenario,
-        num_fp8_gemms=gemms_in_fp8(scenario) * num_weights + num_recomputed - num_spared,
+        num_fp8_gemms=row_of(scenario).gemms_in_fp8 * num_weights + num_recomputed - num_spared,
         fp8_linear_flop_share=coverage.fp8_linear_flop_share,
     )
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from llm_fp8.config.parser import OptionsParser, parse_config
-from llm_fp8.config.recipes import RECIPES, Recipe, token_multiple
+from llm_fp8.config.recipes import RECIPES, Recipe, row_of
 from llm_fp8.precision.plan import recipe_available
 from llm_fp8.tools.compare.run_record import parse_variants, variant_words
 from llm_fp8.utils.errors import UserError
@@ -38,7 +38,7 @@ def test_help_and_options():
 
 def test_what_the_machine_says_of_it():
     te = SimpleNamespace(is_made_up_available=lambda return_reason: (False, "nobody has it"))
-    assert recipe_available(te, MADE_UP) == (False, "nobody has it") and token_multiple("made_up") == 48
+    assert recipe_available(te, MADE_UP) == (False, "nobody has it") and row_of("made_up").token_multiple == 48
 
 
 def test_it_is_a_variant_of_a_comparison():

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from llm_fp8.config.options import PrecisionConfig
-from llm_fp8.config.recipes import gemms_in_fp8
+from llm_fp8.config.recipes import row_of
 from llm_fp8.models.model import decoder_layers
 from llm_fp8.precision.certificate import ExpectedKernels, certify
 from llm_fp8.precision.context import Precision
@@ -262,7 +262,9 @@ def on_hardware(model: nn.Module, scenario: str) -> None:
 def test_the_certificate_counts_the_gemms_of_the_recipe(scenario, num_gemms):
     model, precision, plan = converted(scenario)
     all_in_fp8 = measure_coverage(model, precision.fp8_modules, plan.compute_name, {}).fp8_linear_flop_share
-    coverage = measure_coverage(model, precision.fp8_modules, plan.compute_name, {}, most_in_fp8=gemms_in_fp8(scenario))
+    coverage = measure_coverage(
+        model, precision.fp8_modules, plan.compute_name, {}, most_in_fp8=row_of(scenario).gemms_in_fp8
+    )
     assert coverage.fp8_linear_flop_share == pytest.approx(all_in_fp8 * num_gemms / 3)
     expected = ExpectedKernels.of_model(precision, coverage, recomputed=decoder_layers(model))
     assert expected.num_fp8_gemms == num_gemms * 14, "what torch.compile recomputes is not counted"
