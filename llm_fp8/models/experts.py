@@ -1,4 +1,4 @@
-"""Mixtures of experts, told by the shape of their modules: which weights a router chooses among, and how many of them
+"""Mixtures of experts, known by the shape of their modules: which weights a router chooses among, and how many of them
 compute a token.
 
 transformers 5 keeps the experts of a layer in one module with parameters of three dimensions [experts, ...], which one
@@ -15,18 +15,12 @@ tokens) `torch._grouped_mm` reached 413 TFLOP/s in bf16; in fp8 torchao's reache
 from __future__ import annotations
 
 import functools
-import inspect
-import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
-from llm_fp8.data.collate import Batch
-from llm_fp8.kernels.cross_entropy import IGNORE_INDEX
 from llm_fp8.models.source import text_config
 from llm_fp8.utils.hf_internals import gated, grouped_linear, runs_grouped_gemms
 from llm_fp8.utils.torch_internals import wrap_forward
@@ -140,48 +134,3 @@ def grouped_experts(experts: Any, forward: Any, hidden: Tensor, top_k_index: Ten
     output = _Permuted.apply(output, inverse, order, 1).view(tokens, per_token, -1)
     weights = top_k_weights.to(output.dtype)
     return torch.matmul(weights.unsqueeze(1), output).squeeze(1).to(hidden.dtype)
-
-
-@dataclass(frozen=True)
-class RouterLoss:
-    """transformers' load balancing loss of each document alone, as in DeepSeek-V3 (arXiv 2412.19437, equation 17).
-
-    It multiplies each expert's share of the choices by its mean probability: the loss of a whole micro-batch would
-    depend on how the batch is cut.
-    """
-
-    coefficient: float
-    per_token: int
-
-    def __call__(self, router_logits: Iterable[Tensor], batch: Batch) -> Tensor:
-        """Coefficient times loss times supervised tokens, summed over documents (fp32 scalar); `router_logits`:
-        [tokens, experts] of each layer.
-        """
-        document = (batch.position_ids.flatten() == 0).cumsum(0) - 1
-        sums: Any = 0.0  # over a document's tokens and the layers: choices and probabilities [2, tokens, experts]
-        for logits in router_logits:
-            scores = logits.softmax(-1).float()
-            chosen = torch.zeros_like(scores).scatter(-1, scores.topk(self.per_token).indices, 1.0)
-            sums = sums + scores.new_zeros(2, *scores.shape).index_add(1, document, torch.stack((chosen, scores)))
-        num_rows = (sums[0].sum(-1) / self.per_token).clamp_min(1)  # tokens times layers
-        losses = sums.shape[-1] * sums.prod(0).sum(-1) / num_rows**2
-        return self.coefficient * (losses[document] * (batch.labels.flatten() != IGNORE_INDEX)).sum()
-
-
-def router_loss(model: PreTrainedModel) -> tuple[RouterLoss | None, str | None]:
-    """The auxiliary loss that the model's config asks for, and a sentence on what it says of one; None for neither.
-
-    As in transformers and TRL `output_router_logits` asks for it.
-    """
-    decoder = text_config(model.config)
-    coefficient = getattr(decoder, "router_aux_loss_coef", None) or 0.0
-    function = vars(sys.modules[type(model).__module__]).get("load_balancing_loss_func")
-    arguments = list(inspect.signature(function).parameters) if function else []
-    if not getattr(decoder, "output_router_logits", False):
-        what = f"router_aux_loss_coef {coefficient:g} takes no effect, as in transformers"
-        return None, f"{what}: the model's config has not output_router_logits" if coefficient else None
-    per_token = experts_per_token(model.config)
-    if not coefficient or per_token is None or "top_k" not in arguments[2:3]:  # Doge's differs
-        return None, "WARNING: output_router_logits takes no effect: transformers has no loss for the model's routers"
-    what = f"auxiliary loss of routers: {coefficient:g} times transformers' load balancing loss of each document"
-    return RouterLoss(coefficient, per_token), what
