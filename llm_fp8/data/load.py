@@ -31,7 +31,7 @@ import datasets
 import fsspec  # type: ignore[import-untyped]
 import pyarrow as pa
 import xxhash
-from datasets import ArrowBasedBuilder, DatasetInfo, Features, Json, SplitGenerator, Value
+from datasets import ArrowBasedBuilder, DatasetDict, DatasetInfo, Features, Json, SplitGenerator, Value
 from datasets.builder import Key
 from datasets.data_files import DataFilesList, get_data_patterns, resolve_pattern
 from datasets.exceptions import DatasetGenerationError
@@ -133,11 +133,12 @@ def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
     kind, beginning = DATA_FILE.search(path.name), existing_part(path)
     advice = "If it is gated, use 'hf auth login' and accept its terms on the hub; else look at its name and files."
     with reading(flag, name, "the dataset", advice):
-        if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
-            builder, files = "arrow", {"train": _saved_files(path)}
-        elif (path / "dataset_dict.json").is_file():
-            splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
-            builder, files = "arrow", {split: _saved_files(path / split) for split in splits}
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            saved: Any = datasets.load_from_disk(path, keep_in_memory=False)
+            # Older shards and caches of `map` may lie beside the files of the last `save_to_disk`.
+            shards = (saved if isinstance(saved, DatasetDict) else DatasetDict(train=saved)).cache_files
+            names = {split: [shard["filename"] for shard in each] for split, each in shards.items()}
+            builder, files = "arrow", {split: DataFilesList(each, []) for split, each in names.items()}
         elif path.is_file() or is_pattern:
             if kind is None or kind[1] not in FILE_BUILDERS:
                 raise UserError(f"{flag} {name}: a file or pattern must end in one of {', '.join(FILE_BUILDERS)}.")
@@ -160,12 +161,6 @@ def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
             source = dataclasses.replace(source, path=str(Path(card).parent))
             # Its card may name splits that were never downloaded.
             return _of_builder(source, data_files=None if config else get_data_patterns(source.path))
-
-
-def _saved_files(folder: Path) -> list[str]:
-    """Return the files of the last `save_to_disk`; older shards and caches of `map` may lie beside them."""
-    names = [file["filename"] for file in json.loads((folder / "state.json").read_text())["_data_files"]]
-    return DataFilesList([str(folder / name) for name in names], [])
 
 
 def _of_builder(source: DatasetSource, **options: Any) -> DatasetSource:
@@ -209,11 +204,8 @@ def load_split(source: DatasetSource, streaming: bool = False, num_rows: int | N
 
 def _checksum(file: str) -> str:
     """Hash a file's bytes; 2 GiB took 0.5 s from the page cache, 2.2 s from a disk."""
-    digest = xxhash.xxh3_128()
-    with open(file, "rb", buffering=0) as opened:
-        while piece := opened.read(2**20):
-            digest.update(piece)
-    return digest.hexdigest()
+    with pa.memory_map(file) as mapped:
+        return xxhash.xxh3_128_hexdigest(mapped.read_buffer())
 
 
 def _as_text(file: str) -> dict[str, Any]:
