@@ -151,12 +151,7 @@ def test_a_mistake_comes_with_what_was_probably_meant(words, hint):
 
 @pytest.mark.parametrize(
     ("argv", "packing"),
-    [
-        ([], None),
-        (["--packing"], True),
-        (["--packing", "true"], True),
-        (["--no_packing"], False),
-    ],
+    [([], None), (["--packing"], True), (["--packing", "true"], True), (["--no_packing"], False)],
 )
 def test_a_flag_with_three_states(argv, packing):
     assert parse_config(argv).data.packing is packing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llm_fp8.config.options import FIELDS, Config
+from llm_fp8.config.options import FIELDS
 from llm_fp8.config.parser import parse_config
 from llm_fp8.utils.errors import UserError
 
@@ -82,10 +82,7 @@ def test_what_cannot_take_effect_is_refused_by_name(name, words):
     assert "\n" not in str(error.value)
 
 
-def config(words: str) -> Config:
-    return parse_config(words.split(), parallel=True)
-
-
 def test_fp8_params_work_with_both_back_ends():
     for more in ("--use_te", "--fp8_backend torchao"):
-        assert config(FP8 + f"--fp8_params --sharding_mode fsdp_full {more}").parallel.fp8_params
+        words = FP8 + f"--fp8_params --sharding_mode fsdp_full {more}"
+        assert parse_config(words.split(), parallel=True).parallel.fp8_params

@@ -12,11 +12,6 @@ pytestmark = pytest.mark.gpu
 TOKENS, VOCAB, HIDDEN = 2048, 128_256, 512
 
 
-@pytest.fixture(autouse=True)
-def needs_transformer_engine():
-    pytest.importorskip("transformer_engine")
-
-
 def make_labels():
     generator = torch.Generator("cuda").manual_seed(1)
     labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator, device="cuda")

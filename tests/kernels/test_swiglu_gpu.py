@@ -64,9 +64,8 @@ def test_values_are_exact_values_rounded_once(shape, dtype, fp8_dtype, dswiglu_c
     scaled, values = truth * SCALE, rowwise.double()
     info = torch.finfo(fp8_dtype)
     # Half a unit in the last place, of subnormal numbers half their spacing, and what fp32 rounds.
-    allowed = scaled.abs() * 2.0 ** -(FORMATS[fp8_dtype] + 1) * (1 + 1e-3) + info.smallest_normal * 2.0 ** -(
-        FORMATS[fp8_dtype] + 1
-    )
+    unit_roundoff = 2.0 ** -(FORMATS[fp8_dtype] + 1)
+    allowed = (scaled.abs() * (1 + 1e-3) + info.smallest_normal) * unit_roundoff
     assert bool(((values - scaled.clamp(info.min, info.max)).abs() <= allowed).all())
     assert torch.equal(rowwise.view(torch.uint8).t(), transposed.view(torch.uint8))
     assert amax.item() == pytest.approx(truth.abs().max().item(), rel=1e-5)
@@ -104,11 +103,8 @@ def unfuse(model: torch.nn.Module) -> None:
 def test_gradients_of_a_model_are_as_near_to_bf16_as_without_it(scenario, device, record_property):
     batch = packed_batch(device)
     gradients = {}
-    for name, options in {
-        "bf16": BF16,
-        "fused": fp8(fp8_scenario=scenario),
-        "apart": fp8(fp8_scenario=scenario),
-    }.items():
+    in_fp8 = fp8(fp8_scenario=scenario)
+    for name, options in {"bf16": BF16, "fused": in_fp8, "apart": in_fp8}.items():
         model, precision, _ = build(options, device)
         if name == "apart":
             unfuse(model)

@@ -298,12 +298,7 @@ def test_a_log_file_gets_a_plain_line_every_log_every_steps() -> None:
     display.print("a line")
     display.close()
     lines = out.getvalue().splitlines()
-    assert [line.partition("  loss")[0] for line in lines[:-1]] == [
-        "step  1/25",
-        "step 10/25",
-        "step 20/25",
-        "step 25/25",
-    ]
+    assert [line.partition("  loss")[0] for line in lines[:-1]] == [f"step {step:2}/25" for step in (1, 10, 20, 25)]
     assert lines[1].endswith("0:00:04 left") and lines[-1] == "a line"
 
 

@@ -61,9 +61,8 @@ def test_values_and_codes_equal_torchaos(signed):
 def test_blocks_are_encoded_and_decoded_as_torchao_does(signed):
     torchao = pytest.importorskip("torchao.optim.quant_utils")
     generator = torch.Generator().manual_seed(1)
-    numbers = torch.randn(4000, CODE_BLOCK, generator=generator) * 10 ** torch.empty(4000, 1).uniform_(
-        -9, 2, generator=generator
-    )
+    numbers = torch.randn(4000, CODE_BLOCK, generator=generator)
+    numbers *= 10 ** torch.empty(4000, 1).uniform_(-9, 2, generator=generator)
     numbers = (numbers if signed else numbers.square()).view(-1)
     numbers[: 3 * CODE_BLOCK] = 0
     numbers[3 * CODE_BLOCK : 4 * CODE_BLOCK] *= 1e-30
@@ -154,9 +153,8 @@ def test_a_step_equals_torchaos():
     below = (exact.view(torch.int32) & ~0xFFFF).view(torch.float32)
     ulps = (weight.detach().float() - below).abs() / (2.0 ** (exact.abs().log2().floor() - 7))
     assert ((ulps == 0) | (ulps == 1)).float().mean() > 0.999 and ulps.max() <= 2
-    away = rounding_bits(rounding_key(0, 4, 0), 0, weight.numel(), CPU).view(weight.shape) + (
-        exact.view(torch.int32) & 0xFFFF
-    )
+    random = rounding_bits(rounding_key(0, 4, 0), 0, weight.numel(), CPU).view(weight.shape)
+    away = random + (exact.view(torch.int32) & 0xFFFF)
     assert ((away >= 0x10000) == (ulps > 0.5)).float().mean() > 0.999
 
 

@@ -27,14 +27,13 @@ def short_pieces(monkeypatch):
 
 def make_parameters(dtype=torch.bfloat16, remainders=False):
     generator = torch.Generator().manual_seed(0)
-    made = {
-        name: Parameter((0.02 * torch.randn(shape, generator=generator)).to(dtype)) for name, shape in SHAPES.items()
-    }
-    made["head"] = made["embedding"]
+    numbers = {name: 0.02 * torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    parameters = {name: Parameter(tensor.to(dtype)) for name, tensor in numbers.items()}
+    parameters["head"] = parameters["embedding"]
     for name in ("embedding", "norm") if remainders else ():
-        give_remainder_(made[name])
-        remainder_of(made[name]).copy_(torch.randint(-(2**15), 2**15, SHAPES[name], generator=generator))
-    return made
+        give_remainder_(parameters[name])
+        remainder_of(parameters[name]).copy_(torch.randint(-(2**15), 2**15, SHAPES[name], generator=generator))
+    return parameters
 
 
 def set_gradients(parameters, step):
