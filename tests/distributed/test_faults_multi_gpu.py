@@ -10,9 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.faults import START_S, kill_one_rank_and_restart, kill_one_rank_in_a_save
+from tests.support.faults import (
+    SCALES,
+    START_S,
+    VALUES,
+    check_that_the_run_stops,
+    kill_one_rank_and_restart,
+    kill_one_rank_in_a_save,
+)
 from tests.support.launches import Torchrun
-from tests.support.planted import SCALES, VALUES, check_that_the_run_stops
 from tests.support.small import assert_goes_on, run_json, write_rows
 
 pytestmark = pytest.mark.multi_gpu

@@ -15,9 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from llm_fp8.optim.adamw_master import split_master
-from tests.support.faults import ENDLESS, START_S, kill_one_rank_in_a_save
+from tests.support.faults import ENDLESS, START_S, check_that_the_run_stops, kill_one_rank_in_a_save
 from tests.support.launches import Forked
-from tests.support.planted import check_that_the_run_stops
 from tests.support.processes import exit_code, run_ranks, start_ranks, wait_until
 from tests.support.reference import check_against_reference, reference_options
 from tests.support.small import assert_goes_on, run_json, steps, write_rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,21 @@ from llm_fp8.run.timeline import Timeline
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import run_ranks
 from tests.support.small import assert_same_bits, final_weights, records, steps, summary_json, train, write_rows
-from tests.support.told_losses import tell, telling
 
 LOSSES = {1: 5.0, 2: 3.0, 3: 4.0, 4: 3.5, 5: 6.0}
-"""Step -> the eval loss that the run is told."""
+"""Step -> the eval loss that a run takes in, in place of its own."""
 NO_WARMUP = ("--lr_scheduler=constant", "--num_warmup_steps=0", "--batch_size=4")
+
+
+def add_with(losses: Mapping[int, float]) -> Callable[[EvalHistory, int, float], None]:
+    """`EvalHistory.add`, but with the loss of the step in `losses`."""
+    add = EvalHistory.add
+    return lambda history, step, eval_loss: add(history, step, losses[step])
+
+
+def set_losses(losses: Mapping[int, float]) -> None:
+    """Set the eval losses of every run of this process, which is one rank's."""
+    EvalHistory.add = add_with(losses)  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("patience", "stops_after"), [(1, 3), (2, 6), (3, None), (0, None)])
@@ -50,7 +61,7 @@ def options(small_run) -> list[str]:
 def eval_losses(monkeypatch) -> dict[int, float]:
     """The evaluations find these, which a test may change."""
     losses = dict(LOSSES)
-    monkeypatch.setattr(EvalHistory, "add", telling(losses))
+    monkeypatch.setattr(EvalHistory, "add", add_with(losses))
     return losses
 
 
@@ -172,7 +183,7 @@ def test_a_run_that_is_made_longer_counts_the_evaluation_after_its_last_step(tmp
 def test_two_ranks_stop_early_and_export_the_best_step(tmp_path, options):
     options = [*options, *NO_WARMUP, "--keep_best", "--async_save"]
     asked = ["--early_stopping_patience=2", "--sharding_mode=fsdp_full", f"--output_dir={tmp_path}"]
-    run_ranks(2, tmp_path, *options, *asked, first=functools.partial(tell, LOSSES))
+    run_ranks(2, tmp_path, *options, *asked, first=functools.partial(set_losses, LOSSES))
     assert steps(tmp_path)[-1]["step"] == 4 and evaluated(tmp_path) == [1, 2, 3, 4]
     assert summary_json(tmp_path)["best"]["step"] == summary_json(tmp_path)["exported_step"] == 2
     dcp_to_torch_save(tmp_path / "checkpoints" / "step-00000002", tmp_path / "merged.pt")
@@ -187,7 +198,7 @@ def test_deepspeed_stops_early_and_exports_the_best_step(tmp_path, small_run):
     options = [*small_run, *NO_WARMUP, "--sharding_mode=deepspeed_2"]
     kept, short = tmp_path / "kept", tmp_path / "short"
     asked = ["--max_steps=5", "--eval_every=1", "--keep_best", "--early_stopping_patience=2"]
-    run_ranks(2, kept, *options, *asked, f"--output_dir={kept}", first=functools.partial(tell, LOSSES))
+    run_ranks(2, kept, *options, *asked, f"--output_dir={kept}", first=functools.partial(set_losses, LOSSES))
     assert evaluated(kept) == [1, 2, 3, 4] and summary_json(kept)["exported_step"] == 2
     run_ranks(2, short, *options, "--max_steps=2", f"--output_dir={short}")
     assert_same_bits(final_weights(kept), final_weights(short))

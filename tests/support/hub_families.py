@@ -32,6 +32,7 @@ from llm_fp8.precision.coverage import linears_left
 from llm_fp8.settle.probe import probe
 from llm_fp8.step.loss_model import TrainingModel
 from llm_fp8.utils.errors import UserError
+from tests.support.batches import random_rows
 from tests.support.reference import mean_loss
 from tests.support.small import CARD, built_model, stored_weights
 
@@ -246,9 +247,7 @@ def _all_but(*left: str) -> str:
 
 def documents() -> list[Document]:
     """Two, all of whose tokens are supervised."""
-    generator = torch.Generator().manual_seed(3)
-    ids = [torch.randint(3, 1024, (length,), generator=generator).numpy() for length in LENGTHS]
-    return [Document(one, one > -1, row_id=number) for number, one in enumerate(ids)]
+    return sum(random_rows([[length] for length in LENGTHS], 1024, seed=3), [])
 
 
 def _whole(folder: Path) -> PreTrainedModel:
