@@ -32,8 +32,8 @@ def choose_mode(
         kind = resolve_optimizer(config, mode, compute)
         needs[mode] = num_parameters * state_bytes(mode, kind, ranks.world_size, config) / GIB
     mode = next((mode for mode, needed in needs.items() if needed <= room), "fsdp_full")
-    told = ", ".join(f"{name} {value:.0f}" for name, value in needs.items())
-    return mode, f"weights, gradients and optimizer state are to fit {room:.0f} GiB per GPU: {told}"
+    by_mode = ", ".join(f"{name} {value:.0f}" for name, value in needs.items())
+    return mode, f"weights, gradients and optimizer state are to fit {room:.0f} GiB per GPU: {by_mode}"
 
 
 def num_shards(mode: str, ranks: LaunchRanks) -> int:
@@ -62,7 +62,9 @@ def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config)
     if row.on_host:
         return 0.0
     if config.trains_adapters:
-        return _FROZEN_WEIGHT_BYTES / (1 if row.engine == "copies" else num_shards) + row.unsharded_bytes
+        if row.engine != "fsdp":  # ZeRO 3 shards them too; how much that saves is not counted
+            return _FROZEN_WEIGHT_BYTES
+        return _FROZEN_WEIGHT_BYTES / num_shards + row.unsharded_bytes
     if row.engine == "copies":
         return of_kind.total - config.optim.offload_optimizer * of_kind.state
     gradients = _ACCUMULATED_GRADIENT_BYTES if keeps_unsharded_gradients(mode, config) else 0

@@ -9,9 +9,8 @@ from transformers import LlamaConfig
 
 from llm_fp8.config.parser import parse_config
 from llm_fp8.models.source import load_config, resolve_source
-from llm_fp8.settle.checks import check_te_decoder
 from llm_fp8.settle.machine import Machine, assume
-from llm_fp8.settle.settle import Settled, settle
+from llm_fp8.settle.settle import Settled, check_te_decoder, settle
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 from te_llama import decoder_sizes
