@@ -4,16 +4,15 @@ a Trainer calls `certify_step`.
     trainer = Trainer(model=..., args=..., train_dataset=..., callbacks=[CertificateCallback()])
 
 The callback records the kernels of one optimizer step, counts the linear layers that Accelerate replaced by Transformer
-Engine's or torchao's, and compares both with the requested precision. It prints the verdict, and writes it with the
-energy of the training to certificate.json in the output folder. A failed certificate ends the run with exit code 1.
-docs/monitoring.md explains the evidence and its limits, docs/tools.md the use with TRL, LLaMA-Factory and axolotl.
+Engine's or torchao's, and compares both with the requested precision. It prints the verdict, and writes it to
+certificate.json in the output folder. A failed certificate ends the run with exit code 1. docs/monitoring.md explains
+the evidence and its limits, docs/tools.md the use with TRL, LLaMA-Factory and axolotl.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 import re
 import sys
@@ -32,7 +31,6 @@ from llm_fp8.config.accelerate_env import PREFIX, RECIPE_ENTRIES, is_default, te
 from llm_fp8.config.recipes import DEFAULTS, recipe_names, row_of
 from llm_fp8.distributed.process_group import gathered
 from llm_fp8.observability.kernel_trace import kernel_times, record_kernels
-from llm_fp8.observability.nvml import energy_j
 from llm_fp8.optim.optimizers import not_optimised
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify, worst
 from llm_fp8.precision.context import backend_in
@@ -92,8 +90,6 @@ class CertificateCallback(TrainerCallback):
         self._recorded_step = 0
         self._num_micro_batches = 0
         self._recording: tuple[contextlib.ExitStack, Any] | None = None
-        self._begin_j = math.nan
-        self._begin_step = 0
         self.certificate: Certificate | None = None
         """Worst certificate of all processes, after the step was recorded."""
 
@@ -107,8 +103,6 @@ class CertificateCallback(TrainerCallback):
         self._recorded_step = min(state.global_step + self._step, state.max_steps)
         if not can_record() and state.is_world_process_zero:
             print("certificate: none, there is no NVIDIA GPU whose kernels could be recorded", flush=True)
-        self._begin_step = state.global_step
-        self._begin_j = energy_j(PartialState().device)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
         if state.global_step + 1 != self._recorded_step or self.certificate is not None or not can_record():
@@ -144,20 +138,6 @@ class CertificateCallback(TrainerCallback):
             PartialState().wait_for_everyone()  # the launcher kills the others as soon as one process ends
             raise SystemExit(EXIT_FAILED_CHECK)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
-        """Write the energy of all GPUs since the training began, evaluations included, if all of them have counters."""
-        if self.certificate is None:
-            return
-        all_j = gathered(energy_j(PartialState().device) - self._begin_j)
-        total_j = sum(all_j)
-        num_steps = state.global_step - self._begin_step
-        if state.is_world_process_zero and num_steps > 0 and math.isfinite(total_j):
-            figures = {"energy_j": total_j, "num_steps": num_steps, "num_gpus": len(all_j)}
-            path = Path(args.output_dir or ".", "certificate.json")
-            write_json_atomic(path, {**self.certificate.to_dict(), "energy": figures})
-            line = f"energy: {total_j:,.0f} J in {num_steps} steps, {total_j / num_steps:,.1f} J a step"
-            _print_line(line, sys.stdout)
-
 
 def _judge(
     profile: Any,
@@ -169,12 +149,7 @@ def _judge(
     recipe: str | None = None,
 ) -> Certificate:
     """Judge the recorded step, right after it; return the worst certificate of all processes. `model` is as Accelerate
-    converted it, without DDP. Collective.
-
-    An fp8 run must run three fp8 GEMMs in a micro-batch for each trained weight of Transformer Engine's layers, two
-    where nothing below it is trained, and one more where the layer is recomputed. For torchao's layers it is the
-    number of fp8 GEMMs of their recipe. A model with neither must run three for every linear layer whose sizes fp8
-    can take. A value of fp8_config that differs from the recipe in force is a failure too.
+    converted it, without DDP. A value of fp8_config that differs from the recipe in force is a failure too. Collective.
     """
     backend = backend_in(model)
     layers = list(backend.linears_of(model).values())
@@ -238,6 +213,10 @@ def _convertible(model: nn.Module) -> list[str]:
 def _expected_in_fp8(
     model: nn.Module, layers: list[nn.Module], launch: Mapping[str, str], state: ModuleState, scenario: str | None
 ) -> ExpectedKernels:
+    """Count the fp8 GEMMs that must run: three in a micro-batch for each trained weight of Transformer Engine's layers,
+    two where nothing below it is trained, and one more where the layer is recomputed; for torchao's layers those of
+    their recipe. A model with neither must run three for every linear layer whose sizes fp8 can take.
+    """
     is_torchao = state.library == "torchao"
     scenario = scenario or (next(iter(state.recipes), DEFAULTS["torchao"]) if is_torchao else te_recipe(launch))
     num_trained = {layer: sum(weight.requires_grad for weight in linear_weights(layer)) for layer in layers}

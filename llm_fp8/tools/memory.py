@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -73,30 +71,9 @@ class Row(NamedTuple):
 
     def to_dict(self, model_words: list[str]) -> dict[str, Any]:
         estimate = self.run.estimate()
-        return {
-            "training": self.way,
-            "sharding_mode": self.run.mode,
-            "fits": self.fits,
-            "parts_gib": estimate.parts,
-            "total_gib": estimate.total_gib,
-            "needed_gib": estimate.needed_gib,
-            "command": self.command(model_words),
-        }
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse the command line. Training options have the names and defaults of train_fp8.py."""
-    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
-    add = parser.add_argument
-    names = f"hub id, folder, or bundled name: {', '.join(BUNDLED)}"
-    add("--model_name", type=os.path.expanduser, required=True, help=names)
-    add("--gpu", help=f"{', '.join(GPUS)}, or its memory in GiB (default: this machine's)")
-    defaults = Config().options
-    for name in ("num_gpus", *SIZES):
-        add(f"--{name}", type=positive, default=defaults.get(name, 1), help="(default %(default)s)")
-    add("--mixed_precision", choices=["bf16", "fp8"], help="(default: fp8 where the GPU has it)")
-    add("--output", type=writable, metavar="FILE", help="write the figures to this JSON file")
-    return parser.parse_args(argv)
+        figures = {"parts_gib": estimate.parts, "total_gib": estimate.total_gib, "needed_gib": estimate.needed_gib}
+        outcome = {"training": self.way, "sharding_mode": self.run.mode, "fits": self.fits}
+        return {**outcome, **figures, "command": self.command(model_words)}
 
 
 def assumed_machine(gpu: str | None, num_gpus: int) -> Machine:
@@ -173,7 +150,17 @@ def rows_of(config: Config, hf_config: PretrainedConfig, machine: Machine) -> li
 
 
 def main() -> int:
-    options = parse(sys.argv[1:])
+    """Print and write the rows. Training options have the names and defaults of train_fp8.py."""
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
+    add, defaults = parser.add_argument, Config().options
+    names = f"hub id, folder, or bundled name: {', '.join(BUNDLED)}"
+    add("--model_name", type=os.path.expanduser, required=True, help=names)
+    add("--gpu", help=f"{', '.join(GPUS)}, or its memory in GiB (default: this machine's)")
+    for name in ("num_gpus", *SIZES):
+        add(f"--{name}", type=positive, default=defaults.get(name, 1), help="(default %(default)s)")
+    add("--mixed_precision", choices=["bf16", "fp8"], help="(default: fp8 where the GPU has it)")
+    add("--output", type=writable, metavar="FILE", help="write the figures to this JSON file")
+    options = parser.parse_args()
     machine = assumed_machine(options.gpu, options.num_gpus)
     if options.mixed_precision == "fp8" and not machine.has_fp8:
         raise UserError(f"--mixed_precision fp8: {machine.gpu} has no fp8; drop it for bf16.")
@@ -194,9 +181,8 @@ def main() -> int:
     shape = f"{options.batch_size} x {options.max_seq_length:,}"
     where = f"on {options.num_gpus} x {machine.gpu} ({machine.gpu_gib:.1f} GiB)"
     console.print(f"{options.model_name}, {billions:.2f} billion parameters, {precision}, {shape} tokens {where}")
-    table = Table(
-        "training", "sharding", Column("GiB per GPU", justify="right"), Column("needs", justify="right"), "fits"
-    )
+    figures = (Column(title, justify="right") for title in ("GiB per GPU", "needs"))
+    table = Table("training", "sharding", *figures, "fits")
     for row in rows:
         estimate = row.run.estimate()
         table.add_row(row.way, row.run.mode, f"{estimate.total_gib:.1f}", f"{estimate.needed_gib:.1f}", row.fits)
@@ -211,6 +197,6 @@ def main() -> int:
     if options.output is not None:
         typed = {name: str(value) for name, value in vars(options).items()}
         content = [row.to_dict(model_words) for row in rows]
-        figures = {"options": typed, "gpu": machine.gpu, "gpu_gib": machine.gpu_gib, "rows": content}
-        write_json_atomic(options.output, figures)
+        gpu = {"gpu": machine.gpu, "gpu_gib": machine.gpu_gib}
+        write_json_atomic(options.output, {"options": typed, **gpu, "rows": content})
     return 0

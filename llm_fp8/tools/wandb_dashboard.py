@@ -3,13 +3,11 @@
     --entity my-team --project llm-fp8    makes a saved view of the project's workspace and prints its address
     --view 'https://wandb.ai/...?nw=abc'  updates this program's sections in that view; other sections stay
 
-The layout is data (`SECTIONS`) with the keys of docs/monitoring.md; wandb-workspaces sends it to W&B.
+The layout (`SECTIONS`) has the keys of docs/monitoring.md; wandb-workspaces sends it to W&B.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from typing import Any, NamedTuple
 from urllib.parse import urlparse
 
@@ -24,13 +22,11 @@ MAX_RUNS = 50  # the number of runs that a panel shows; W&B's default is 10
 
 
 class Panel(NamedTuple):
-    """A line plot or a bar plot, according to `by`: "step", "tokens_seen" and `TIME` draw a line of the history per
-    run; "run" and "precision" draw a bar of the summary per run, or of the mean over the runs of a precision.
-    """
-
     title: str
     key: str
     by: str = "step"
+    """With "step", "tokens_seen" and `TIME` a line of each run's history; with "run" and "precision" a bar of each
+    run's summary, or of the mean over the runs of a precision."""
 
 
 SECTIONS: dict[str, tuple[Panel, ...]] = {
@@ -79,25 +75,12 @@ COLUMNS = (PRECISION, "certificate/verdict", "model_short_name", "gpu_name", "sh
 """Labels and summary figures that the list of runs shows beside each name."""
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
-    add = parser.add_argument
-    add("--entity", help="W&B user or team that owns the project (default: your own)")
-    add("--project", default=RunConfig().project, help="W&B project (default: %(default)s)")
-    add("--group", help="show the runs of this W&B group only (default: all training runs)")
-    add("--name", default="fp8 comparison", help="name of the view (default: %(default)s)")
-    add("--view", metavar="URL", help="address of a saved view to update instead of making one")
-    return parser.parse_args(argv)
-
-
 def build_workspace(entity: str, project: str, group: str | None, name: str) -> Any:
     """Build the dashboard as a `wandb_workspaces.workspaces.Workspace`, without sending it."""
     import wandb_workspaces.workspaces as ws
     from wandb_workspaces import expr
 
-    filters = [expr.Metric("JobType") == "train"]
-    if group:
-        filters.append(expr.Metric("Group") == group)
+    filters = [expr.Metric("JobType") == "train", *([expr.Metric("Group") == group] if group else ())]
     columns = [f"config:{key}" if key in LABELS else f"summary:{key}" for key in COLUMNS]
     return ws.Workspace(
         entity=entity,
@@ -125,7 +108,14 @@ def _panel(panel: Panel) -> Any:
 
 def main() -> int:
     """Make or update the view in W&B and print its address."""
-    options = parse(sys.argv[1:])
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("--entity", help="W&B user or team that owns the project (default: your own)")
+    add("--project", default=RunConfig().project, help="W&B project (default: %(default)s)")
+    add("--group", help="show the runs of this W&B group only (default: all training runs)")
+    add("--name", default="fp8 comparison", help="name of the view (default: %(default)s)")
+    add("--view", metavar="URL", help="address of a saved view to update instead of making one")
+    options = parser.parse_args()
     import wandb  # here, so that --help and mistakes answer without loading it
     import wandb_workspaces.workspaces as ws
 
@@ -135,12 +125,11 @@ def main() -> int:
         entity = str(options.entity or wandb.Api().default_entity)
         project = options.project
         if options.view:
-            view = ws.Workspace.from_url(options.view)
             _, entity, project = urlparse(options.view).path.split("/")
-            view.sections = [section for section in view.sections if section.name not in SECTIONS]
-            view.sections += build_workspace(entity, project, options.group, options.name).sections
-        else:
-            view = build_workspace(entity, project, options.group, options.name)
+        view = build_workspace(entity, project, options.group, options.name)
+        if options.view:
+            sections, view = view.sections, ws.Workspace.from_url(options.view)
+            view.sections = [*(each for each in view.sections if each.name not in SECTIONS), *sections]
         view.save()
     print(f"the runs of {entity}/{project} are compared in {view.url}")
     return 0
