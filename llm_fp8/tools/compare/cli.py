@@ -83,8 +83,7 @@ def plan_runs(train: str, variants: Sequence[str], num_seeds: int, num_gpus: int
             if parse_config(options, parallel=num_gpus > 1).run.trackers:
                 options += ["--wandb_run_name", run_folder.name]
             runs.append(PlannedRun(variant, seed, run_folder, tuple(options)))
-    plan = folder / "plan.json"
-    shared = {"train": words, "num_gpus": num_gpus}
+    plan, shared = folder / "plan.json", {"train": words, "num_gpus": num_gpus}
     if plan.is_file() and read_json(plan) != shared:
         raise UserError(f"--output {folder} holds a comparison with other options ({plan}); choose another folder.")
     write_json_atomic(plan, shared)
@@ -93,28 +92,25 @@ def plan_runs(train: str, variants: Sequence[str], num_seeds: int, num_gpus: int
 
 def _run(run: PlannedRun, num_gpus: int, console: Console) -> Failure | None:
     """Train a run unless it has finished; returns its failure, if any."""
-    name = run.folder.name
-    summary = run.folder / "summary.json"
+    name, summary = run.folder.name, run.folder / "summary.json"
     if summary.is_file() and run_record.why_unfinished(read_json(summary)) is None:
         console.print(f"{name}: finished earlier ({run.folder})")
         return None
     again = ["--resume_from", "latest"] if run.folder.exists() else []  # it begins anew without a checkpoint
-    command = training_command(num_gpus, *run.words, *again)
     output = run.folder.parent.parent
     log = output / "logs" / f"{name}.log"
     console.print(f"{name}: started, log in {log}")
     log.parent.mkdir(parents=True, exist_ok=True)
-    ended = run_program(command, log=log, environ={"WANDB_RUN_GROUP": output.resolve().name, **os.environ})
+    environ = {"WANDB_RUN_GROUP": output.resolve().name, **os.environ}
+    ended = run_program(training_command(num_gpus, *run.words, *again), log=log, environ=environ)
     console.print(f"{name}: {f'FAILED: {ended.failure}' if ended.failure else 'done'} after {ended.wall_s:.0f} s")
     return Failure(run.variant, run.seed, ended.failure, str(log)) if ended.failure else None
 
 
 def main() -> int:
     """Train or read runs, compare and report them. A failed run gives exit code 1 but stops no other."""
-    options = parse(sys.argv[1:])
-    console = wide_console(soft_wrap=True, markup=False)
-    folder, num_gpus = options.output, options.num_gpus
-    failures: list[Failure] = []
+    options, console = parse(sys.argv[1:]), wide_console(soft_wrap=True, markup=False)
+    folder, num_gpus, failures = options.output, options.num_gpus, list[Failure]()
     if options.train is not None:
         plan = plan_runs(options.train, run_record.parse_variants(options.variants), options.seeds, num_gpus, folder)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # lets the current run save and stop first

@@ -64,10 +64,8 @@ class Gap(Interval):
 
 @dataclass(frozen=True)
 class CertificateState:
-    """The worst verdict (see `_SEVERITY`) among a variant's runs, and the reasons of the runs with this verdict."""
-
-    state: str
-    reasons: list[str]
+    state: str  # the worst verdict among a variant's runs (see `_SEVERITY`)
+    reasons: list[str]  # of the runs with this verdict
 
 
 @dataclass(frozen=True)
@@ -104,13 +102,13 @@ def variant_figures(
     emulated = any(run.precision.get("emulated") for run in runs)
     rates = [run.tokens_per_s for run in runs if run.tokens_per_s]
     ratios = [run.tokens_per_s / base.tokens_per_s for run, base in compared if run.tokens_per_s and base.tokens_per_s]
-    reasons = {run.precision.get("fallback_reason") for run in runs}
+    fallbacks = {run.precision.get("fallback_reason") for run in runs} - {None}
     return VariantFigures(
         variant=variant,
         name=precision_name("fp8", variant) if variant in RECIPES else precision_name(variant, None),
         effective=sorted({run.effective_name for run in runs}),
         emulated=emulated,
-        fallback_reasons=sorted(reason for reason in reasons if reason),
+        fallback_reasons=sorted(map(str, fallbacks)),
         seeds=[run.seed for run in runs],
         tokens_per_s=rate_interval(rates) if rates else None,
         speedup=rate_interval(ratios) if ratios and not emulated else None,
@@ -220,23 +218,20 @@ def _differing(runs: Sequence[RunRecord], facts_of: Callable[[RunRecord], dict[s
     facts = [(run, dict(flattened(facts_of(run)))) for run in runs]
     differences = []
     for field in sorted({field for _, entries in facts for field in entries}):
-        matching = [prefix for prefix in _EFFECTS if field.startswith(prefix)]
-        effect = _EFFECTS[max(matching, key=len)] if matching else ""
-        runs_by_value: dict[str, list[RunRecord]] = {}
-        for run, entries in facts:
-            runs_by_value.setdefault(str(entries.get(field)), []).append(run)
-        if not effect or len(runs_by_value) < 2:
+        effect = _EFFECTS.get(max(filter(field.startswith, _EFFECTS), key=len, default=""), "")
+        values = [(run, str(entries.get(field))) for run, entries in facts]
+        labels: dict[str, list[str]] = {}
+        for run, value in values:
+            labels.setdefault(value, []).append(run.label)
+        if not effect or len(labels) < 2:
             continue
-        of_reference = {str(entries.get(field)) for run, entries in facts if run.variant == REFERENCE}
+        of_reference = {value for run, value in values if run.variant == REFERENCE}
         # Where the baseline's own runs differ, the difference concerns all variants.
-        concerned = runs_by_value if len(of_reference) > 1 else runs_by_value.keys() - of_reference
-        variants = sorted({run.variant for value in concerned for run in runs_by_value[value]})
-        labels = {value: [run.label for run in runs] for value, runs in runs_by_value.items()}
-        differences.append(Difference(field, effect, labels, variants))
+        concerned = {run.variant for run, value in values if len(of_reference) > 1 or value not in of_reference}
+        differences.append(Difference(field, effect, labels, sorted(concerned)))
     return differences
 
 
 def concerning(differences: Sequence[Difference], variant: str, effect: str) -> list[str]:
-    """List the fields with this effect that concern `variant`."""
-    fields = [each.field for each in differences if each.effect == effect and variant in each.variants]
-    return list(dict.fromkeys(fields))
+    """List the fields with this effect that concern `variant`, each once."""
+    return list(dict.fromkeys(each.field for each in differences if each.effect == effect and variant in each.variants))

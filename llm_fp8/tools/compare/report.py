@@ -70,8 +70,7 @@ def compare(
         seeds = ", ".join(map(str, baseline.seeds))
         alone = f"Every run is in {baseline.name}, so there is nothing to compare: add runs in fp8 of seeds {seeds}."
         verdicts = {REFERENCE: Verdict("nothing to compare", [alone])}
-    first = runs[0].stored
-    curves = []
+    first, curves = runs[0].stored, []
     for run in in_order:
         losses = {"loss": run.steps, "eval_loss": run.evaluations}
         points = {key: [(entry["step"], entry[key]) for entry in entries] for key, entries in losses.items()}
@@ -92,7 +91,7 @@ def _text(value: Interval | float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
 
 
-def figure_rows(figures: VariantFigures) -> dict[str, str]:
+def figure_texts(figures: VariantFigures) -> dict[str, str]:
     """Return the figures of a variant: title with unit -> text."""
     certificate, time_s = figures.certificate, figures.time_to_reference_loss_s
     return {
@@ -113,7 +112,7 @@ def figure_rows(figures: VariantFigures) -> dict[str, str]:
 
 def figure_table(comparison: Comparison) -> dict[str, list[str]]:
     """Return the figures that at least one variant has: title with unit -> the variants' texts."""
-    columns = [figure_rows(figures) for figures in comparison.variants]
+    columns = [figure_texts(figures) for figures in comparison.variants]
     rows = {title: [column[title] for column in columns] for title in columns[0]}
     return {title: texts for title, texts in rows.items() if set(texts) != {"-"}}
 
@@ -148,7 +147,7 @@ def gap_chart(comparison: Comparison) -> dict[str, Any] | None:
     key = "eval_loss" if min(len(curve["eval_loss"]) for curve in comparison.curves) > 2 else "loss"
     reference = {curve["seed"]: dict(curve[key]) for curve in comparison.curves if curve["variant"] == REFERENCE}
     styles = {figures.variant: number for number, figures in enumerate(comparison.variants)}
-    lines = []
+    lines, shown = [], []
     for curve in comparison.curves:
         base = reference.get(curve["seed"], {})
         gaps = [(step, loss - base.get(step, math.nan)) for step, loss in curve[key]]
@@ -156,13 +155,13 @@ def gap_chart(comparison: Comparison) -> dict[str, Any] | None:
         window = len(gaps) // 20 + 1 if key == "loss" else 1
         points = [(step, fmean(gap for _, gap in gaps[max(0, n - window) : n])) for n, (step, _) in enumerate(gaps, 1)]
         lines.append((styles[curve["variant"]], f"{curve['variant']}, seed {curve['seed']}", points))
-    steps = {step for *_, points in lines for step, _ in points}
-    values = [gap for *_, points in lines for _, gap in points]
-    if len(steps) < 2:
+        shown += points
+    if len(dict(shown)) < 2:
         return None
+    x_ends, y_ends = ((min(values), max(values)) for values in zip(*shown, strict=True))
     loss = "Eval loss" if key == "eval_loss" else "Training loss (trailing mean over a twentieth of the steps)"
     title = f"{loss} above bf16's of the same seed, nats/token"
-    return {"title": title, "lines": lines, "x_ends": (min(steps), max(steps)), "y_ends": (min(values), max(values))}
+    return {"title": title, "lines": lines, "x_ends": x_ends, "y_ends": y_ends}
 
 
 def without_folders(text: Any) -> Any:
@@ -171,10 +170,9 @@ def without_folders(text: Any) -> Any:
 
 
 def render_page(comparison: Comparison) -> str:
-    environment = Environment(
-        loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined, finalize=without_folders
-    )
-    return environment.get_template("page.html").render(
+    options: Any = {"autoescape": True, "undefined": StrictUndefined, "finalize": without_folders}
+    page = Environment(loader=FileSystemLoader(ASSETS), **options).get_template("page.html")
+    return page.render(
         comparison=comparison,
         provenance=comparison.provenance,
         lead=leading_variant(comparison),

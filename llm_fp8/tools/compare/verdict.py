@@ -44,11 +44,9 @@ def judge(
     margin: float = QUALITY_MARGIN,
 ) -> Verdict:
     """Judge a variant relative to the baseline `reference` (None if the baseline has no finished run)."""
+    name, state, reasons = figures.name, figures.certificate.state, "; ".join(figures.certificate.reasons)
     if not figures.seeds:
-        return Verdict("failed", [f"{figures.name}: no run finished, so there is nothing to compare."])
-    name = figures.name
-    state = figures.certificate.state
-    reasons = "; ".join(figures.certificate.reasons)
+        return Verdict("failed", [f"{name}: no run finished, so there is nothing to compare."])
     if figures.num_failed:
         name += f" ({figures.num_failed} of {figures.num_failed + len(figures.seeds)} runs failed)"
     if reference is not None and figures.variant == reference.variant:
@@ -61,8 +59,7 @@ def judge(
         return Verdict("fell back", [f"{name} did not run ({why}): its figures are of {ran}."])
     if reference.certificate.state == "failed":
         return Verdict("not comparable", [f"{name} is not comparable: {reference.name} failed its certificate."])
-    confounded = concerning(differences, figures.variant, "both")
-    if confounded:
+    if confounded := concerning(differences, figures.variant, "both"):
         return Verdict("not comparable", [f"{name} is not comparable: the runs differ in {listed(confounded)}."])
     is_fp8 = any(ran.startswith("fp8") for ran in figures.effective)
     speed_confounded = concerning(differences, figures.variant, "speed")
@@ -100,9 +97,9 @@ def _quality(figures: VariantFigures, confounded: bool, margin: float) -> str:
 
 def _conclude(figures: VariantFigures, quality: str, speed_confounded: bool, quality_confounded: bool) -> str:
     """Return the most severe conclusion that applies."""
+    gap, speedup = figures.loss_gap, figures.speedup
     if figures.certificate.state == "failed":
         return "not certified"
-    gap, speedup = figures.loss_gap, figures.speedup
     if quality == "worse":
         return "worse"
     if speed_confounded or speedup is None:
