@@ -25,7 +25,7 @@ def main() -> int:
     either = group.add_mutually_exclusive_group()
     either.add_argument("--trace", type=writable, metavar="FILE", help="keep the step, for https://ui.perfetto.dev")
     either.add_argument("--quality", action="store_true", help="measure instead the cost of fp8, by kind of module")
-    own, rest = parser.parse_known_args(sys.argv[1:])
+    options, rest = parser.parse_known_args(sys.argv[1:])
     if {"-h", "--help", "--help_all", "--help-all"} & set(rest):
         print(parser.format_help())
     config = parse_launch(rest, os.environ, description="Where a step's precision, time and memory go.")
@@ -33,24 +33,24 @@ def main() -> int:
 
     from llm_fp8.observability.provenance import collect_provenance
 
-    if own.quality:
+    code = 0
+    if options.quality:
         from llm_fp8.tools.diagnose.quality import describe, measure_quality
 
-        found = measure_quality(config)
-        code = 0
-        print(describe(found))
+        findings = measure_quality(config)
+        print(describe(findings))
     elif torch.cuda.is_available():
         from llm_fp8.tools.diagnose.step import diagnose
 
-        found = diagnose(config, own.trace)
-        render(found)
-        code = EXIT_FAILED_CHECK if found["problems"] else 0
+        findings = diagnose(config, options.trace)
+        render(findings)
+        code = EXIT_FAILED_CHECK if findings["problems"] else 0
     else:
         print("What a step does needs an NVIDIA GPU; --quality also measures recipes that a CPU emulates.")
         return EXIT_NO_GPU
-    if own.json is not None:
+    if options.json is not None:
         origin = {"config": config.to_dict(), "provenance": collect_provenance(sys.argv)}
-        write_json_atomic(own.json, {"exit_code": code, **found, **origin})
+        write_json_atomic(options.json, {"exit_code": code, **findings, **origin})
     return code
 
 
@@ -63,23 +63,22 @@ ADVICE = dict.fromkeys(("norm", "activation", "rope", "copy", "elementwise"), "-
 MIN_SHARE_FOR_ADVICE = 0.05  # the share of a step from which on a kernel class gets advice
 
 
-def render(found: Mapping[str, Any]) -> None:
+def render(findings: Mapping[str, Any]) -> None:
     """Print the findings; problems come last, where the reader looks first."""
-    certificate = found["certificate"]
-    step = found["step"]
-    print(f"\nattention: {found['attention']}; kernels: {certificate['verdict']}", *certificate["reasons"], sep="; ")
+    certificate, step = findings["certificate"], findings["step"]
+    print(f"\nattention: {findings['attention']}; kernels: {certificate['verdict']}", *certificate["reasons"], sep="; ")
     step_s = step["step_time_s"]
     speed = f"{step['tokens_per_s']:,.0f} tokens/s, {step['model_tflops']:.0f} TFLOP/s"
     print(f"\none step: {step_s * 1e3:.1f} ms, {speed}")
-    for name, kernels in found["classes"].items():
+    for name, kernels in findings["classes"].items():
         advice = ADVICE.get(name, "") if kernels["time_s"] >= MIN_SHARE_FOR_ADVICE * step_s else ""
         print(_line(name, kernels, step_s), advice)
-        for dtype, gemms in found["gemms"].items() if name == "gemm" else ():
+        for dtype, gemms in findings["gemms"].items() if name == "gemm" else ():
             print(_line(f"  {dtype} operands", gemms, step_s))
     print("\nmemory at the peak of a step, GiB")
-    for kind, gib in found["memory_gib"].items():
+    for kind, gib in findings["memory_gib"].items():
         print(f"  {kind.replace('_', ' '):20}{gib:8.2f}")
-    for problem in found["problems"]:
+    for problem in findings["problems"]:
         print(f"PROBLEM: {problem}")
 
 

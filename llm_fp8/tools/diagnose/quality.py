@@ -55,8 +55,7 @@ class _Comparison:
     """A model whose modules can be taken out of fp8, and the last hidden states of `batches` in bf16."""
 
     def __init__(self, setup: TrainingSetup, batches: list[Batch]) -> None:
-        self.setup = setup
-        self.batches = batches
+        self.setup, self.batches = setup, batches
         in_fp8 = setup.precision.fp8_modules
         self.names = {module: name for name, module in setup.model.module.named_modules() if module in in_fp8}
         self._in_bf16: Collection[nn.Module] = self.names
@@ -67,7 +66,7 @@ class _Comparison:
         self.num_tokens = sum(map(len, self.reference))
 
     def findings(self) -> dict[str, Any]:
-        """Divergences and loss differences by kind of module and for all modules, and errors of single modules."""
+        """Measure divergences and loss differences by kind of module and in all, and errors of single modules."""
 
         def num_weights(modules: Iterable[nn.Module]) -> int:
             return sum(weight.numel() for module in modules for weight in linear_weights(module))
@@ -91,23 +90,23 @@ class _Comparison:
         }
 
     def cost(self, in_bf16: Collection[nn.Module]) -> dict[str, float]:
-        """The divergence from bf16 and the difference in loss, nats per token, with these modules in bf16."""
+        """Measure the divergence from bf16 and the difference in loss, nats per token, with these modules in bf16."""
         self._in_bf16 = in_bf16
         sums = torch.zeros(2, dtype=torch.float64, device=self.setup.plan.device)
         weight = self.setup.model.module.get_output_embeddings().weight
         for batch, reference in zip(self.batches, self.reference, strict=True):
             labels = batch.labels[batch.labels != IGNORE_INDEX]
             parts = [tensor.split(_CHUNK) for tensor in (reference, self._hidden(batch), labels)]
-            for exact, own, label in zip(*parts, strict=True):
+            for exact, rounded, label in zip(*parts, strict=True):
                 log_p = F.log_softmax((exact @ weight.to(exact.dtype).t()).float(), -1)
-                log_q = F.log_softmax((own @ weight.to(own.dtype).t()).float(), -1)
+                log_q = F.log_softmax((rounded @ weight.to(rounded.dtype).t()).float(), -1)
                 sums[0] += F.kl_div(log_q, log_p, reduction="sum", log_target=True)
                 sums[1] += F.nll_loss(log_q, label, reduction="sum") - F.nll_loss(log_p, label, reduction="sum")
         divergence, loss_difference = (sums / self.num_tokens).tolist()
         return {"divergence": divergence, "loss_difference": loss_difference}
 
     def _hidden(self, batch: Batch) -> Tensor:
-        """The last hidden states of the supervised tokens [tokens, h]."""
+        """Compute the last hidden states of the supervised tokens [tokens, h]."""
         with self.setup.precision.context(first_microbatch=None):
             return self.setup.training_model.hidden(batch)[batch.labels != IGNORE_INDEX]
 
@@ -123,22 +122,22 @@ class _Comparison:
         return output
 
 
-def describe(found: dict[str, Any]) -> str:
-    """The findings as lines, and the kind of module whose bf16 would help most for its FLOPs."""
-    total = found["all_in_fp8"]["divergence"]
-    saved = {kind: total - cost["without"]["divergence"] for kind, cost in found["kinds"].items()}
-    shares = {kind: cost["linear_flop_share"] for kind, cost in found["kinds"].items()}
+def describe(findings: dict[str, Any]) -> str:
+    """Return the findings as lines, and the kind of module whose bf16 would help most for its FLOPs."""
+    total, kinds = findings["all_in_fp8"]["divergence"], findings["kinds"]
+    saved = {kind: total - cost["without"]["divergence"] for kind, cost in kinds.items()}
+    shares = {kind: cost["linear_flop_share"] for kind, cost in kinds.items()}
     order = sorted(saved, key=lambda kind: -saved[kind] / shares[kind])
     lines = [
-        f"fp8 {found['scenario']}, {found['num_tokens']} supervised tokens: KL divergence from bf16 {total:.4f} "
-        f"nats a token, loss {found['all_in_fp8']['loss_difference']:+.4f}",
+        f"fp8 {findings['scenario']}, {findings['num_tokens']} supervised tokens: KL divergence from bf16 {total:.4f} "
+        f"nats a token, loss {findings['all_in_fp8']['loss_difference']:+.4f}",
         f"{'modules':24}{'linear FLOPs':>14}{'KL alone':>12}{'KL without':>12}",
     ]
     for kind in order:
-        alone, without = (found["kinds"][kind][name]["divergence"] for name in ("alone", "without"))
+        alone, without = (kinds[kind][name]["divergence"] for name in ("alone", "without"))
         lines.append(f"{kind:24}{shares[kind]:>14.1%}{alone:>12.4f}{without:>12.4f}")
     lines.append("largest errors of single modules (relative error of the output; largest input over its rms):")
-    for name, error in itertools.islice(found["modules"].items(), NUM_LISTED):
+    for name, error in itertools.islice(findings["modules"].items(), NUM_LISTED):
         lines.append(f"  {name:38}{error['relative_error']:8.4f}{error['input_peak']:10.0f}")
     best = order[0]
     if saved[best] > 0:

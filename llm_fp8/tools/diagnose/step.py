@@ -47,7 +47,7 @@ NUM_TIMED_STEPS = 7
 
 
 def plan_without_output(config: Config) -> RunPlan:
-    """The plan of the run of `config`, which was checked, without output folder and trackers."""
+    """Plan the run of `config`, which was checked, without output folder and trackers."""
     ranks = LaunchRanks.from_environment(os.environ)
     start_process_group(ranks)
     quiet_libraries()
@@ -57,18 +57,17 @@ def plan_without_output(config: Config) -> RunPlan:
 
 
 def diagnose(config: Config, trace: Path | None = None) -> dict[str, Any]:
-    """The findings on the run of `config`, as in the JSON file: times in seconds, memory in GiB.
-
-    `trace` is the file for the recorded step in Chrome's trace format. Raises `UserError` as the run itself would.
+    """Return the findings on the run of `config`, as in the JSON file: times in seconds, memory in GiB. `trace` is the
+    file for the recorded step in Chrome's trace format. Raises `UserError` as the run itself would.
     """
     plan = plan_without_output(config)
     with explained_failures(lambda: Path(os.devnull)):
-        measured = measure(*build(plan), trace)
-    return measured | {"problems": problems(measured)}
+        findings = measure(*build(plan), trace)
+    return findings | {"problems": problems(findings)}
 
 
 def build(plan: RunPlan) -> tuple[TrainingSetup, Stepper, TrainLoader]:
-    """The run's parts, steps and data, without reporter and checkpoints."""
+    """Build the run's parts, stepper and data, without reporter and checkpoints."""
     config = plan.config
     set_seed(config.optim.seed)
     tokenizer, _ = load_tokenizer(config.model, plan.source)
@@ -81,9 +80,8 @@ def build(plan: RunPlan) -> tuple[TrainingSetup, Stepper, TrainLoader]:
 
 def measure(setup: TrainingSetup, stepper: Stepper, loader: TrainLoader, trace: Path | None) -> dict[str, Any]:
     """Take steps: first to warm up, then for the time, the memory and the kernels."""
-    plan = setup.plan
+    plan, steps = setup.plan, iter(loader)
     stepper.model.train()
-    steps = iter(loader)
 
     def take(num_steps: int = 1) -> tuple[float, list[Batch]]:
         """Take steps; returns the mean seconds of a step and the micro-batches of the last one."""
@@ -126,7 +124,7 @@ def measure(setup: TrainingSetup, stepper: Stepper, loader: TrainLoader, trace: 
 
 
 def _figures(by_name: Mapping[Any, KernelTime]) -> dict[str, dict[str, float]]:
-    return {name: {"count": taken.count, "time_s": taken.time_s} for name, taken in by_name.items()}
+    return {name: {"count": kernels.count, "time_s": kernels.time_s} for name, kernels in by_name.items()}
 
 
 def held_gib(tensors: Iterable[Any]) -> float:
@@ -134,7 +132,7 @@ def held_gib(tensors: Iterable[Any]) -> float:
 
 
 def memory_by_kind(stepper: Stepper, take: Callable[[], object]) -> dict[str, float]:
-    """The memory of a step's peak in GiB by kind (see the module's docstring); `take` takes a step."""
+    """Measure the memory of a step's peak in GiB by kind (see the module's docstring); `take` takes a step."""
     parameters = list(stepper.model.parameters())
     marks: list[tuple[float, float]] = []
 
@@ -163,14 +161,13 @@ def memory_by_kind(stepper: Stepper, take: Callable[[], object]) -> dict[str, fl
     }
 
 
-def problems(found: Mapping[str, Any]) -> list[str]:
-    """Sentences on what differs from the request; with any of them the exit code is 1."""
-    precision = found["precision"]
-    certificate = found["certificate"]
+def problems(findings: Mapping[str, Any]) -> list[str]:
+    """List sentences on what differs from the request; with any of them the exit code is 1."""
+    precision, certificate = findings["precision"], findings["certificate"]
     wrong = list(certificate["reasons"]) if certificate["verdict"] == "failed" else []
     if precision["fallback_reason"]:
         wrong.append(f"--fp8_scenario {precision['requested_scenario']} fell back: {precision['fallback_reason']}")
-    if "unfused" in str(found["attention"]):
+    if "unfused" in str(findings["attention"]):
         wrong.append("attention runs unfused: unset NVTE_FUSED_ATTN and NVTE_FLASH_ATTN, CUDNN_HOME and CUDNN_PATH")
-    skipped = found["coverage"]["skipped"].items() if precision["effective"] == "fp8" else ()
+    skipped = findings["coverage"]["skipped"].items() if precision["effective"] == "fp8" else ()
     return wrong + [f"{name}: {reason}" for name, reason in skipped if "not a multiple of" in reason]

@@ -134,13 +134,11 @@ def check_steps(setup: Setup) -> Result:
     from llm_fp8.settle.machine import look
     from llm_fp8.utils.ranks import LaunchRanks
 
-    names = recipe_names("te")
     try:
-        machine = look(PrecisionConfig(mixed_precision="fp8"), LaunchRanks())
-        lacking = machine.lacking if machine.has_fp8 else dict.fromkeys(names, "the GPU has no fp8")
-    except UserError as error:
-        lacking = dict.fromkeys(names, str(error))
-    usable = [name for name in names if name not in lacking]
+        lacking = look(PrecisionConfig(mixed_precision="fp8"), LaunchRanks()).lacking
+    except UserError as error:  # of Transformer Engine
+        lacking = dict.fromkeys(recipe_names("te"), str(error))
+    usable = [name for name in recipe_names("te") if name not in lacking]
     result = train_in_each(setup, "te", usable, "--use_te")
     result.details += [f"{name}: {reason}" for name, reason in lacking.items()]
     if not usable:
