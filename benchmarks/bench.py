@@ -28,7 +28,7 @@ from llm_fp8.observability.metrics import RECORDED_STEP
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.tools.programs import run_program, torchrun, training_command
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, number, positive
-from llm_fp8.utils.json_files import read_json, read_jsonl, writable, write_json_atomic
+from llm_fp8.utils.json_files import json_line, read_json, read_jsonl, writable, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
 
 OTHER_RECIPES = tuple(f"{recipe.backend}_{name}" for name, recipe in RECIPES.items() if recipe.backend != "te")
@@ -40,14 +40,12 @@ SPEEDS = ("tokens_per_s", "real_tokens_per_s", "model_tflops")
 
 @dataclass(frozen=True)
 class Workload:
-    """The model (bundled architecture or folder), shape and dataset (None: random tokens) of every variant."""
-
-    model: str
+    model: str  # bundled architecture or folder
     batch_size: int
     seq_length: int
     micro_batches: int
     num_gpus: int = 1
-    dataset: str | None = None
+    dataset: str | None = None  # None: random tokens
 
     @property
     def name(self) -> str:
@@ -66,10 +64,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Variant:
-    """One variant of --variants: options for our training scripts or for one of the `BASELINES`."""
-
     name: str
-    words: tuple[str, ...]
+    words: tuple[str, ...]  # options for our training scripts or for one of the `BASELINES`
     baseline: str | None = None
 
     def command(self, num_gpus: int, words: Sequence[str]) -> list[str]:
@@ -105,12 +101,10 @@ def write_random_rows(path: Path, num_rows: int, length: int) -> None:
     with path.open("w") as file:
         for _ in range(num_rows):
             text = " ".join(str(numbers.randrange(1000)) for _ in range(length))
-            file.write(f'{{"text": "{text}"}}\n')
+            file.write(json_line({"text": text}))
 
 
 class Plan(NamedTuple):
-    """How variants are measured."""
-
     num_steps: int
     warmup: int  # first steps, which are not timed
     num_rounds: int  # how often the variants take turns
@@ -119,11 +113,11 @@ class Plan(NamedTuple):
 
 def measure(work: Workload, variant: Variant, dataset: str, plan: Plan) -> dict[str, Any]:
     """Run a variant once; returns its timed steps, losses and figures, or {"failed": why} where it did not finish."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "run")
         command = variant.command(work.num_gpus, [*work.words(dataset, plan.num_steps), "--output_dir", str(folder)])
-        ended = run_program(command, log=Path(scratch, "log"), environ=inherited, timeout_s=plan.timeout_s)
+        ended = run_program(command, log=Path(scratch, "log"), environ=environ, timeout_s=plan.timeout_s)
         if ended.failure is not None:
             return {"failed": ended.failure}
         steps = read_jsonl(folder / "metrics.jsonl")

@@ -150,6 +150,11 @@ def precision_name(mixed_precision: str, scenario: str | None) -> str:
     return f"fp8 {scenario}" if mixed_precision == "fp8" else {"no": "fp32"}.get(mixed_precision, mixed_precision)
 
 
+def recipe_words(name: str) -> tuple[str, ...]:
+    """Return the options of a run in this recipe."""
+    return ("--mixed_precision", "fp8", "--fp8_backend", RECIPES[name].backend, "--fp8_scenario", name)
+
+
 def describe_recipes() -> str:
     """Return the table for --help."""
     rows = (f"{name} ({recipe.backend}): {recipe.summary}" for name, recipe in RECIPES.items())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,24 +13,19 @@ if TYPE_CHECKING:
     from llm_fp8.data.prepare import PreparedData
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse the command line."""
+def main() -> int:
+    """Write, measure, print."""
     parser = OneSentenceParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("folder", type=Path, metavar="FINAL_DIR", help="exported model, or another Hugging Face folder")
     parser.add_argument("--output", type=Path, required=True, help="folder for the fp8 checkpoint, new or empty")
     parser.add_argument("--data", help="dataset as of --dataset_name, whose loss is measured before and after")
     parser.add_argument("--max_seq_length", type=positive, help="with --data: longer rows are cut (1024)")
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     if options.data is None and options.max_seq_length is not None:
         raise UserError("--max_seq_length has no effect without --data; add it, or drop this.")
     if not options.folder.is_dir():
         raise UserError(f"FINAL_DIR {options.folder}: no such folder; give the final/ of a run.")
-    return options
-
-
-def main() -> int:
-    """Write, measure, print."""
-    options = parse(sys.argv[1:])  # --help and mistakes answer without loading torch
+    # --help and mistakes answer without loading these.
     from llm_fp8.config.options import Config, DataConfig, ModelConfig
     from llm_fp8.data.load import find_splits
     from llm_fp8.data.prepare import prepare_data

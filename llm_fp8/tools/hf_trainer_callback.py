@@ -164,8 +164,11 @@ def _judge(
     else:
         compute = _COMPUTE[next(model.parameters()).dtype] if requested == "no" else requested
         expected = ExpectedKernels(compute, compute)
-    if optimizer is not None:
-        failures += _not_trained(model, optimizer)
+    lost = [] if optimizer is None else not_optimised(model, optimizer)
+    # An optimizer that holds none of the parameters holds shards or copies, as ZeRO's does.
+    if lost and len(lost) < sum(parameter.requires_grad for parameter in model.parameters()):
+        number = f"{len(lost)} of the parameters that require a gradient"
+        failures.append(f"the optimizer does not hold {number}, such as {lost[0]}")
     certificate = certify(
         expected,
         kernel_times(profile),
@@ -259,11 +262,3 @@ def _compare_recipe(layers: list[nn.Module], launch: Mapping[str, str]) -> tuple
             findings = remarks if is_default(variable, launch[variable]) else failures
             findings.append(f"fp8_config has {name} {launch[variable]}, and the recipe in force has {value}")
     return failures, remarks
-
-
-def _not_trained(model: nn.Module, optimizer: optim.Optimizer) -> list[str]:
-    lost = not_optimised(model, optimizer)
-    # An optimizer that holds none of the parameters holds shards or copies, as ZeRO's does.
-    if not lost or len(lost) == sum(parameter.requires_grad for parameter in model.parameters()):
-        return []
-    return [f"the optimizer does not hold {len(lost)} of the parameters that require a gradient, such as {lost[0]}"]

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from llm_fp8.config.options import SECTIONS, PrecisionConfig
-from llm_fp8.config.recipes import DEFAULT, DEFAULTS, RECIPE_OPTIONS, RECIPES, chosen, precision_name
+from llm_fp8.config.recipes import DEFAULT, DEFAULTS, RECIPE_OPTIONS, RECIPES, chosen, precision_name, recipe_words
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import read_json, read_jsonl, with_floats
 
@@ -21,10 +21,8 @@ VARIANT_FIELDS = ("mixed_precision", "fp8_backend", "fp8_scenario")  # the optio
 
 def variants() -> dict[str, tuple[str, ...]]:
     """Map names of variants to options. 'fp8' is another name for the default recipe; 'no' is fp32."""
-    words = ("--mixed_precision", "fp8", "--fp8_backend")
-    recipes = {name: (*words, recipe.backend, "--fp8_scenario", name) for name, recipe in RECIPES.items()}
     plain = {name: ("--mixed_precision", name) for name in (REFERENCE, "no")}
-    return {**plain, "fp8": recipes[DEFAULTS["te"]], **recipes}
+    return {**plain, "fp8": recipe_words(DEFAULTS["te"]), **{name: recipe_words(name) for name in RECIPES}}
 
 
 def parse_variants(text: str) -> list[str]:

@@ -31,7 +31,6 @@ GPU_REQUIREMENTS = "requirements-gpu.txt"  # the versions of all GPU tests
 OPTIONAL = ("flash-attn", "torchao", "peft", "deepspeed", "wandb", "wandb-workspaces", "nvidia-ml-py")
 """Packages that only an option, the dashboard or the energy figures need."""
 TE = "transformer-engine"
-TE_PARTS = (TE, f"{TE}-torch", f"{TE}-cu12", f"{TE}-cu13")
 IMPORTED = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", TE, *OPTIONAL[:5])
 """Packages that are imported if installed; Transformer Engine only on a machine with a GPU."""
 _PIP = f"{sys.executable} -m pip"
@@ -144,7 +143,7 @@ def check_packages(setup: Setup) -> Result:
     from llm_fp8.utils.te_internals import require_te
 
     pins, errors = read_pins(setup.num_gpus > 0), {}
-    names = (*(pin.name for pin in pins), *TE_PARTS, *IMPORTED)
+    names = (*(pin.name for pin in pins), *IMPORTED)
     installed = {name: version for name in names if (version := package_version(name)) is not None}
     to_import = [name for name in IMPORTED if name in installed and (name != TE or setup.num_gpus)]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -169,10 +168,11 @@ class Rule(NamedTuple):
     effect: str  # ends a sentence that begins with the setting
 
 
-# Variables that a launcher sets for its processes; they should not be in a shell.
 _LAUNCH = "WORLD_SIZE|RANK|LOCAL_RANK"
 _ACCELERATE = "(ACCELERATE_(USE|FP8|DEEPSPEED|DYNAMO)|FSDP|PARALLELISM_CONFIG)_.*"
 _ACCELERATE += "|ACCELERATE_(MIXED_PRECISION|GRADIENT_ACCUMULATION_STEPS)"
+LAUNCHED = re.compile(f"{_LAUNCH}|{_ACCELERATE}")
+"""Variables that a launcher sets for its processes; they should not be in a shell."""
 
 RULES: tuple[Rule, ...] = (
     Rule("NVTE_(FP8_ALLREDUCE|APPLY_QK_LAYER_SCALING|FP8_DPA_BWD)", ".*", "no effect", "does nothing here"),
@@ -201,11 +201,6 @@ def judge_variables(environ: Mapping[str, str]) -> list[Rule]:
         if re.fullmatch(rule.name, name) and re.fullmatch(rule.value, value.strip(), re.I | re.S):
             findings.setdefault(name, rule._replace(name=name, value=value))
     return sorted(findings.values(), key=lambda rule: (rule.level, rule.name))
-
-
-def is_left_over(name: str) -> bool:
-    """Return True if a launcher sets this variable for its processes."""
-    return re.fullmatch(f"{_LAUNCH}|{_ACCELERATE}", name) is not None
 
 
 def check_variables(setup: Setup) -> Result:

@@ -58,8 +58,16 @@ def run_check(check: Check, setup: Setup) -> Result:
     return result
 
 
-def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
-    """Parse and check the command line. Raises `UserError`."""
+def main(argv: Sequence[str] | None = None, description: str = "Is this machine fit to train in fp8?") -> int:
+    # Without torchrun's own variable a shell's WORLD_SIZE is left over.
+    ranks = LaunchRanks.from_environment(os.environ if "TORCHELASTIC_RUN_ID" in os.environ else {})
+    if ranks.world_size > 1:
+        from llm_fp8.tools.verify.hosts import check_hosts
+
+        results = check_hosts(sys.argv[1:] if argv is None else argv, ranks)
+        if ranks.rank == 0:
+            print_table(results, wide_console())
+        return EXIT_FAILED_CHECK if any(result.failures for result in results) else 0
     parser = OneSentenceParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, names = parser.add_argument, [check.name for check in CHECKS]
     add("--model_name", default="meta-llama/Llama-3.2-1B", help="two layers of it are trained (default %(default)s)")
@@ -71,22 +79,8 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.only is not None and (unknown := set(options.only.split(",")).difference(names)):
         raise UserError(f"--only {options.only}: {', '.join(unknown)} is unknown; choose from {', '.join(names)}.")
-    return options
-
-
-def main(argv: Sequence[str] | None = None, description: str = "Is this machine fit to train in fp8?") -> int:
-    # Without torchrun's own variable a shell's WORLD_SIZE is left over.
-    ranks = LaunchRanks.from_environment(os.environ if "TORCHELASTIC_RUN_ID" in os.environ else {})
-    if ranks.world_size > 1:
-        from llm_fp8.tools.verify.hosts import check_hosts
-
-        results = check_hosts(sys.argv[1:] if argv is None else argv, ranks)
-        if ranks.rank == 0:
-            print_table(results, wide_console())
-        return EXIT_FAILED_CHECK if any(result.failures for result in results) else 0
-    options = parse(argv, description)
     environ = dict(os.environ)
-    for name in filter(checks.is_left_over, environ):
+    for name in filter(checks.LAUNCHED.fullmatch, environ):
         del os.environ[name]  # or the runs would behave as processes of a launch
     os.environ.update({**CUDA_DEFAULTS, **os.environ})  # torch is not loaded yet
     wanted = options.only.split(",") if options.only else [c.name for c in CHECKS if c.quick or not options.quick]
@@ -96,19 +90,14 @@ def main(argv: Sequence[str] | None = None, description: str = "Is this machine 
         with contextlib.suppress(ImportError, OSError):  # `check_packages` reports them
             cut_model(setup)
         results = [run_check(check, setup) for check in CHECKS if check.name in wanted]
-    failed = any(result.failures for result in results)
-    code = EXIT_FAILED_CHECK if failed else 0 if setup.num_gpus else EXIT_NO_GPU
+    code = 0 if setup.num_gpus else EXIT_NO_GPU
+    code = EXIT_FAILED_CHECK if any(result.failures for result in results) else code
     if options.output is not None:
         from llm_fp8.observability.provenance import collect_provenance
 
         rows = [{"status": result.status, **asdict(result)} for result in results]
-        report = {
-            "exit_code": code,
-            "options": vars(options),
-            "checks": rows,
-            "provenance": collect_provenance(sys.argv),
-        }
-        write_json_atomic(options.output, report)
+        report = {"exit_code": code, "options": vars(options), "checks": rows}
+        write_json_atomic(options.output, report | {"provenance": collect_provenance(sys.argv)})
     print_table(results, wide_console())
     return code
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llm_fp8.config.recipes import DEFAULTS, Backend, recipe_names
+from llm_fp8.config.recipes import DEFAULTS, recipe_names, recipe_words
 from llm_fp8.tools.programs import Ended, run_program, training_command
 from llm_fp8.tools.verify.checks import Result, Setup
 from llm_fp8.utils.errors import UserError
@@ -65,12 +65,6 @@ def cut_model(setup: Setup) -> Path:
     return folder
 
 
-def fp8_words(backend: Backend, name: str) -> list[str]:
-    """Return the options that train in an fp8 recipe without a fallback."""
-    strict = ["--fp8_strict"] if backend == "te" else []  # torchao's recipes have no fallback
-    return ["--mixed_precision", "fp8", "--fp8_backend", backend, "--fp8_scenario", name, *strict]
-
-
 def train(setup: Setup, name: str, *words: str, num_processes: int = 1) -> Run:
     folder = Path(tempfile.mkdtemp(dir=setup.scratch, prefix=name)) / "run"
     shape = CPU_OPTIONS
@@ -111,13 +105,13 @@ def judge(result: Result, run: Run, baseline: Run | None = None) -> None:
     result.details.append(f"{name}: loss {losses[0]:.3f} to {losses[-1]:.3f}{ran}, {run.ended.wall_s:.0f} s")
 
 
-def train_in_each(setup: Setup, backend: Backend, recipes: Iterable[str], *words: str) -> Result:
-    """Train in bf16, then in each recipe of the backend."""
+def train_in_each(setup: Setup, recipes: Iterable[str], *words: str) -> Result:
+    """Train in bf16, then in each recipe, without a fallback."""
     result = Result()
     baseline = train(setup, "bf16", "--mixed_precision", "bf16", *words)
     judge(result, baseline)
     for name in recipes:
-        judge(result, train(setup, name, *fp8_words(backend, name), *words), baseline)
+        judge(result, train(setup, name, *recipe_words(name), "--fp8_strict", *words), baseline)
     if not result.failures:
         where = "certified" if setup.num_gpus else "on the CPU, which has no fp8 kernels"
         result.summary = f"{', '.join(result.facts)}: the loss falls as it should, {where}"
@@ -129,7 +123,7 @@ def train_in_each(setup: Setup, backend: Backend, recipes: Iterable[str], *words
 def check_steps(setup: Setup) -> Result:
     """Train in bf16 and in each recipe of Transformer Engine that this GPU has; on the CPU in bf16 only."""
     if not setup.num_gpus:
-        return train_in_each(setup, "te", ())
+        return train_in_each(setup, ())
     from llm_fp8.config.options import PrecisionConfig
     from llm_fp8.settle.machine import look
     from llm_fp8.utils.ranks import LaunchRanks
@@ -139,7 +133,7 @@ def check_steps(setup: Setup) -> Result:
     except UserError as error:  # of Transformer Engine
         lacking = dict.fromkeys(recipe_names("te"), str(error))
     usable = [name for name in recipe_names("te") if name not in lacking]
-    result = train_in_each(setup, "te", usable, "--use_te")
+    result = train_in_each(setup, usable, "--use_te")
     result.details += [f"{name}: {reason}" for name, reason in lacking.items()]
     if not usable:
         result.fail("no fp8 recipe of Transformer Engine runs on this GPU", TRANSFORMER_ENGINE.install)
@@ -148,7 +142,7 @@ def check_steps(setup: Setup) -> Result:
 
 def check_torchao_steps(setup: Setup) -> Result:
     """Train in bf16 and in each recipe of torchao. A missing package is a warning, since only one option needs it."""
-    result = train_in_each(setup, "torchao", recipe_names("torchao"))
+    result = train_in_each(setup, recipe_names("torchao"))
     if all("exit code 2" in sentence for sentence in result.failures):
         result.warnings += result.failures
         result.failures = []
@@ -158,7 +152,7 @@ def check_torchao_steps(setup: Setup) -> Result:
 def check_several_gpus(setup: Setup) -> Result:
     """Train in fp8 on all GPUs, sharded by FSDP2."""
     result = Result()
-    words = ("--use_te", "--sharding_mode", "fsdp_full", *fp8_words("te", DEFAULTS["te"]))
+    words = ("--fp8_strict", "--use_te", "--sharding_mode", "fsdp_full", *recipe_words(DEFAULTS["te"]))
     judge(result, train(setup, "fsdp_full", *words, num_processes=setup.num_gpus))
     if not result.failures:
         result.summary = f"fsdp_full trains in fp8 on {setup.num_gpus} GPUs"
