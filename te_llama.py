@@ -114,8 +114,8 @@ def num_positions(config: Any) -> int | None:
 
 def rope_tables(config: Any) -> list[dict[str, Any]]:
     """The entries of a config on each of its RoPE tables: of all layers, or of a type of layers."""
-    given = getattr(config, "rope_parameters", None) or {}
-    return [part for part in (given, *given.values()) if isinstance(part, dict)]
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [part for part in (rope, *rope.values()) if isinstance(part, dict)]
 
 
 @dataclass(frozen=True, kw_only=True)

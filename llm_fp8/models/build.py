@@ -92,12 +92,12 @@ def without_towers(model: PreTrainedModel) -> Model:
     names.
     """
     decoder, head = text_decoder(model), model.get_output_embeddings()
-    kept = {module for part in (decoder, head) if part is not None for module in part.modules()}
+    text_parts = {module for part in (decoder, head) if part is not None for module in part.modules()}
     left_out: list[str] = []
     for prefix, module in list(model.named_modules()):
-        if module in kept or kept.isdisjoint(module.modules()):
+        if module in text_parts or text_parts.isdisjoint(module.modules()):
             continue
-        children = [(name, child) for name, child in module.named_children() if kept.isdisjoint(child.modules())]
+        children = [(name, child) for name, child in module.named_children() if text_parts.isdisjoint(child.modules())]
         towers = [name for name, child in children if child.state_dict()]  # without weights it may act on the logits
         for name in [*towers, *(name for name, _ in module.named_parameters(recurse=False))]:
             setattr(module, name, None)

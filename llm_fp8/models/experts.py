@@ -1,12 +1,12 @@
-"""Mixtures of experts, known by the shape of their modules: which weights a router chooses among, and how many of them
-compute a token.
+"""Mixtures of experts, known by the shape of their modules: which weights a router chooses among, how many of them
+compute a token, and how.
 
 transformers 5 keeps the experts of a layer in one module with parameters of three dimensions [experts, ...], which one
 grouped GEMM computes. The router is their neighbour. Shared experts are ordinary linear layers.
 
-Autograd does not know that the rows it takes by an index are a permutation. It sorts the index anew and adds row by row
-(`index_put_` with accumulation), which on an H100 took longer than all GEMMs of a layer of Qwen3-30B-A3B's shape.
-`grouped_experts` therefore works out the index and its inverse once per pass, and its backward pass is a gather too.
+The backward pass of a gather sorts its index anew and adds row by row (`index_put_` with accumulation), which on an
+H100 took longer than all GEMMs of a layer of Qwen3-30B-A3B's shape. `grouped_experts` knows that the index is a
+permutation, so that its backward pass is a gather too.
 
 Experts stay in bf16 also in an fp8 run. On an H100 (gate, up and down of Qwen3-30B-A3B, forward and backward, 8,192
 tokens) `torch._grouped_mm` reached 413 TFLOP/s in bf16; in fp8 torchao's reached 236 and TE's GroupedLinear 55.

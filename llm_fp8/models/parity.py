@@ -1,18 +1,15 @@
 """The parity check: is the TE decoder the same function as Hugging Face's, on this model's weights and this run's data?
 
-Three tests, with limits far from what rounding gives and from what a wrong model gives:
-
 1. The weights are the checkpoint's, bit for bit, cast to the parameter's dtype.
-2. In fp32 the layers agree. Hugging Face's and TE's layer get the same weights, input and output gradient; output,
-   input gradient and all weight gradients may differ by `FP32_LIMIT`. TF32 is off (utils/script.py), so that
-   only the order of summation differs. This sees RoPE base and scaling, softmax scale, epsilon, dropped biases, windows
-   and document boundaries.
+2. In fp32 the layers agree. From the same weights, input and output gradient, Hugging Face's and TE's output, input
+   gradient and weight gradients differ by at most `FP32_LIMIT`. TF32 is off (utils/script.py): only the order of
+   summation differs. This sees RoPE, softmax scale, epsilon, dropped biases, windows and document boundaries.
 3. In the training dtype TE rounds no more than Hugging Face does. A tensor's error is its distance from Hugging Face in
    fp32; the ratio of TE's error to Hugging Face's own is near 1. A single ratio proves nothing, so the geometric mean
    over all tensors (`MEAN_LIMIT`) and the median within each layer (`LAYER_LIMIT`) are judged.
 
-The data are the first sequence of the first batch. Two Hugging Face layers are in memory at a time, so the check runs
-wherever training does.
+The limits are far from what rounding gives and from what a wrong model gives. The data are the first sequence of the
+first batch. Two Hugging Face layers are in memory at a time, so the check runs wherever training does.
 """
 
 from __future__ import annotations

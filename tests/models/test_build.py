@@ -74,9 +74,9 @@ def test_the_exported_folder_is_complete(tmp_path, tiny_model):
     assert "of an earlier run" not in names
     assert [path.name for path in tmp_path.iterdir()] == ["final"], "nothing temporary is left"
     assert "| optimizer steps | 0 |" in (tmp_path / "final" / "README.md").read_text()
-    own, exported = AutoTokenizer.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tmp_path / "final")
+    original, exported = AutoTokenizer.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tmp_path / "final")
     text = "Compute 2730 + 8130 - 5227."
-    assert own(text).input_ids == exported(text).input_ids
+    assert original(text).input_ids == exported(text).input_ids
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "qwen3_5_moe_text", "nemotron_h"])

@@ -89,7 +89,7 @@ class Block(nn.Module):
 def test_a_router_that_is_a_linear_layer_is_no_fp8_layer():
     block = Block()
     routed = routed_modules(block)
-    assert {module: found.share for module, found in routed.items()} == {block.gate: 1.0, block.experts: 0.5}
+    assert {module: each.share for module, each in routed.items()} == {block.gate: 1.0, block.experts: 0.5}
     assert measure_coverage(block, [], "bf16", {}).linear_flops_per_token == 6 * (2 * 64 + 2 * 512)
     assert routed_modules(nn.Linear(4, 4)) == {} and torch.is_tensor(block.conv.weight)
 
@@ -117,8 +117,8 @@ def test_experts_with_fp32_weights_compute_in_bf16_and_get_fp32_gradients(kind, 
     with precision.context(first_microbatch=None):
         loss = experts(hidden, chosen, scores).float().square().sum()
     assert seen == [(torch.bfloat16, torch.bfloat16)] * 2
-    for found, wanted in zip(torch.autograd.grad(loss, weights), exact, strict=True):
-        assert found.dtype == torch.float32 and (found - wanted).norm() < 0.02 * wanted.norm()
+    for gradient, wanted in zip(torch.autograd.grad(loss, weights), exact, strict=True):
+        assert gradient.dtype == torch.float32 and (gradient - wanted).norm() < 0.02 * wanted.norm()
     assert all(weight is now for weight, now in zip(weights, expert_weights(experts), strict=True))
 
 
@@ -158,8 +158,8 @@ def test_experts_with_biases_are_left_to_transformers():
 def test_the_auxiliary_loss_and_its_gradient_are_transformers_of_each_document(kind, recompute, packed):
     torch.manual_seed(0)
     experts = {"mixtral": "num_local_experts"}.get(kind, "num_experts")
-    asked = {experts: 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TINY, **asked, pad_token_id=0)).train()
+    entries = {experts: 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TINY, **entries, pad_token_id=0)).train()
     rows = random_rows([[12]] * 3, 96, seed=0)
     batch = Layout(4, 16, 0, packed)(rows)
     plain = [model(input_ids=ids, labels=ids) for ids in torch.tensor([[row[0].input_ids.tolist()] for row in rows])]
@@ -173,8 +173,8 @@ def test_the_auxiliary_loss_and_its_gradient_are_transformers_of_each_document(k
     assert training_model.coefficients == {ROUTER_LOSS: 0.1}
     assert (aux[ROUTER_LOSS] / 0.1 / num).item() == pytest.approx(aux_loss.item(), abs=1e-6)
     assert ((loss_sum + aux[ROUTER_LOSS]) / num).item() == pytest.approx(loss.item(), abs=1e-5)
-    found = torch.autograd.grad((loss_sum + aux[ROUTER_LOSS]) / num, list(model.parameters()))
-    for ours, theirs in zip(found, wanted, strict=True):
+    gradients = torch.autograd.grad((loss_sum + aux[ROUTER_LOSS]) / num, list(model.parameters()))
+    for ours, theirs in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
     assert training_model.eval()(batch)[1] == {}
 
@@ -231,14 +231,14 @@ def test_every_adapter_loads_in_peft_and_merges(tmp_path, kind, targets):
 @pytest.mark.slow
 def test_a_run_logs_the_auxiliary_loss_beside_the_cross_entropy(tmp_path, rows):
     """The loss of the first step is that of a run without it; the second step's differs."""
-    taken = []
+    runs = []
     for name, entries in (("with", {"output_router_logits": True, "router_aux_loss_coef": 1.0}), ("without", {})):
         source = write_model(tmp_path / name, **EXPERTS["olmoe"], **entries)
         folder = tmp_path / f"run-{name}"
         options = [f"--model_name={source}", f"--dataset_name={rows}", "--max_seq_length=256", "--batch_size=2"]
         train(*options, "--max_steps=2", "--learning_rate=1e-2", "--eval_batches=1", f"--output_dir={folder}")
-        taken.append(steps(folder))
+        runs.append(steps(folder))
         assert "router_aux_loss" not in records(folder)[-1]  # of the evaluation
-    first, second = ([step.get("router_aux_loss") for step in run] for run in taken)
+    first, second = ([step.get("router_aux_loss") for step in run] for run in runs)
     assert all(1.5 < value < 3 for value in first) and second == [None, None]  # 2 experts per token, balanced: 2
-    assert taken[0][0]["loss"] == taken[1][0]["loss"] and taken[0][1]["loss"] != taken[1][1]["loss"]
+    assert runs[0][0]["loss"] == runs[1][0]["loss"] and runs[0][1]["loss"] != runs[1][1]["loss"]

@@ -25,16 +25,16 @@ def losses(steps) -> list[float]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16", "delayed", "current"])
 def test_experts_compute_in_bf16_with_parameters_of_either_dtype(mixture, tmp_path, precision):
-    found = {}
+    losses_of = {}
     for optimizer in ("adamw_master", "adamw_fp32"):
         options = [*PRECISIONS[precision], f"--optimizer={optimizer}", "--no_export"]
-        steps, summary, said = train(1, tmp_path / optimizer, mixture, *options)
+        steps, summary, output = train(1, tmp_path / optimizer, mixture, *options)
         certificate = summary["certificate"]
         assert certificate["verdict"] == "certified", certificate["reasons"]
         assert certificate["gemm_kernels_by_type"]["bf16"] > 0
-        assert ("2 of 8 experts per token" in said) == (precision != "bf16")
-        found[optimizer] = losses(steps)
-    assert found["adamw_fp32"] == pytest.approx(found["adamw_master"], rel=1e-2)
+        assert ("2 of 8 experts per token" in output) == (precision != "bf16")
+        losses_of[optimizer] = losses(steps)
+    assert losses_of["adamw_fp32"] == pytest.approx(losses_of["adamw_master"], rel=1e-2)
 
 
 @pytest.mark.multi_gpu

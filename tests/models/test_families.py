@@ -131,10 +131,10 @@ def test_kernels_without_a_backward_pass_are_refused(monkeypatch):
         raise RuntimeError("Please upgrade Triton")
 
     def without_gradients(*qkv: Tensor, **others: Any) -> Any:
-        found = delta(*qkv, **others)
-        if found[0].requires_grad:
-            found[0].register_hook(refuse)
-        return found
+        outputs = delta(*qkv, **others)
+        if outputs[0].requires_grad:
+            outputs[0].register_hook(refuse)
+        return outputs
 
     monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", without_gradients)
     with pytest.raises(UserError, match="--model_name .*upgrade Triton"):

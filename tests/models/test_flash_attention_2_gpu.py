@@ -59,12 +59,12 @@ def test_gradients_are_as_near_to_fp32_as_those_of_sdpa(family, layout, device, 
     exact = gradients(family, "sdpa", torch.float32, layout, device)
     errors = {
         attention: {
-            name: relative_difference(found.float(), exact[name])
-            for name, found in gradients(family, attention, torch.bfloat16, layout, device).items()
+            name: relative_difference(gradient.float(), exact[name])
+            for name, gradient in gradients(family, attention, torch.bfloat16, layout, device).items()
         }
         for attention in ("sdpa", "flash_attention_2")
     }
-    medians = {name: float(torch.tensor(list(found.values())).median()) for name, found in errors.items()}
+    medians = {name: float(torch.tensor(list(by_tensor.values())).median()) for name, by_tensor in errors.items()}
     record_property("median_errors", medians)
     for name, error in errors["flash_attention_2"].items():
         assert error <= BF16_ERRORS * errors["sdpa"][name] + 2e-3, (name, error, errors["sdpa"][name])

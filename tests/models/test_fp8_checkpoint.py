@@ -35,8 +35,8 @@ def test_every_row_range_is_the_product(shape, block):
     scale = torch.rand(-(-shape[0] // block[0]), -(-shape[1] // block[1]), generator=generator) * 1e-3
     expected = (values.double() * scale.double().kron(torch.ones(block))[: shape[0], : shape[1]]).float()
     for first, last in ((0, shape[0]), (0, 1), (1, 3), (shape[0] - 1, shape[0]), (2, 2)):
-        found = dequantised(values[first:last], scale, block, first)
-        assert found.dtype == torch.float32 and torch.equal(found, expected[first:last])
+        rows = dequantised(values[first:last], scale, block, first)
+        assert rows.dtype == torch.float32 and torch.equal(rows, expected[first:last])
 
 
 # --- Loading ----------------------------------------------------------------------------------------------------------
@@ -60,8 +60,8 @@ def test_each_rank_reads_its_rows(tmp_path):
     # Of 32 rows the ranks hold 11, 11 and 10, which no block divides.
     written = [write_fp8_model(tmp_path / kind, kind, "40KB") for kind in KINDS]
     expected = [loaded(plain) for _, plain in written]
-    for found in on_ranks(3, tmp_path / "run", all_sharded, [fp8 for fp8, _ in written]):
-        for weights, products in zip(found, expected, strict=True):
+    for of_rank in on_ranks(3, tmp_path / "run", all_sharded, [fp8 for fp8, _ in written]):
+        for weights, products in zip(of_rank, expected, strict=True):
             assert_same_bits(weights, products)
 
 

@@ -84,9 +84,9 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
 def check(folder: Path, model_folder: str, rows: str, targets: tuple[str, ...] | str = "all-linear") -> None:
     """Hold a finished run against PEFT in a plain loop."""
     losses, norms, tensors = lora_reference(model_folder, rows, targets)
-    taken = steps(folder)
-    assert [step["loss"] for step in taken] == pytest.approx(losses, rel=1e-5)
-    assert [step["grad_norm"] for step in taken] == pytest.approx(norms, rel=1e-4)
+    records = steps(folder)
+    assert [step["loss"] for step in records] == pytest.approx(losses, rel=1e-5)
+    assert [step["grad_norm"] for step in records] == pytest.approx(norms, rel=1e-4)
     exported = adapter(folder)
     assert exported.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -228,15 +228,16 @@ def test_the_te_decoder_computes_what_hugging_faces_does(request, stand_in, mode
         with torch.no_grad():
             for number, (_name, pair) in enumerate(sorted(adapters_of(model).items())):
                 pair.b.normal_(generator=torch.Generator().manual_seed(number))
-    expected, found = adapters_of(hf), adapters_of(te)
-    assert expected.keys() == found.keys() and all(torch.equal(expected[name].a, found[name].a) for name in expected)
+    expected, adapters = adapters_of(hf), adapters_of(te)
+    assert expected.keys() == adapters.keys()
+    assert all(torch.equal(expected[name].a, adapters[name].a) for name in expected)
     ids = torch.randint(3, 1024, (2, 24), generator=torch.Generator().manual_seed(5))
     outputs = [model(input_ids=ids, labels=ids) for model in (hf, te)]
     torch.testing.assert_close(outputs[1].logits, outputs[0].logits, rtol=1e-4, atol=1e-4)
     for output in outputs:
         output.loss.backward()
     for name in expected:
-        for ours, theirs in ((found[name].a, expected[name].a), (found[name].b, expected[name].b)):
+        for ours, theirs in ((adapters[name].a, expected[name].a), (adapters[name].b, expected[name].b)):
             assert theirs.grad.abs().max() > 0
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=4e-6)
     assert all((p.grad is not None) == ("adapters" in name) for name, p in te.named_parameters())
@@ -283,9 +284,9 @@ def test_gemms_of_frozen_weights_are_those_that_run(tiny_model, stand_in, use_te
             assert (ran >= number) if module in first else (ran == number), module
     coverage = measure_coverage(model, [m for m in gemms if m is not model.lm_head], "bf16", {}, gemms)
     adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    own = sum(weight.numel() for module in gemms for weight in linear_weights(module))
-    assert coverage.num_linear_weights == own + adapters
-    assert coverage.linear_flops_per_token <= 4 * own + 6 * adapters
+    frozen = sum(weight.numel() for module in gemms for weight in linear_weights(module))
+    assert coverage.num_linear_weights == frozen + adapters
+    assert coverage.linear_flops_per_token <= 4 * frozen + 6 * adapters
     assert 0 < coverage.fp8_linear_flop_share < 1
 
 

@@ -82,22 +82,22 @@ def test_casts_made_once_are_those_made_each_time(scenario, use_te, device):
     """The losses of training passes with an evaluation between: bit for bit. An optimizer step then moves the
     adapters alone.
     """
-    batch, found = packed_batch(device), []
+    batch, runs = packed_batch(device), []
     for keep in (True, False):
         model, precision, _ = build(fp8(fp8_scenario=scenario), device, use_te, ALL, keep_casts=keep)
         optimizer = build_optimizer(OptimConfig(learning_rate=1e-2), "adamw_master", model.named_parameters())
         frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
-        taken = []
+        of_run = []
         for number in range(6):
-            taken.append(step(model, precision, batch).item())
+            of_run.append(step(model, precision, batch).item())
             if number == 3:
                 with torch.no_grad(), precision.preserving_state(), precision.context(first_microbatch=None):
                     model(batch)
-        found.append(taken)
+        runs.append(of_run)
         optimizer.step()
         assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
-        assert step(model, precision, batch).item() != taken[-1]
-    assert found[0] == found[1]
+        assert step(model, precision, batch).item() != of_run[-1]
+    assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize("targets", [ALL, ATTENTION, "k_proj,o_proj"])
@@ -114,11 +114,11 @@ def test_the_te_decoder_computes_what_peft_does(family, targets, tmp_path, devic
         outputs.append(model.train()(input_ids=ids, labels=ids))
         outputs[-1].loss.backward()
     torch.testing.assert_close(outputs[1].logits, outputs[0].logits, rtol=1e-4, atol=1e-4)
-    expected, found = adapters_of(hf), adapters_of(te)
-    assert expected.keys() == found.keys()
+    expected, adapters = adapters_of(hf), adapters_of(te)
+    assert expected.keys() == adapters.keys()
     for name in expected:
-        assert relative_difference(found[name].a.grad, expected[name].a.grad) < 1e-4, name
-        assert relative_difference(found[name].b.grad, expected[name].b.grad) < 1e-4, name
+        assert relative_difference(adapters[name].a.grad, expected[name].a.grad) < 1e-4, name
+        assert relative_difference(adapters[name].b.grad, expected[name].b.grad) < 1e-4, name
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def test_a_run_exports_an_adapter_of_the_plain_model(precision, more, model_fold
     certificate = certificate_of(tmp_path / "run")
     record_property("certificate", certificate)
     assert certificate["verdict"] == "certified"
-    taken = losses(tmp_path / "run")
-    assert taken[-1] < taken[0]
+    of_steps = losses(tmp_path / "run")
+    assert of_steps[-1] < of_steps[0]
     final = tmp_path / "run" / "final"
     assert all(tensor.isfinite().all() for tensor in load_file(final / "adapter_model.safetensors").values())
     base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16).to(device)
@@ -155,12 +155,12 @@ def test_a_run_exports_an_adapter_of_the_plain_model(precision, more, model_fold
 
 @pytest.mark.parametrize("scenario", ["delayed", "current", "block"])
 def test_weights_held_in_fp8_are_the_casts_of_bf16_ones(scenario, device):
-    cast, kept, _ = build(fp8(fp8_scenario=scenario), device, True, ALL)
+    cast, precision_of_cast, _ = build(fp8(fp8_scenario=scenario), device, True, ALL)
     for _ in range(2):  # after the first pass delayed scaling knows each weight's amax
-        step(cast, kept, packed_batch(device))
+        step(cast, precision_of_cast, packed_batch(device))
     model, precision, _ = build(fp8(fp8_scenario=scenario), device, True, ALL, keep_casts=False)
     dropped = hold_in_fp8(model, precision)
-    modules = {name: module for name, module in cast.named_modules() if module in kept.fp8_modules}
+    modules = {name: module for name, module in cast.named_modules() if module in precision_of_cast.fp8_modules}
     assert dropped == sum(2 * weight.numel() for module in modules.values() for weight in linear_weights(module)) > 0
     for name, module in modules.items():
         casts, held = list(module._fp8_workspaces.values()), linear_weights(model.get_submodule(name))
@@ -175,15 +175,15 @@ def test_weights_held_in_fp8_are_the_casts_of_bf16_ones(scenario, device):
 
 @pytest.mark.parametrize("scenario", ["delayed", "current", "block"])
 def test_a_frozen_model_in_fp8_alone_takes_the_same_steps_in_less_memory(scenario, model_folder, tmp_path):
-    environment, found = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}, {}
+    environment, figures_of = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}, {}
     options = ["--mixed_precision=fp8", f"--fp8_scenario={scenario}", "--lora_rank=8", "--max_steps=6"]
     for name, more in (("held", []), ("beside", ["--fp8_until=0.999"])):  # whose rounding leaves no step in bf16
         folder = tmp_path / name
         done = train(*common(model_folder, folder, *options, *more), "--eval_every=3", environment=environment)
         assert done.returncode == 0, done.stderr
         assert ("held in fp8 only" in done.stdout) == (name == "held")
-        found[name] = losses(folder) + figures(folder, "eval_loss"), figures(folder, "peak_memory_gib")[-1]
+        figures_of[name] = losses(folder) + figures(folder, "eval_loss"), figures(folder, "peak_memory_gib")[-1]
     # Delayed scaling's first passes cast bf16 weights with a scale of 1, and remember what activations these gave.
     tolerance = 0.01 if scenario == "delayed" else 0.0
-    assert found["held"][0] == pytest.approx(found["beside"][0], rel=tolerance, abs=0)
-    assert found["held"][1] < found["beside"][1]
+    assert figures_of["held"][0] == pytest.approx(figures_of["beside"][0], rel=tolerance, abs=0)
+    assert figures_of["held"][1] < figures_of["beside"][1]

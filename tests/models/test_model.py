@@ -77,9 +77,9 @@ def test_a_sharded_model_equals_the_unsharded_one_and_is_exported_with_the_same_
     whole = built_model(source)
     with torch.no_grad():
         logits = whole.module(IDS).logits
-    for is_tied, found, _ in results:
+    for is_tied, of_rank, _ in results:
         assert is_tied == tied
-        torch.testing.assert_close(found, logits, rtol=0, atol=1e-6)
+        torch.testing.assert_close(of_rank, logits, rtol=0, atol=1e-6)
     assert [rows for *_, rows in results] == ([2, 2] if num_ranks == 2 else [2, 2, 0])
 
     export(whole, tmp_path / "unsplit", stored)
@@ -112,20 +112,20 @@ def test_the_exported_files_are_those_of_save_pretrained(tmp_path, family, max_f
 
 def export_to_nowhere(rank: int, name: str, file: str) -> str:
     model = sharded_model(name)
-    said = ""
+    message = ""
     try:
         export(model, Path(file) / "final", is_main=rank == 0)
     except UserError as error:
-        said = str(error)
+        message = str(error)
     torch.distributed.barrier()
-    return said
+    return message
 
 
 @pytest.mark.slow
 def test_a_main_rank_that_cannot_write_leaves_no_rank_waiting(tmp_path, tiny_model):
     (tmp_path / "file").touch()
-    said, nothing = on_ranks(2, tmp_path / "run", export_to_nowhere, tiny_model, str(tmp_path / "file"))
-    assert "could not be written" in said and nothing == ""
+    message, nothing = on_ranks(2, tmp_path / "run", export_to_nowhere, tiny_model, str(tmp_path / "file"))
+    assert "could not be written" in message and nothing == ""
 
 
 # --- Random weights ---------------------------------------------------------------------------------------------------
@@ -291,12 +291,12 @@ def test_experts_are_read_from_and_written_to_the_tensors_of_the_hub(tmp_path, f
 def test_experts_that_are_stored_as_one_tensor_are_exported_as_one(tmp_path):
     source = write_model(tmp_path / "source", **EXPERTS["qwen3_5_moe_text"])
     expected = AutoModelForCausalLM.from_pretrained(source)
-    own = {name: tensor.contiguous() for name, tensor in expected.state_dict().items()}
-    save_file(own, f"{source}/model.safetensors", metadata={"format": "pt"})
+    tensors = {name: tensor.contiguous() for name, tensor in expected.state_dict().items()}
+    save_file(tensors, f"{source}/model.safetensors", metadata={"format": "pt"})
     model = built_model(source)
-    assert_same_bits(dict(model.module.state_dict()), own)
+    assert_same_bits(dict(model.module.state_dict()), tensors)
     export(model, tmp_path / "out")
-    assert_same_bits(stored_weights(tmp_path / "out"), own)
+    assert_same_bits(stored_weights(tmp_path / "out"), tensors)
 
 
 @pytest.mark.parametrize("kind", ["uneven block", "channel"])

@@ -114,9 +114,9 @@ def test_the_check_passes_a_right_model_and_names_what_is_wrong(tmp_path, device
     for dtype in DTYPES:
         model = te_model(tmp_path, dtype, device)
         for batch in (packed_batch(device), padded_batch(device)):
-            found = check_parity(model, model.layers, batch, S, dtype)
-            record_property(f"{dtype} {'packed' if batch.cu_seqlens is not None else 'padded'}", found)
-            assert found.startswith("parity with Hugging Face: 30 stored tensors loaded bit for bit; 33 tensors of 3")
+            verdict = check_parity(model, model.layers, batch, S, dtype)
+            record_property(f"{dtype} {'packed' if batch.cu_seqlens is not None else 'padded'}", verdict)
+            assert verdict.startswith("parity with Hugging Face: 30 stored tensors loaded bit for bit; 33 tensors of 3")
             assert all(parameter.grad is None for parameter in model.module.parameters())
     model.module.model.rotary_emb.angles[None] *= 1.01  # as a slightly wrong RoPE base would
     with pytest.raises(UserError, match="--use_te .* in fp32 by"):

@@ -143,24 +143,24 @@ def exported(source: Path, folder: Path, *eos_ids: int, template: str | None = N
 def test_older_keys_stand_beside_newer_ones_and_are_read_alike(tmp_path, kind):
     changes, expected = ROPE[kind]
     source = written_by_5(tmp_path / "source", **changes)
-    found = read(exported(source, tmp_path / "out"))
-    assert found == found | expected and found["torch_dtype"] == found["dtype"] == "bfloat16"
+    config = read(exported(source, tmp_path / "out"))
+    assert config == config | expected and config["torch_dtype"] == config["dtype"] == "bfloat16"
     ours, theirs = (AutoConfig.from_pretrained(tmp_path / name).rope_parameters for name in ("out", "source"))
     assert ours == theirs
 
 
 def test_keys_that_transformers_5_would_misread_are_left_out(tmp_path):
     source = write_hub_model(tmp_path / "source", "Gemma 4, text")
-    found = read(exported(source, tmp_path / "out"))
-    assert "rope_scaling" not in found and found["rope_parameters"] == read(source)["rope_parameters"]
+    config = read(exported(source, tmp_path / "out"))
+    assert "rope_scaling" not in config and config["rope_parameters"] == read(source)["rope_parameters"]
 
 
 def test_older_keys_that_say_something_else_are_corrected(tmp_path):
     source = written_by_5(tmp_path / "source", rope_parameters=BASE)
     code = {"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}  # which no export holds
     edit(source / "config.json", lambda c: c.update(rope_theta=1e4, torch_dtype="float16", **code))
-    found = read(exported(source, tmp_path / "out"))
-    assert found["rope_theta"] == 5e5 and found["torch_dtype"] == "bfloat16" and "auto_map" not in found
+    config = read(exported(source, tmp_path / "out"))
+    assert config["rope_theta"] == 5e5 and config["torch_dtype"] == "bfloat16" and "auto_map" not in config
 
 
 def test_a_folder_of_transformers_4_stays_as_it_is(tmp_path):
@@ -235,14 +235,14 @@ def test_a_hub_id_s_files_are_those_of_the_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "taught", "listed"),
+    ("stored", "taught", "listed"),
     [(1, (1,), 1), (1, (1025,), [1025, 1]), ([1, 5], (1025,), [1025, 1, 5]), (None, (1025,), [1025, 1])],
 )
-def test_the_eos_that_was_taught_comes_first(tmp_path, given, taught, listed):
+def test_the_eos_that_was_taught_comes_first(tmp_path, stored, taught, listed):
     source = written_by_4(tmp_path / "source")
     for name in ("config.json", "generation_config.json"):
-        edit(source / name, lambda values: values.update(eos_token_id=given, temperature=0.6))
-    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": given, "temperature": 0.6}))
+        edit(source / name, lambda values: values.update(eos_token_id=stored, temperature=0.6))
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": stored, "temperature": 0.6}))
     out = exported(source, tmp_path / "out", *taught)
     assert read(out)["eos_token_id"] == read(out, "generation_config.json")["eos_token_id"] == listed
     assert read(out, "generation_config.json")["temperature"] == 0.6
@@ -312,15 +312,15 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 assert transformers.__version__.startswith("4."), transformers.__version__
 for folder in sys.argv[1:]:
-    found = {}
+    contents = {}
     if not folder.endswith("adapter"):
         model = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32).eval()
-        found["eos"] = model.generation_config.eos_token_id
-        found["logits"] = model(torch.arange(3, 43)[None]).logits[0].tolist()
+        contents["eos"] = model.generation_config.eos_token_id
+        contents["logits"] = model(torch.arange(3, 43)[None]).logits[0].tolist()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    found["ids"] = tokenizer(IDS_TEXT)["input_ids"]
-    found["tokenizer"] = [tokenizer.chat_template, tokenizer.eos_token_id, sorted(tokenizer.all_special_ids)]
-    print(json.dumps(found))
+    contents["ids"] = tokenizer(IDS_TEXT)["input_ids"]
+    contents["tokenizer"] = [tokenizer.chat_template, tokenizer.eos_token_id, sorted(tokenizer.all_special_ids)]
+    print(json.dumps(contents))
 """.replace("IDS_TEXT", repr(TEXT))
 
 
@@ -340,11 +340,11 @@ def test_transformers_4_reads_the_same_model_and_tokenizer(tmp_path):
     done = subprocess.run(words, env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     for folder, line in zip(folders, done.stdout.splitlines()[-len(folders) :], strict=True):
-        found, tokenizer = json.loads(line), AutoTokenizer.from_pretrained(folder)
-        assert found["tokenizer"] == [TEMPLATE, 1025, sorted(tokenizer.all_special_ids)], folder
-        assert found["ids"] == tokenizer(TEXT)["input_ids"], folder
+        contents, tokenizer = json.loads(line), AutoTokenizer.from_pretrained(folder)
+        assert contents["tokenizer"] == [TEMPLATE, 1025, sorted(tokenizer.all_special_ids)], folder
+        assert contents["ids"] == tokenizer(TEXT)["input_ids"], folder
         if folder.name != "adapter":
             with torch.no_grad():
                 logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(IDS).logits[0]
-            torch.testing.assert_close(torch.tensor(found["logits"]), logits, rtol=0, atol=1e-4, msg=str(folder))
-            assert found["eos"] == [1025, 1], folder
+            torch.testing.assert_close(torch.tensor(contents["logits"]), logits, rtol=0, atol=1e-4, msg=str(folder))
+            assert contents["eos"] == [1025, 1], folder
