@@ -2,7 +2,7 @@
 main process alone.
 
 On a terminal one bar stays at the bottom and printed lines scroll above it. Elsewhere (log file, CI, pipe) there is one
-plain line every `log_every` steps.
+plain line every `log_every` steps. A run whose metrics.jsonl is moved or deleted meanwhile ends at the next report.
 
 A resumed run continues metrics.jsonl, from which lines beyond the last checkpoint are cut: those steps are taken again.
 In W&B it continues the same run. Trackers cannot take back steps: those that they have are not sent again.
@@ -10,6 +10,7 @@ In W&B it continues the same run. Trackers cannot take back steps: those that th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -28,7 +29,7 @@ from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import METRICS, throughput_summary
 from llm_fp8.observability.trackers import send_record, send_summary, start_tracker
 from llm_fp8.utils.console import surviving_closed_output
-from llm_fp8.utils.errors import reading
+from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import json_line, read_json, write_json_atomic, write_text_atomic
 
 _STEP = {
@@ -164,6 +165,16 @@ class RunReporter:
             self._last_step = int(record["step"])
             self._write(record)
             self._display.step(record)
+            self._require_metrics()
+
+    def _require_metrics(self) -> None:
+        """Raise `UserError` where metrics.jsonl is no longer the open file."""
+        path = self._folder / "metrics.jsonl"
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if os.path.samestat(os.stat(path), os.fstat(self._file.fileno())):
+                return
+        what = f"{path} was moved or deleted while the run wrote to it"
+        raise UserError(f"--output_dir: {what}; continue with --resume_from latest and the --output_dir of now.")
 
     def evaluation(self, record: dict[str, float]) -> None:
         """Report an evaluation after the last reported step: that `step` and the `eval_` keys."""

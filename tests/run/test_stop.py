@@ -106,6 +106,28 @@ def test_a_log_on_a_full_disk_ends_no_training(tmp_path, options):
     assert exit_code(process) == 0 and len(steps(tmp_path / "run")) == 6
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["folder", "metrics.jsonl"])
+def test_a_run_whose_folder_is_moved_ends_and_goes_on_where_it_was_moved_to(
+    tmp_path, options, whole, monkeypatch, lost
+):
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    take_step = loop_module.Timeline.take_step
+
+    def moving(self, batches, start):
+        if self.step == 3 and not moved.exists():
+            (folder if lost == "folder" else folder / lost).rename(moved)
+        return take_step(self, batches, start)
+
+    monkeypatch.setattr(loop_module.Timeline, "take_step", moving)
+    with pytest.raises(UserError, match=f"--output_dir: {folder / 'metrics.jsonl'}"):
+        train(*options, "--save_every=2", f"--output_dir={folder}")
+    there = moved if lost == "folder" else folder
+    assert train(*options, f"--output_dir={there}", "--resume_from=latest") == 0
+    assert [step["loss"] for step in steps(there)] == [step["loss"] for step in steps(whole)][-len(steps(there)) :]
+    assert_same_bits(final_weights(there), final_weights(whole))
+
+
 # checkpoints by the clock
 
 
