@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,44 +23,22 @@ from llm_fp8.models.model import Model
 from tests.support.processes import DEADLINE_S
 from tests.support.small import model_structure
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-
 
 def _rank_main(rank: int, num_ranks: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(num_ranks))
     torch.set_num_threads(1)
-    result: Any
-    try:
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks
-        )
-        result = function(rank, *args)
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-    except BaseException:
-        result = traceback.format_exc()
-        torch.save(result, f"{folder}/{rank}.failed")
-        raise
-    torch.save(result, f"{folder}/{rank}.result")
+    place, timeout = f"file://{folder}/store", timedelta(seconds=DEADLINE_S)
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=num_ranks, timeout=timeout)
+    torch.save(function(rank, *args), f"{folder}/{rank}.result")
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def on_ranks(num_ranks: int, folder: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `function(rank, *args)` returns in so many processes of one group."""
+    """What `function(rank, *args)` returns in so many processes of one group; the first that fails ends all."""
     folder.mkdir()
-    processes = [
-        _CONTEXT.Process(target=_rank_main, args=(rank, num_ranks, str(folder), function, args), daemon=True)
-        for rank in range(num_ranks)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(DEADLINE_S)
-    hung = [process for process in processes if process.is_alive()]
-    for process in hung:
-        process.kill()
-    failures = [torch.load(path, weights_only=False) for path in sorted(folder.glob("*.failed"))]
-    assert not failures, failures[0]
-    assert not hung, f"{len(hung)} processes did not end"
+    how: dict[str, Any] = {"nprocs": num_ranks, "daemon": True, "start_method": "forkserver"}
+    torch.multiprocessing.start_processes(_rank_main, (num_ranks, str(folder), function, args), **how)
     return [torch.load(folder / f"{rank}.result", weights_only=False) for rank in range(num_ranks)]
 
 
