@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import shutil
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -85,6 +87,17 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda")
+
+
+@pytest.fixture
+def call_main(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Call the main function of a program's module with these words."""
+
+    def call(program: ModuleType, *words: object) -> int:
+        monkeypatch.setattr(sys, "argv", [program.__name__, *map(str, words)])
+        return program.main()
+
+    return call
 
 
 @pytest.fixture

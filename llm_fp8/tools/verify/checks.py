@@ -284,3 +284,11 @@ def check_rates(setup: Setup) -> Result:
 
     device = torch.device("cuda", 0)
     return judge_tflops(measure_tflops(device), torch.cuda.get_device_name(device))
+
+
+CHECKS = (
+    Check("packages", check_packages),
+    Check("gpu", check_gpu),
+    Check("variables", check_variables),
+    Check("rates", check_rates, needs_gpus=1, quick=False),
+)

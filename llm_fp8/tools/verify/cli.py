@@ -20,9 +20,8 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from llm_fp8.tools.programs import wide_console
-from llm_fp8.tools.verify import checks
+from llm_fp8.tools.verify import checks, runs
 from llm_fp8.tools.verify.checks import Check, Result, Setup
-from llm_fp8.tools.verify.runs import check_several_gpus, check_steps, check_torchao_steps, cut_model
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU, OneSentenceParser, UserError, positive
 from llm_fp8.utils.json_files import writable, write_json_atomic
 from llm_fp8.utils.packages import VERIFY
@@ -31,15 +30,7 @@ from llm_fp8.utils.script import CUDA_DEFAULTS
 
 _STYLES = {"failed": "bold red", "warning": "yellow", "skipped": "dim", "passed": "green"}
 
-CHECKS = (  # in the order of execution
-    Check("packages", checks.check_packages),
-    Check("gpu", checks.check_gpu),
-    Check("variables", checks.check_variables),
-    Check("rates", checks.check_rates, needs_gpus=1, quick=False),
-    Check("steps", check_steps),
-    Check("torchao_steps", check_torchao_steps, quick=False),
-    Check("several_gpus", check_several_gpus, needs_gpus=2, quick=False),
-)
+CHECKS = (*checks.CHECKS, *runs.CHECKS)  # in the order of execution
 
 
 def run_check(check: Check, setup: Setup) -> Result:
@@ -73,7 +64,8 @@ def main(argv: Sequence[str] | None = None, description: str = "Is this machine 
     add("--model_name", default="meta-llama/Llama-3.2-1B", help="two layers of it are trained (default %(default)s)")
     add("--max_seq_length", type=positive, default=1024, help="tokens of a sequence (default %(default)s)")
     add("--batch_size", type=positive, default=8, help="sequences of a micro-batch (default %(default)s)")
-    add("--quick", action="store_true", help="leave out rates, torchao's recipes and the run on all GPUs")
+    slow = ", ".join(check.name for check in CHECKS if not check.quick)
+    add("--quick", action="store_true", help=f"leave out {slow}")
     add("--only", help=f"comma-separated checks to run, of {', '.join(names)}")
     add("--output", "--json", type=writable, metavar="FILE", help="write all findings to this JSON file")
     options = parser.parse_args(argv)
@@ -88,7 +80,7 @@ def main(argv: Sequence[str] | None = None, description: str = "Is this machine 
     with tempfile.TemporaryDirectory(prefix="verify-fp8-") as scratch:
         setup = Setup(options.model_name, options.max_seq_length, options.batch_size, environ, Path(scratch))
         with contextlib.suppress(ImportError, OSError):  # `check_packages` reports them
-            cut_model(setup)
+            runs.cut_model(setup)
         results = [run_check(check, setup) for check in CHECKS if check.name in wanted]
     code = 0 if setup.num_gpus else EXIT_NO_GPU
     code = EXIT_FAILED_CHECK if any(result.failures for result in results) else code
