@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -16,7 +12,8 @@ from llm_fp8.precision.coverage import ModuleState
 from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.utils.te_internals import attention_backend
 from tests.support.gpu_steps import BF16, MICRO_BATCHES, SCENARIOS, build, fp8, recorded_step
-from tests.support.gpu_training import ROOT, certificate_of, common, train
+from tests.support.gpu_training import certificate_of, common, train, train_patched
+from tests.support.small import steps, summary_json
 
 pytestmark = pytest.mark.gpu
 
@@ -82,32 +79,25 @@ def test_autocast_around_plain_linear_layers_is_caught(device, record_property):
     assert "fp8" not in gemm_kernels(kernels) and gemm_kernels(kernels)["bf16"].count > 0
 
 
-def train_broken(patch: str, *options: str) -> subprocess.CompletedProcess:
-    """train_fp8.py's work after `patch`, which breaks something of `Precision` (as P)."""
-    program = f"""
-import contextlib, sys
-from llm_fp8.precision.context import Precision as P
+LOST_AUTOCAST = """
+import contextlib
 from llm_fp8.precision.te import TEBackend
-from llm_fp8.utils.te_internals import require_te
-{patch}
-from llm_fp8.config.parser import parse_config
-from llm_fp8.run.run import run_training
-from llm_fp8.utils.script import run_script
-run_script(lambda: run_training(parse_config(sys.argv[1:])))
+TEBackend.autocast = lambda *_, **__: contextlib.nullcontext()
 """
-    command = [sys.executable, "-c", program, *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-
-
-LOST_AUTOCAST = "TEBackend.autocast = lambda *_, **__: contextlib.nullcontext()"
 ONE_LAYER_LOST = """
+import functools
+from llm_fp8.precision.context import Precision as P
 original = P.attach
-def attach(self, model, layers):
-    original(self, model, layers)
-    layers[1].forward = __import__("functools").partial(self.without_fp8, layers[1].forward)
+def attach(self, model, layers, *more):
+    reasons = original(self, model, layers, *more)
+    layers[1].forward = functools.partial(self.without_fp8, layers[1].forward)
+    return reasons
 P.attach = attach
 """
 LEFT_ON = """
+import contextlib
+from llm_fp8.precision.context import Precision as P
+from llm_fp8.utils.te_internals import require_te
 original = P.context
 @contextlib.contextmanager
 def context(self, first_microbatch):
@@ -125,16 +115,16 @@ BROKEN = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_run_ends_with_code_1(case, model_folder, tmp_path, record_property):
     patch, options, words = BROKEN[case]
-    done = train_broken(patch, *common(model_folder, tmp_path / "run", *options, "--max_steps", "50"))
+    done = train_patched(patch, *common(model_folder, tmp_path / "run", *options, "--max_steps", "50"))
     assert done.returncode == 1, done.stdout + done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("error: the GPU does not run what was asked for") and words in last
     stored = certificate_of(tmp_path / "run")
     record_property("certificate", stored)
     assert stored["verdict"] == "failed"
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["certificate"] == stored
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == [1, 2, 3, 4, 5], "it ended right after the recorded step"
+    assert summary_json(tmp_path / "run")["certificate"] == stored
+    recorded = [step["step"] for step in steps(tmp_path / "run")]
+    assert recorded == [1, 2, 3, 4, 5], "it ended right after the recorded step"
 
 
 def test_a_run_prints_its_certificate(model_folder, tmp_path, record_property):
@@ -145,8 +135,7 @@ def test_a_run_prints_its_certificate(model_folder, tmp_path, record_property):
     assert stored["num_fp8_gemm_kernels"] == 72 and list(stored["modules"]["recipes"]) == ["DelayedScaling"]
     assert (stored["verdict"], stored["precision"]) == ("certified", "fp8 delayed")
     assert stored["attention"] == "fused (cuDNN)" and "certificate: fp8 delayed" in done.stdout
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["recorded_step"]["time_s_by_class"]["gemm"] > 0
+    assert summary_json(tmp_path / "run")["recorded_step"]["time_s_by_class"]["gemm"] > 0
 
 
 def test_unfused_attention_shows_in_the_certificate(model_folder, tmp_path, record_property):

@@ -5,14 +5,13 @@ processes, as a user runs them.
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.gpu_training import ROOT, common, losses, train
+from llm_fp8.config.recipes import gemms_in_fp8, recipe_names
+from tests.support.gpu_training import certificate_of, common, losses, train, train_patched
+from tests.support.small import run_json
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +21,6 @@ pytestmark = [
 MICRO_BATCHES = 2
 NUM_WEIGHTS = 3 * 7
 """Three layers of seven weights."""
-NUM_GEMMS = {"tensorwise": 3, "rowwise": 3, "rowwise_with_gw_hp": 2}
 FP8 = ["--mixed_precision", "fp8", "--fp8_backend", "torchao"]
 
 
@@ -32,61 +30,51 @@ def plain(model: Path, folder: Path, *more: str) -> list[str]:
     return [*options, "--packing", "--attn_implementation", "sdpa"]
 
 
-def read(folder: Path, name: str) -> dict:
-    return json.loads((folder / name).read_text())
-
-
 @pytest.fixture(scope="module")
 def bf16_losses(model_folder, tmp_path_factory) -> list[float]:
     folder = tmp_path_factory.mktemp("bf16") / "run"
     done = train(*plain(model_folder, folder, "--mixed_precision", "bf16", "--max_steps", "12"))
     assert done.returncode == 0, done.stderr
-    assert read(folder, "certificate.json")["num_fp8_gemm_kernels"] == 0
+    assert certificate_of(folder)["num_fp8_gemm_kernels"] == 0
     return losses(folder)
 
 
 @pytest.mark.parametrize(
     "more", [[], ["--gradient_checkpointing"], ["--optimizer", "adamw_fp32"]], ids=["plain", "recomputed", "fp32"]
 )
-@pytest.mark.parametrize("scenario", NUM_GEMMS)
+@pytest.mark.parametrize("scenario", recipe_names("torchao"))
 def test_every_recipe_is_certified(scenario, more, model_folder, bf16_losses, tmp_path, record_property):
     folder = tmp_path / "run"
     done = train(*plain(model_folder, folder, *FP8, "--fp8_scenario", scenario, "--max_steps", "12", *more))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    certificate = read(folder, "certificate.json")
+    certificate = certificate_of(folder)
     record_property("certificate", certificate)
     assert certificate["verdict"] == "certified" and not certificate["remarks"], certificate["reasons"]
     assert certificate["num_unknown_gemm_kernels"] == 0, certificate["unknown_gemm_names"]
-    expected = NUM_GEMMS[scenario] * NUM_WEIGHTS * MICRO_BATCHES
+    expected = gemms_in_fp8(scenario) * NUM_WEIGHTS * MICRO_BATCHES
     assert certificate["num_expected_fp8_gemm_kernels"] == expected <= certificate["num_fp8_gemm_kernels"]
     if not more:
         assert certificate["num_fp8_gemm_kernels"] == expected, "one kernel for each GEMM, and nothing else in fp8"
     modules = certificate["modules"]
     assert modules["library"] == "torchao" and modules["recipes"] == {scenario: NUM_WEIGHTS}
     assert f"certificate: fp8 {scenario}" in done.stdout and "recompile_limit" not in done.stdout + done.stderr
-    precision = read(folder, "run.json")["precision"]
+    precision = run_json(folder)["precision"]
     assert (precision["backend"], precision["emulated"]) == ("torchao", False)
     assert precision["effective_scenario"] == scenario
     assert precision["optimizer"] == ("adamw_fp32" if "adamw_fp32" in more else "adamw_master")
-    found = losses(folder)
-    record_property("losses", found)
+    fp8_losses = losses(folder)
+    record_property("losses", fp8_losses)
     record_property("bf16_losses", bf16_losses)
-    assert found == pytest.approx(bf16_losses, rel=1e-2) and found[-1] < found[0] - 0.05
+    assert fp8_losses == pytest.approx(bf16_losses, rel=1e-2) and fp8_losses[-1] < fp8_losses[0] - 0.05
 
 
 def test_layers_that_lost_their_fp8_are_caught(model_folder, tmp_path):
     """The modules are torchao's, and something makes them multiply in bf16: the kernels tell."""
-    program = """
-import sys
+    patch = """
 import torch
 from torchao.float8.float8_linear import Float8Linear
 Float8Linear.forward = lambda self, x: torch.nn.functional.linear(x, self.weight, self.bias)
-from llm_fp8.config.parser import parse_config
-from llm_fp8.utils.script import run_script
-from llm_fp8.run.run import run_training
-run_script(lambda: run_training(parse_config(sys.argv[1:])))
 """
-    command = [sys.executable, "-c", program, *plain(model_folder, tmp_path / "run", *FP8, "--max_steps", "12")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = train_patched(patch, *plain(model_folder, tmp_path / "run", *FP8, "--max_steps", "12"))
     assert done.returncode == 1 and "the GPU does not run what was asked for" in done.stderr, done.stderr[-3000:]
-    assert read(tmp_path / "run", "certificate.json")["verdict"] == "failed"
+    assert certificate_of(tmp_path / "run")["verdict"] == "failed"

@@ -23,6 +23,20 @@ def train(
     return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
 
 
+def train_patched(patch: str, *options: str) -> subprocess.CompletedProcess:
+    """The work of train_fp8.py after the statements `patch`, which break something; the process with its output."""
+    program = f"""
+import sys
+{patch}
+from llm_fp8.config.parser import parse_config
+from llm_fp8.run.run import run_training
+from llm_fp8.utils.script import run_script
+run_script(lambda: run_training(parse_config(sys.argv[1:])))
+"""
+    command = [sys.executable, "-c", program, *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
 def common(model_folder: Path, folder: Path, *more: str) -> list[str]:
     """The options of a short run with Transformer Engine's layers."""
     words = f"--model_name={model_folder} --output_dir={folder} --use_te --max_seq_length=256 --batch_size=8"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from llm_fp8.config.recipes import recipe_names
 from tests.support.processes import run_ranks
 from tests.support.small import steps, summary_json
 
@@ -18,6 +19,10 @@ PRECISIONS = {
     "delayed": ["--mixed_precision", "fp8"],
     "current": ["--mixed_precision", "fp8", "--fp8_scenario", "current"],
     "block": ["--mixed_precision", "fp8", "--fp8_scenario", "block"],
+    **{
+        scenario: ["--mixed_precision", "fp8", "--fp8_backend", "torchao", "--packing", "--fp8_scenario", scenario]
+        for scenario in recipe_names("torchao")
+    },
 }
 
 
