@@ -4,7 +4,6 @@ saved, resumed, exported.
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.families import family_config, write_family
 from tests.support.faults import START_S
-from tests.support.launches import Torchrun
+from tests.support.launches import complete
 from tests.support.multi_gpu_training import PRECISIONS
 from tests.support.reference import documents, mean_loss
-from tests.support.small import assert_goes_on, run_json, steps, summary_json, write_rows
+from tests.support.small import assert_goes_on, run_json, short_run, steps, summary_json, write_rows
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -40,38 +39,10 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture
 def options(model, tmp_path) -> list[str]:
     """The options of a short run, but for its precision, rows and folder."""
-    return [
-        f"--model_name={model}",
-        f"--dataset_name={write_rows(tmp_path / 'rows.jsonl', NUM_ROWS)}",
-        "--validation_fraction=0",
-        "--use_te",
-        "--sharding_mode=fsdp_full",
-        "--max_seq_length=256",
-        "--learning_rate=1e-4",
-        f"--gradient_accumulation_steps={MICRO_BATCHES}",
-        "--no_merge_micro_batches",
-        f"--max_steps={NUM_STEPS}",
-        f"--save_every={SAVED_STEP}",
-        "--save_total_limit=9",
-        "--log_every=1",
-    ]
-
-
-def train(runs: dict[Path, list[str]], **environment: str) -> None:
-    """Train with these options into these folders, all at once; each must end well."""
-    with contextlib.ExitStack() as stack:
-        launches = []
-        for folder, options in runs.items():
-            log = folder.with_name(f"{folder.name}.log")
-            launches.append(
-                stack.enter_context(
-                    Torchrun(
-                        log, *options, f"--output_dir={folder}", HF_DATASETS_CACHE=f"{folder}-cache", **environment
-                    )
-                )
-            )
-        for launch in launches:
-            assert launch.end(START_S) == {}, launch.printed()[-6000:]
+    words = "--use_te --sharding_mode=fsdp_full --learning_rate=1e-4 --no_merge_micro_batches --save_total_limit=9"
+    numbers = (f"--gradient_accumulation_steps={MICRO_BATCHES}", f"--max_steps={NUM_STEPS}")
+    more = [*words.split(), *numbers, f"--save_every={SAVED_STEP}"]
+    return short_run(model, write_rows(tmp_path / "rows.jsonl", NUM_ROWS), tmp_path, *more)
 
 
 def from_checkpoint(folder: Path) -> str:
@@ -88,13 +59,12 @@ def assert_in_fp8(folder: Path) -> None:
     """The recorded step had every GEMM of the decoder in fp8: forward, data gradient and weight gradient, in each
     micro-batch.
     """
-    told = summary_json(folder)
-    gemms = (
-        family_config(FAMILY).num_hidden_layers * 4 * 3 * MICRO_BATCHES
-    )  # fused QKV, attention's output, fc1 and fc2
-    assert told["certificate"]["verdict"] == "certified", told["certificate"]["reasons"]
-    assert told["certificate"]["num_expected_fp8_gemm_kernels"] == gemms <= told["recorded_step"]["gemm_kernels"]["fp8"]
-    assert list(told["certificate"]["modules"]["recipes"]) == ["DelayedScaling"]
+    summary, num_linears = summary_json(folder), 4  # fused QKV, attention's output, fc1 and fc2
+    certificate = summary["certificate"]
+    num_gemms = family_config(FAMILY).num_hidden_layers * num_linears * 3 * MICRO_BATCHES
+    assert certificate["verdict"] == "certified", certificate["reasons"]
+    assert certificate["num_expected_fp8_gemm_kernels"] == num_gemms <= summary["recorded_step"]["gemm_kernels"]["fp8"]
+    assert list(certificate["modules"]["recipes"]) == ["DelayedScaling"]
 
 
 @pytest.mark.parametrize("layout", ROWS_PER_GPU)
@@ -104,13 +74,12 @@ def test_rows_shared_by_two_gpus_take_the_steps_of_whole_ones(precision, layout,
     whole, shared, resumed = tmp_path / "whole", tmp_path / "shared", tmp_path / "resumed"
     common, rows = [*options, *PRECISIONS[precision], layout], ROWS_PER_GPU[layout]
     sharing = [*common, f"--batch_size={2 * rows}", "--context_parallel_size=2"]
-    train({whole: [*common, f"--batch_size={rows}"], shared: sharing})
+    complete({whole: [*common, f"--batch_size={rows}"], shared: sharing}, START_S)
     for name in ("loss", "grad_norm"):
         record_property(name, figures(shared, name))
         record_property(f"{name}_of_whole_rows", figures(whole, name))
-    assert [run_json(run)["effective"]["global_batch_size"] for run in (whole, shared)] == [
-        2 * MICRO_BATCHES * rows
-    ] * 2
+    for run in (whole, shared):
+        assert run_json(run)["effective"]["global_batch_size"] == 2 * MICRO_BATCHES * rows
     assert figures(shared, "tokens_seen") == figures(whole, "tokens_seen")
     # The same tokens, cut otherwise: bf16 rounds sums differently (such cuts on CPUs: 3e-5 of the loss, 2e-4 of the
     # norm), fp8 has other scales for other tensors (as in test_modes.py).
@@ -124,7 +93,7 @@ def test_rows_shared_by_two_gpus_take_the_steps_of_whole_ones(precision, layout,
         assert "fp8" not in summary_json(shared)["recorded_step"]["gemm_kernels"]
         return
     assert_in_fp8(shared)
-    train({resumed: [*sharing, from_checkpoint(shared)]})
+    complete({resumed: [*sharing, from_checkpoint(shared)]}, START_S)
     assert [step["step"] for step in steps(resumed)] == list(range(SAVED_STEP + 1, NUM_STEPS + 1))
     # A forward pass has the same bits each time, gradients of attention do not.
     assert figures(resumed)[0] == figures(shared)[SAVED_STEP]
@@ -138,7 +107,7 @@ def test_fp8_parameters(options, model, tmp_path, record_property):
     without, fp8, resumed = tmp_path / "without", tmp_path / "fp8", tmp_path / "resumed"
     common = [*options, *PRECISIONS["delayed"], "--packing", f"--batch_size={ROWS_PER_GPU['--packing']}"]
     deterministic = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}  # gradients of attention have the same bits each time
-    train({without: common, fp8: [*common, "--fp8_params"]}, **deterministic)
+    complete({without: common, fp8: [*common, "--fp8_params"]}, START_S, **deterministic)
     record_property("loss", figures(fp8))
     record_property("loss_without", figures(without))
     assert_in_fp8(fp8)
@@ -146,7 +115,7 @@ def test_fp8_parameters(options, model, tmp_path, record_property):
     assert figures(fp8) != figures(without), "the option must do something"
     assert figures(fp8)[0] == pytest.approx(figures(without)[0], rel=2e-3)
     assert figures(fp8) == pytest.approx(figures(without), rel=5e-3)
-    train({resumed: [*common, "--fp8_params", from_checkpoint(fp8)]}, **deterministic)
+    complete({resumed: [*common, "--fp8_params", from_checkpoint(fp8)]}, START_S, **deterministic)
     assert_goes_on(fp8, resumed, completed=SAVED_STEP)
     exported, info = AutoModelForCausalLM.from_pretrained(fp8 / "final", dtype=torch.float32, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))

@@ -13,14 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.families import EXPERTS
 from tests.support.processes import free_port, run_ranks
-from tests.support.small import (
-    assert_goes_on,
-    final_weights,
-    steps,
-    stored_weights,
-    train,
-    write_model,
-)
+from tests.support.small import assert_goes_on, final_weights, short_run, steps, stored_weights, train, write_model
 
 pytestmark = pytest.mark.slow
 
@@ -41,17 +34,14 @@ def test_experts_are_sharded(tmp_path, rows):
     runs, models = [], {}
     for kind, mode in MODES.items():
         models[kind] = write_model(tmp_path / kind, **EXPERTS[kind])
-        options = [
-            f"--model_name={models[kind]}", f"--dataset_name={rows}", "--validation_fraction=0", "--max_seq_length=128",
-            "--learning_rate=1e-2", "--log_every=1", "--max_steps=3",
-        ]  # fmt: skip
-        train(*options, "--batch_size=4", "--gradient_accumulation_steps=2", f"--output_dir={tmp_path / kind}-one")
-        options += ["--batch_size=2", "--gradient_accumulation_steps=2", f"--sharding_mode={mode}"]
-        options += ["--save_every=2", "--save_total_limit=9"]
-        runs.append([*options, f"--output_dir={tmp_path / kind}-whole"])
+        one, whole, again = (tmp_path / f"{kind}-{name}" for name in ("one", "whole", "again"))
+        cut = ["--max_seq_length=128", "--learning_rate=1e-2", "--max_steps=3", "--gradient_accumulation_steps=2"]
+        train(*short_run(models[kind], rows, one, *cut, "--batch_size=4"))
+        cut += ["--batch_size=2", f"--sharding_mode={mode}", "--save_every=2", "--save_total_limit=9"]
+        runs.append(short_run(models[kind], rows, whole, *cut))
         if kind == RESUMED:
-            checkpoint = f"{tmp_path / kind}-whole/checkpoints/step-00000002"
-            runs.append([*options, f"--output_dir={tmp_path / kind}-again", f"--resume_from={checkpoint}"])
+            resume = f"--resume_from={whole}/checkpoints/step-00000002"
+            runs.append(short_run(models[kind], rows, again, *cut, resume))
     *before, last = runs
     ports = [free_port() for _ in runs]
     run_ranks(2, tmp_path / "ranks", *last, first=functools.partial(train_before, before, ports))
@@ -60,10 +50,9 @@ def test_experts_are_sharded(tmp_path, rows):
     for kind, model in models.items():
         one, whole = (tmp_path / f"{kind}-{name}" for name in ("one", "whole"))
         for key in ("loss", "grad_norm"):
-            found, wanted = ([step[key] for step in steps(folder)] for folder in (whole, one))
-            assert found == pytest.approx(wanted, rel=1e-5 if key == "loss" else 1e-4)
+            sharded, expected = ([step[key] for step in steps(folder)] for folder in (whole, one))
+            assert sharded == pytest.approx(expected, rel=1e-5 if key == "loss" else 1e-4)
         assert final_weights(whole).keys() == stored_weights(model).keys()
-        exported = AutoModelForCausalLM.from_pretrained(whole / "final", dtype=torch.float32)
-        expected = AutoModelForCausalLM.from_pretrained(one / "final", dtype=torch.float32)
-        ids = torch.arange(3, 43)[None]
-        torch.testing.assert_close(exported(ids).logits, expected(ids).logits, rtol=0, atol=1e-4)
+        exports = (AutoModelForCausalLM.from_pretrained(run / "final", dtype=torch.float32) for run in (whole, one))
+        logits = [exported(torch.arange(3, 43)[None]).logits for exported in exports]
+        torch.testing.assert_close(*logits, rtol=0, atol=1e-4)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ from tests.support.faults import (
     kill_one_rank_and_restart,
     kill_one_rank_in_a_save,
 )
-from tests.support.launches import Torchrun
+from tests.support.launches import Torchrun, complete
 from tests.support.small import assert_goes_on, run_json, write_rows
 
 pytestmark = pytest.mark.multi_gpu
@@ -30,15 +29,9 @@ DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 @pytest.fixture
 def options(models, tmp_path) -> list[str]:
     """The options of a short run in fp8, but for its folder."""
-    return [
-        f"--model_name={models['llama3_rope_gqa']}",
-        f"--dataset_name={write_rows(tmp_path / 'rows.jsonl', 64)}",
-        "--validation_fraction=0",
-        "--use_te",
-        "--mixed_precision=fp8",
-        "--sharding_mode=fsdp_full",
-        "--max_seq_length=256",
-    ]
+    words = "--validation_fraction=0 --use_te --mixed_precision=fp8 --sharding_mode=fsdp_full --max_seq_length=256"
+    rows = write_rows(tmp_path / "rows.jsonl", 64)
+    return [f"--model_name={models['llama3_rope_gqa']}", f"--dataset_name={rows}", *words.split()]
 
 
 def test_a_rank_killed_in_a_save_ends_all_and_leaves_complete_checkpoints(options, tmp_path, record_property):
@@ -53,19 +46,12 @@ def test_torchrun_restarts_and_the_run_goes_on(options, tmp_path):
     kill_one_rank_and_restart(functools.partial(Torchrun, cwd=tmp_path), tmp_path, *options)
 
 
-def train(folder: Path, *options: str) -> None:
-    """A run that ends well, on the same bits each time."""
-    log = folder.with_name(f"{folder.name}.log")
-    with Torchrun(log, *options, f"--output_dir={folder}", **DETERMINISTIC) as launch:
-        assert launch.end(START_S) == {}, launch.printed()
-
-
 def test_a_checkpoint_saved_beside_training_holds_every_bit(options, tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     training = [*options, "--log_every=1", "--max_steps=6", "--async_save", "--save_every=2", "--save_total_limit=9"]
-    train(whole, *training)
+    complete({whole: training}, START_S, **DETERMINISTIC)
     checkpoint = whole / "checkpoints" / "step-00000002"
-    train(resumed, *training, f"--resume_from={checkpoint}")
+    complete({resumed: [*training, f"--resume_from={checkpoint}"]}, START_S, **DETERMINISTIC)
     assert run_json(resumed)["resumed_after_step"] == 2
     assert_goes_on(whole, resumed, completed=2)
 

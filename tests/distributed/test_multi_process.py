@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from llm_fp8.optim.adamw_master import split_master
 from tests.support.faults import ENDLESS, START_S, check_that_the_run_stops, kill_one_rank_in_a_save
 from tests.support.launches import Forked
 from tests.support.processes import exit_code, run_ranks, start_ranks, wait_until
 from tests.support.reference import check_against_reference, reference_options
-from tests.support.small import assert_goes_on, run_json, steps, write_rows
+from tests.support.small import assert_goes_on, final_weights, run_json, short_run, steps, stored_weights, write_rows
 
 pytestmark = pytest.mark.slow
 
@@ -46,29 +45,14 @@ def test_a_step_is_the_reference_in_every_mode(
     tmp_path, tiny_model, sixteen_rows, num_ranks, mode, batch_size, accumulation, more
 ):
     cut = [f"--batch_size={batch_size}", f"--gradient_accumulation_steps={accumulation}", f"--sharding_mode={mode}"]
-    run_ranks(
-        num_ranks,
-        tmp_path,
-        *reference_options(tiny_model, sixteen_rows, tmp_path),
-        *cut,
-        *more,
-        hosts=1 + (mode == "fsdp_hybrid"),
-    )
+    options = [*reference_options(tiny_model, sixteen_rows, tmp_path), *cut, *more]
+    run_ranks(num_ranks, tmp_path, *options, hosts=1 + (mode == "fsdp_hybrid"))
     check_against_reference(tmp_path, tiny_model, sixteen_rows, False)
     assert run_json(tmp_path)["effective"]["sharding_mode"] == mode
 
 
 def options_of_short_run(model: str, rows: str, folder: Path) -> list[str]:
-    return [
-        f"--model_name={model}",
-        f"--dataset_name={rows}",
-        "--validation_fraction=0",
-        "--max_seq_length=256",
-        "--learning_rate=1e-3",
-        "--log_every=1",
-        "--save_every=2",
-        f"--output_dir={folder}",
-    ]
+    return short_run(model, rows, folder, "--learning_rate=1e-3", "--save_every=2")
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp_full", "deepspeed_3"])
@@ -96,10 +80,8 @@ def test_a_signal_to_one_rank_stops_all_after_saving(tmp_path, tiny_model, rows)
     folder = tmp_path / "run"
     options = [*options_of_short_run(tiny_model, rows, folder), "--sharding_mode=fsdp_full", ENDLESS]
     with Forked(2, tmp_path / "log", *options) as launch:
-        begun = wait_until(
-            lambda: (folder / "metrics.jsonl").exists() and len(steps(folder)) > 2, launch, 0.01, START_S
-        )
-        assert begun, launch.printed()
+        metrics = folder / "metrics.jsonl"
+        assert wait_until(lambda: metrics.exists() and len(steps(folder)) > 2, launch, 0.01, START_S), launch.printed()
         os.kill(launch.pid_of(1), signal.SIGTERM)
         assert launch.end() == {0: 143, 1: 143}
     assert (folder / "checkpoints" / f"step-{len(steps(folder)):08d}").is_dir()
@@ -115,13 +97,8 @@ def test_a_rank_killed_in_a_save_ends_all_and_leaves_complete_checkpoints(tmp_pa
 
 def test_a_run_that_fails_first_completes_what_it_is_saving(tmp_path, tiny_model, rows):
     folder, log = tmp_path / "run", tmp_path / "log"
-    options = [
-        *options_of_short_run(tiny_model, rows, folder),
-        "--save_every=1",
-        "--async_save",
-        "--sharding_mode=fsdp_full",
-    ]
-    blows_up = ["--learning_rate=1e20", "--lr_scheduler=constant", "--max_steps=6"]
+    options = [*options_of_short_run(tiny_model, rows, folder), "--sharding_mode=fsdp_full", "--async_save"]
+    blows_up = ["--learning_rate=1e20", "--lr_scheduler=constant", "--max_steps=6", "--save_every=1"]
     ranks = start_ranks(2, log, *options, *blows_up)
     assert [exit_code(rank) for rank in ranks] == [2, 2], log.read_text()
     names = {path.name for path in (folder / "checkpoints").iterdir()}
@@ -151,5 +128,5 @@ def test_master_weights_of_deepspeed_begin_between_bf16_numbers(tmp_path, tiny_m
         masters = state.get("single_partition_of_fp32_groups") or state["fp32_flat_groups"]
         bits = torch.cat([flat.flatten() for flat in masters]).view(torch.int32) & 0xFFFF
         assert (bits != 0).float().mean() > 0.9, "none, where they begin as bf16 numbers"
-    exported, given = (load_file(Path(path, "model.safetensors")) for path in (folder / "final", tiny_model))
-    assert all(torch.equal(exported[name].bfloat16(), split_master(weight)[0]) for name, weight in given.items())
+    exported, loaded = final_weights(folder), stored_weights(tiny_model)
+    assert all(torch.equal(exported[name].bfloat16(), split_master(weight)[0]) for name, weight in loaded.items())

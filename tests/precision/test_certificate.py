@@ -23,7 +23,7 @@ from llm_fp8.run.plan import RunPlan
 from llm_fp8.run.run import run_training
 from llm_fp8.utils.script import run_script
 from tests.support.processes import exit_code, start_ranks
-from tests.support.small import steps
+from tests.support.small import short_run, steps, summary_json
 
 FP8_GEMMS = {
     "nvjet_sm90_qrtst_128x128_128x6_2x1_v_bz_coopA_algo2_TNT": (160, 0.010229),
@@ -226,21 +226,18 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, tuple[int, f
 
 
 def options(model: str, rows: str, folder, *more: str) -> list[str]:
-    how = (
-        "--max_seq_length=192 --batch_size=4 --mixed_precision=bf16 --log_every=100 --validation_fraction=0 --no_export"
-    )
-    return [f"--model_name={model}", f"--dataset_name={rows}", *how.split(), f"--output_dir={folder}", *more]
+    how = "--max_seq_length=192 --batch_size=4 --mixed_precision=bf16 --log_every=100 --no_export"
+    return short_run(model, rows, folder, *how.split(), *more)
 
 
 @pytest.mark.slow
 def test_a_certified_run_says_so(tiny_model, rows, tmp_path, monkeypatch, capsys):
     pretend_gpu(monkeypatch, BF16_STEP)
     assert run_training(parse_config(options(tiny_model, rows, tmp_path / "run", "--max_steps=7"))) == 0
-    printed = capsys.readouterr().out
-    assert "certificate: bf16" in printed
+    assert "certificate: bf16" in capsys.readouterr().out
     stored = json.loads((tmp_path / "run" / "certificate.json").read_text())
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert stored == summary["certificate"] and stored["verdict"] == "certified" and stored["num_micro_batches"] == 1
+    assert stored == summary_json(tmp_path / "run")["certificate"]
+    assert stored["verdict"] == "certified" and stored["num_micro_batches"] == 1
     assert [number for number, step in enumerate(steps(tmp_path / "run"), 1) if "num_gemm_kernels" in step] == [5]
 
 
@@ -253,7 +250,7 @@ def test_a_failed_certificate_ends_the_run_with_code_1(tiny_model, rows, tmp_pat
     assert ended.value.code == 1
     printed = capsys.readouterr()
     assert str(tmp_path / "run" / "certificate.json") in printed.err and "Traceback" not in printed.err
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = summary_json(tmp_path / "run")
     assert summary["certificate"]["verdict"] == "failed" and summary["failed"] in printed.err
     assert len(steps(tmp_path / "run")) == 5, "what was trained is reported"
 

@@ -25,16 +25,14 @@ from llm_fp8.precision.torchao import TorchaoBackend, build_config
 from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import run_ranks
-from tests.support.small import final_weights, precision_on, records, run_json, steps, tiny_config, train
+from tests.support.small import final_weights, precision_on, records, run_json, short_run, steps, tiny_config, train
 
 CPU = torch.device("cpu")
 FP8 = ["--mixed_precision=fp8", "--fp8_backend=torchao"]
 
 
-def options(model: str, rows: str, folder: Path, *more: object) -> list[object]:
-    """A short run, to which `more` is added."""
-    how = "--validation_fraction=0 --max_seq_length=256 --learning_rate=1e-3 --log_every=1 --max_steps=4"
-    return [f"--model_name={model}", f"--dataset_name={rows}", *how.split(), f"--output_dir={folder}", *more]
+def options(model: object, rows: str, folder: Path, *more: object) -> list[str]:
+    return short_run(model, rows, folder, "--learning_rate=1e-3", "--max_steps=4", *more)
 
 
 def losses(folder: Path) -> list[float]:

@@ -4,6 +4,7 @@ end.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -103,6 +104,17 @@ def _agent(words: list[str], options: list[str], log: str, inherited: dict[str, 
     config, _, _ = config_from_args(parse_args([*words, SCRIPT]))
     config.start_method = "fork"
     elastic_launch(config, train_as_a_rank)(options)
+
+
+def complete(runs: dict[Path, list[str]], deadline_s: float, **more: str) -> None:
+    """Train with these options into these folders under torchrun, all at once; each run must end well."""
+    with contextlib.ExitStack() as stack:
+        launches = []
+        for folder, options in runs.items():
+            log, cache = folder.with_name(f"{folder.name}.log"), {"HF_DATASETS_CACHE": f"{folder}-cache"}
+            launches.append(stack.enter_context(Torchrun(log, *options, f"--output_dir={folder}", **cache, **more)))
+        for launch in launches:
+            assert launch.end(deadline_s) == {}, launch.printed()[-6000:]
 
 
 class ForkedTorchrun(Launch):

@@ -118,6 +118,12 @@ def train(*options: object, parallel: bool = False) -> int:
     return run_training(parse_launch([str(option) for option in options], os.environ, parallel=parallel))
 
 
+def short_run(model: object, rows: object, folder: Path, *more: object) -> list[str]:
+    """The options of a run without evaluation in sequences of 256 tokens, but for `more`, which win."""
+    words = f"--model_name={model} --dataset_name={rows} --output_dir={folder} --validation_fraction=0"
+    return [*words.split(), "--max_seq_length=256", "--log_every=1", *map(str, more)]
+
+
 def records(folder: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl."""
     return read_jsonl(Path(folder) / "metrics.jsonl")
