@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llm_fp8.config.recipes import gemms_in_fp8, recipe_names
+from llm_fp8.config.recipes import RECIPES, recipe_names
 from tests.support.gpu_training import certificate_of, common, losses, train, train_patched
 from tests.support.small import run_json
 
@@ -51,7 +51,7 @@ def test_every_recipe_is_certified(scenario, more, model_folder, bf16_losses, tm
     record_property("certificate", certificate)
     assert certificate["verdict"] == "certified" and not certificate["remarks"], certificate["reasons"]
     assert certificate["num_unknown_gemm_kernels"] == 0, certificate["unknown_gemm_names"]
-    expected = gemms_in_fp8(scenario) * NUM_WEIGHTS * MICRO_BATCHES
+    expected = RECIPES[scenario].gemms_in_fp8 * NUM_WEIGHTS * MICRO_BATCHES
     assert certificate["num_expected_fp8_gemm_kernels"] == expected <= certificate["num_fp8_gemm_kernels"]
     if not more:
         assert certificate["num_fp8_gemm_kernels"] == expected, "one kernel for each GEMM, and nothing else in fp8"
