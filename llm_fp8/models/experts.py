@@ -31,10 +31,8 @@ CONFIG_ENTRIES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "m
 class Routed(NamedTuple):
     """A module that computes by the router's choice, or the router's own linear layer."""
 
-    share: float
-    """The share of the weight that computes a token: experts per token over experts."""
-    reason: str
-    """Why an fp8 run leaves it alone."""
+    share: float  # of the weight that computes a token: experts per token over experts
+    reason: str  # why an fp8 run leaves it alone
 
 
 def expert_weights(module: nn.Module) -> list[nn.Parameter]:

@@ -9,11 +9,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.types import Device
 from transformers import PretrainedConfig
 
+import te_llama
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.build import build_structure, model_on_meta
-from llm_fp8.models.model import Model, parts_of, saved_tensors
+from llm_fp8.models.model import Model, saved_tensors
 from llm_fp8.models.source import text_config
 from llm_fp8.models.weights import StoredCheckpoint, local_shard
 from llm_fp8.optim.adamw_master import give_remainder_
@@ -48,9 +50,7 @@ def build_model(
     return model
 
 
-def fill_weights(
-    model: Model, device: torch.device | str = "cpu", seed: int = 0, keep_lower_bits: bool = False
-) -> None:
+def fill_weights(model: Model, device: Device = "cpu", seed: int = 0, keep_lower_bits: bool = False) -> None:
     """Give a model whose parameters have memory its weights, of sharded parameters this rank's shards. Without stored
     ones they are drawn on `device` from `seed`, the same for every world size. For `keep_lower_bits` see `build_model`.
     Raises `UserError` naming file and tensor that do not fit.
@@ -63,9 +63,7 @@ def fill_weights(
         pass
 
 
-def filled_layers(
-    model: Model, layers: Iterable[nn.Module], device: torch.device | str, seed: int
-) -> Iterator[nn.Module]:
+def filled_layers(model: Model, layers: Iterable[nn.Module], device: Device, seed: int) -> Iterator[nn.Module]:
     """Load one decoder layer at a time: allocate it where it has no memory, fill it, yield it. The caller may free or
     cast it before the next one is allocated. What lies outside of `layers` has memory and is filled in its turn.
     """
@@ -109,7 +107,7 @@ class RandomWeights(TorchFunctionMode):
             if parameter.ndim < 2 or name.endswith("bias"):
                 llamas = Tensor.fill_, (0.0 if name.endswith("bias") else 1.0,), {}
             self._calls[name] = self._recorded.get(id(parameter)) or [llamas]
-        self._hf_names = {name: parts[0].hf_name for name, parts in parts_of(model.module).items()}
+        self._hf_names = {name: parts[0].hf_name for name, parts in te_llama.parameter_map(model.module).items()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options, name = dict(kwargs or {}), getattr(func, "__name__", "")
@@ -129,7 +127,7 @@ class RandomWeights(TorchFunctionMode):
             if not isinstance(tensor, nn.Parameter):
                 continue
             full = torch.empty(tensor.shape or 1, dtype=tensor.dtype, device=self._generator.device)
-            for function, args, options in self._calls[self._hf_names[name]]:
+            for function, args, options in self._calls[self._hf_names.get(name, name)]:
                 function(full, *args, **options)
             shard = local_shard(tensor)
             shard.data.copy_(full[shard.start : shard.start + len(shard.data)])

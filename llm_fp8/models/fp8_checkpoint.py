@@ -25,10 +25,8 @@ from llm_fp8.utils.errors import reading
 class Fp8Format:
     """How the fp8 weights of a checkpoint are scaled."""
 
-    suffix: str
-    """A scale's name is that of its weight followed by this."""
-    block: tuple[int | None, int | None]
-    """Rows and columns of a weight that share a scale; None: all that it has."""
+    suffix: str  # of a scale's name, after that of its weight
+    block: tuple[int | None, int | None]  # rows and columns of a weight that share a scale; None: all that it has
 
     def describe(self) -> str:
         """For example "fp8 (e4m3) with a scale for each block of 128 x 128 values"."""

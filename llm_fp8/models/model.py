@@ -43,7 +43,6 @@ class Model:
 
     @functools.cached_property
     def layers(self) -> nn.ModuleList:
-        """See `decoder_layers`."""
         return decoder_layers(self.module)
 
     @functools.cached_property
@@ -59,11 +58,13 @@ class Model:
 
         transformers' conversion for saving runs on tensors without memory, which tell where in them each result begins.
         """
-        whole = parts_of(self.module)
         if self.uses_te:
-            return whole
+            return te_llama.parameter_map(self.module)
         from transformers.core_model_loading import revert_weight_conversion
 
+        # A parameter that DeepSpeed has sharded is empty and keeps its shape in `ds_shape`.
+        shapes = {name: tuple(getattr(one, "ds_shape", one.shape)) for name, one in saved_tensors(self.module).items()}
+        whole = {name: te_llama.stacked((name, shape)) for name, shape in shapes.items()}
         tensors = {name: torch.empty(part.shape, device="meta") for name, (part,) in whole.items()}
         owners = {StorageWeakRef(tensor.untyped_storage()): name for name, tensor in tensors.items()}
         in_files = {one for name in (self.stored.stored if self.stored else ()) for one in self._spellings(name)}
@@ -203,15 +204,6 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
             persistent = buffers.keys() & module.state_dict(keep_vars=True).keys()
             tensors |= {f"{prefix}.{name}".lstrip("."): buffers[name] for name in buffers if name in persistent}
     return {name_without_adapter(name): tensor for name, tensor in tensors.items()}
-
-
-def parts_of(model: PreTrainedModel) -> dict[str, tuple[Part, ...]]:
-    """Name in `saved_tensors` -> the tensors of transformers' model that it is made of."""
-    if is_te_model(model):
-        return te_llama.parameter_map(model)
-    # A parameter that DeepSpeed has sharded is empty and keeps its shape in `ds_shape`.
-    shapes = {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in saved_tensors(model).items()}
-    return {name: (Part(name, 0, shape[0] if shape else 1, shape),) for name, shape in shapes.items()}
 
 
 class _CopiesAreViews(TorchFunctionMode):

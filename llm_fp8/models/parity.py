@@ -101,11 +101,7 @@ def first_row(batch: Batch, max_seq_length: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def check_parity(
-    model: Model,
-    layers: Iterable[nn.Module],
-    batch: Batch,
-    max_seq_length: int,
-    dtype: torch.dtype,
+    model: Model, layers: Iterable[nn.Module], batch: Batch, max_seq_length: int, dtype: torch.dtype
 ) -> str:
     """Run the three tests on a TE decoder that computes in `dtype` and return a sentence on them; `UserError` where one
     fails. Each of its `layers` needs its weights only until the next is asked for. Collective.

@@ -24,8 +24,7 @@ class ModelSource:
 
     name: str
     location: str
-    is_random: bool
-    """True where the weights are drawn and not loaded."""
+    is_random: bool  # the weights are drawn and not loaded
 
 
 def is_adapter_folder(folder: str | Path) -> bool:

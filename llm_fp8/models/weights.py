@@ -146,8 +146,7 @@ class LocalShard:
 
     data: Tensor
     start: int
-    remainder: Tensor | None = None
-    """The lower bits of the fp32 values of bf16 `data`, where these are kept (`llm_fp8.optim.adamw_master`)."""
+    remainder: Tensor | None = None  # of bf16 `data`: the lower bits of its fp32 values, where they are kept
 
     def fill(self, part: Part, rows: Any) -> None:
         """Copy what this rank has of a Hugging Face tensor into place, cast to the parameter's dtype; `rows[a:b]` gives
