@@ -127,12 +127,10 @@ def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -
         matrices = [weight] if isinstance(weight, nn.Parameter) and weight.dim() == 2 else expert_weights(module)
         share = routed[module].share if module in routed else 1.0
         num_linear += share * sum(matrix.numel() for matrix in matrices)
-    num_layers = len(model.layers)
     kinds = getattr(decoder, "layer_types", None) or getattr(decoder, "layers_block_type", None)
-    has_attention = [True] * num_layers
-    if kinds is not None:
-        has_attention = [kind == "hybrid" or ("attention" in kind and "linear" not in kind) for kind in kinds]
-    configs = getattr(decoder, "per_layer_config", None) or [decoder] * num_layers
+    kinds = kinds or ["attention"] * len(model.layers)
+    has_attention = [kind == "hybrid" or ("attention" in kind and "linear" not in kind) for kind in kinds]
+    configs = getattr(decoder, "per_layer_config", None) or [decoder] * len(kinds)
     widths = [attention_width(config) for config, has in zip(configs, has_attention, strict=False) if has]
     width = sum(widths) // max(1, len(widths))
     return DecoderSize(round(num_linear), len(widths), width, num_adapter_parameters)

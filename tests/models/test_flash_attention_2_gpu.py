@@ -32,10 +32,7 @@ BY_FLASH_ATTENTION = {"NVTE_FUSED_ATTN": "0"}
 SAME_LOSS = 0.02
 """Steps at another attention's rounding; a mask that leaks moves the loss of the first step by more."""
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(package_version("flash-attn") is None, reason="needs flash-attn"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(package_version("flash-attn") is None, reason="needs flash-attn")]
 
 
 def gradients(family: str, attention: str, dtype: torch.dtype, layout: str, device) -> dict[str, torch.Tensor]:

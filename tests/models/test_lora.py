@@ -21,12 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from llm_fp8.config.options import LoraConfig, PrecisionConfig
-from llm_fp8.models.lora import (
-    adapters_of,
-    add_adapters,
-    initialize_adapters_,
-    needs_unfused_mlp,
-)
+from llm_fp8.models.lora import adapters_of, add_adapters, initialize_adapters_, needs_unfused_mlp
 from llm_fp8.models.model import Model
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import gemms_per_weight, linear_weights, measure_coverage

@@ -43,10 +43,7 @@ def build(options, device, use_te: bool, targets: str, keep_casts: bool = True):
 def certificate_of_step(model, precision, expected: ExpectedKernels, device) -> Certificate:
     """The certificate of a recorded step, whose kernels are held against `expected`."""
     return certify(
-        expected,
-        recorded_step(model, precision, device),
-        precision.module_state(),
-        num_micro_batches=MICRO_BATCHES,
+        expected, recorded_step(model, precision, device), precision.module_state(), num_micro_batches=MICRO_BATCHES
     )
 
 

@@ -11,14 +11,7 @@ import pytest
 import torch
 
 from llm_fp8.models.model import Model
-from llm_fp8.models.parity import (
-    FP32_LIMIT,
-    LAYER_LIMIT,
-    MEAN_LIMIT,
-    Comparison,
-    check_parity,
-    judge,
-)
+from llm_fp8.models.parity import FP32_LIMIT, LAYER_LIMIT, MEAN_LIMIT, Comparison, check_parity, judge
 from llm_fp8.utils.errors import UserError
 from tests.support.batches import S, packed_batch
 from tests.support.families import te_model, write_family

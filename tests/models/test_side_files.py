@@ -61,11 +61,7 @@ ROPE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
             "sliding_window": 8,
         },
-        {
-            "rope_theta": 5e5,
-            "rope_local_base_freq": 1234.0,
-            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-        },
+        {"rope_theta": 5e5, "rope_local_base_freq": 1234.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     ),
     "partial": (
         {"model_type": "glm", "rope_parameters": {**BASE, "partial_rotary_factor": 0.5}},
