@@ -99,12 +99,12 @@ def prepare_data(
     main_process_first: Callable[[], AbstractContextManager[Any]] = nullcontext,
     split_batch: Callable[[Batch], Batch] | None = None,
     num_slices: int = 1,
-    asked_batch_size: int | None = None,
+    eval_batch_size: int | None = None,
 ) -> PreparedData:
     """Load, tokenise, split and plan the data of a run. `UserError` on a dataset that cannot be found, read or used.
 
     `num_slices` neighbouring ranks get the same sequences, of which `split_batch` takes a rank's slice. --eval_batches
-    counts batches of `asked_batch_size` (default: that of `config`), so that merged micro-batches change nothing in it.
+    counts batches of `eval_batch_size` (default: that of `config`), so that merged micro-batches change nothing in it.
     Within `main_process_first` (such as `accelerator.local_main_process_first`) the other processes wait for the main
     one and find its result in the cache.
     """
@@ -112,7 +112,7 @@ def prepare_data(
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if isinstance(i, int)), 0)
     how = (data.batch_size, data.max_seq_length, pad, config.packing, num_slices, split_batch, pin_memory)
     with main_process_first():
-        return _Job(config, tokenizer, Layout(*how), share).prepare(asked_batch_size or data.batch_size)
+        return _Job(config, tokenizer, Layout(*how), share).prepare(eval_batch_size or data.batch_size)
 
 
 class _Part(NamedTuple):

@@ -153,7 +153,7 @@ def load_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> PreparedData
         main_process_first=plan.accelerator.local_main_process_first,
         split_batch=None if context is None else context.split,
         num_slices=1 if context is None else context.size,
-        asked_batch_size=plan.asked_batch_size,
+        eval_batch_size=plan.asked_batch_size,
     )
     plan.say(data.description)
     return data

@@ -69,7 +69,7 @@ def test_a_global_batch_does_not_know_how_it_is_cut(packed: bool) -> None:
         for i in range(9):
             assert len({len(steps[i]) for steps in per_rank}) == 1, "every rank has as many micro-batches"
             assert len(per_rank[0][i]) <= accumulate
-        assert num_steps == -(-len(ranks[0]._sequences.plan) // 8)  # type: ignore[attr-defined]
+        assert num_steps == -(-len(_sequences(packed).plan) // 8)
     assert all(batches == by_cut[0] for batches in by_cut)
 
 

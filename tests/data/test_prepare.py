@@ -111,7 +111,7 @@ def test_a_validation_split_without_the_problems_trained_on(prepare: Any, tmp_pa
     assert data.report.num_eval_rows == 10 and list(data.report.eval_rows_left_out.values()) == [1, 1]
     assert _row_ids([data.eval]) == list(range(10)) and _row_ids(next_steps(data.train)) == list(range(len(rows)))
     few = ["--no_packing", "--batch_size=8", "--eval_batches=3"]
-    assert len(_row_ids([prepare(tmp_path, *few, asked_batch_size=2).eval])) == 6, "merged rows are not more of them"
+    assert len(_row_ids([prepare(tmp_path, *few, eval_batch_size=2).eval])) == 6, "merged rows are not more of them"
     assert prepare(tmp_path, "--validation_split_name", "test").report.num_eval_rows == 3
     assert prepare(tmp_path, "--validation_fraction", "0.2").report.num_rows_held_out > 0
     for split in ("dev", "train"):

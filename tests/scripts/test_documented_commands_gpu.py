@@ -24,7 +24,6 @@ from tests.support.documented_commands import (
     RUN,
     config_of,
     options_of,
-    with_values,
     write_dataset,
 )
 from tests.support.small import run_json, steps, summary_json
@@ -46,7 +45,7 @@ def dataset(tmp_path_factory) -> Path:
 
 def words_of(name: str, dataset: Path, folder: Path) -> list[str]:
     """The options of a command with what is added and replaced."""
-    words = with_values(options_of(RUN[name]), dataset_name=str(dataset))
+    words = [*options_of(RUN[name]), f"--dataset_name={dataset}"]
     if importlib.util.find_spec("wandb") is None and "--use_wandb" in words:
         words.remove("--use_wandb")
     return [*words, *ADDED, *ADDED_FOR.get(name, []), "--output_dir", str(folder)]

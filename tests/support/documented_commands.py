@@ -85,21 +85,11 @@ SPLITS = ("train", "train_1M")
 """Two of those that the dataset has on the hub."""
 
 
-def with_values(words: list[str], **values: str) -> list[str]:
-    """`words` with other values after options that they have."""
-    found = list(words)
-    for name, value in values.items():
-        found[found.index(f"--{name}") + 1] = value
-    return found
-
-
 def words_for_a_cpu(command: str, model: str, dataset: Path) -> list[str]:
-    """The options as they stand, but for the folders of model and dataset, and what a CPU has of precision and
-    length.
-    """
-    words = with_values(options_of(command), model_name=model, dataset_name=str(dataset))
-    words = [word for word in words if word != "--use_te"]
-    return [*words, "--mixed_precision=bf16", "--fp8_scenario=default", "--max_seq_length=128"]
+    """The options with the folders of model and dataset, and with a precision and a length that a CPU has."""
+    words = [word for word in options_of(command) if word != "--use_te"]
+    folders = [f"--model_name={model}", f"--dataset_name={dataset}"]
+    return [*words, *folders, "--mixed_precision=bf16", "--fp8_scenario=default", "--max_seq_length=128"]
 
 
 def write_dataset(folder: Path, num_rows: int | None = None) -> Path:
