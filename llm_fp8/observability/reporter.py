@@ -22,12 +22,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from accelerate import Accelerator
-from accelerate.tracking import GeneralTracker
 from tqdm import tqdm
 
 from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import METRICS, throughput_summary
-from llm_fp8.observability.trackers import send_record, send_summary, start_tracker
 from llm_fp8.utils.console import surviving_closed_output
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import json_line, read_json, write_json_atomic, write_text_atomic
@@ -115,7 +113,7 @@ class RunReporter:
         `evaluates_again`: the evaluation after that step is repeated.
         """
         self._is_main = accelerator.is_main_process
-        self._trackers: dict[str, GeneralTracker] = {}
+        self._trackers: dict[str, Any] = {}  # by name, Accelerate's; their module is imported for a run that has some
         self._config = config
         self._resume_step = self._last_step = resume_step
         self._folder, self._total_steps = folder, total_steps
@@ -140,6 +138,8 @@ class RunReporter:
         options, path = self._config.run, self._folder / "trackers.json"
         if not self._is_main or not options.trackers:
             return
+        from llm_fp8.observability.trackers import start_tracker
+
         is_known = self._resume_step > 0 and path.exists()
         known: dict[str, Any] = read_json(path) if is_known else {"last_step": 0, "runs": {}}
         self._known_step = max(known["last_step"], self._known_step)
@@ -149,7 +149,7 @@ class RunReporter:
             )
         write_json_atomic(path, known | {"last_step": self._known_step})
 
-    def _to_trackers(self, send: Callable[[str, GeneralTracker], object]) -> None:
+    def _to_trackers(self, send: Callable[[str, Any], object]) -> None:
         """Call `send` for each tracker; one that fails, as on a full disk, gets no more of the run."""
         for name, tracker in list(self._trackers.items()):
             try:
@@ -190,7 +190,9 @@ class RunReporter:
         is_evaluation = "eval_loss" in record
         is_logged = is_evaluation or step % self._config.run.log_every == 0 or step == self._total_steps
         # An evaluation is a record of its own; one that was put off, or is repeated, is of the checkpoint's step.
-        if step > self._known_step - is_evaluation:
+        if self._trackers and step > self._known_step - is_evaluation:
+            from llm_fp8.observability.trackers import send_record
+
             self._to_trackers(lambda name, tracker: send_record(name, tracker, record, is_logged))
 
     def print(self, text: str) -> None:
@@ -199,7 +201,10 @@ class RunReporter:
 
     def track(self, summary: dict[str, Any]) -> None:
         """Send entries of the summary to W&B, which keeps them if the run is killed."""
-        self._to_trackers(lambda name, tracker: send_summary(name, tracker, summary))
+        if self._trackers:
+            from llm_fp8.observability.trackers import send_summary
+
+            self._to_trackers(lambda name, tracker: send_summary(name, tracker, summary))
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Write and return summary.json: last values, median speeds, and `summary`."""

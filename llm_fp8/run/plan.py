@@ -19,7 +19,6 @@ from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.fp8_checkpoint import Fp8Format
 from llm_fp8.models.source import ModelSource, load_config, resolve_source, stored_dtype, text_config
 from llm_fp8.models.weights import StoredCheckpoint, checkpoint_of, untie
-from llm_fp8.observability.trackers import require_trackers
 from llm_fp8.precision.context import with_recipe
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.precision.te import prepare_te_decoder
@@ -92,7 +91,9 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = No
     settled = settle(config, hf_config, machine, None if resumed is None else resumed.meta)
     config = settled.config
     precision = with_recipe(settled.precision, config.precision, device)
-    if ranks.rank == 0:  # the only process that talks to trackers
+    if ranks.rank == 0 and config.run.trackers:  # the only process that talks to them
+        from llm_fp8.observability.trackers import require_trackers
+
         require_trackers(config.run.trackers)
     packed_form = None
     if config.model.use_te:
