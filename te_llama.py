@@ -71,8 +71,8 @@ class UnsupportedArchitecture(ValueError):
 
 @dataclass(frozen=True)
 class Part:
-    """A Hugging Face tensor inside a model's: `start` to `stop` of dim 0, of shape `shape`. With `strides` it is a view
-    of these rows, from their element `offset` on: of a single row, or with its own dim 0 along the rows.
+    """A Hugging Face tensor's place in one of our parameters: rows `start` to `stop` of dim 0. With `strides` it is a
+    strided view from element `offset` of these rows on, either inside a single row or with dim 0 along the rows.
     """
 
     hf_name: str

@@ -99,14 +99,14 @@ class Fp8ParamsStrategy(FsdpStrategy):
 
 def keep_weights_in_fp8(model: nn.Module, precision: Precision) -> Fp8Weights | None:
     """Give TE's fp8 modules in `model` fp8 parameters, whose masters are the parameters until now; None where there is
-    nothing to train. LoRA's frozen weights are cast once and freed.
+    nothing to train. Frozen weights are cast once and freed.
 
     Collective. Call it before the first forward pass, in which FSDP2 reads its parameters.
     """
     recipe: Any = precision.plan.recipe
     # The order of the modules is the same on every rank; a set has no order.
     modules: list[Any] = [module for module in model.modules() if module in precision.fp8_modules]
-    # Not those that are in fp8 already, as LoRA's frozen ones.
+    # Not those that are in fp8 already, as frozen ones.
     modules = [module for module in modules if not getattr(module, "primary_weights_in_fp8", True)]
     places = [(module, name) for module in modules for name in prepare_module(module, recipe)]
     if not places:

@@ -82,7 +82,7 @@ def pieces(function: Callable[..., Tensor], dim: int, bounds: list[int], *tensor
 
 
 def install_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What causal-conv1d and flash-linear-attention do with `seq_idx` and `cu_seqlens`, by transformers' own code."""
+    """Stand in for causal-conv1d and flash-linear-attention with `seq_idx` and `cu_seqlens`, by transformers' own code."""
     conv, delta = modeling_qwen3_5.causal_conv1d_fn, modeling_qwen3_5.torch_chunk_gated_delta_rule
 
     def conv_of_documents(x: Tensor, *others: Any, activation: str, seq_idx: Any = None, **_: Any) -> Tensor:
@@ -124,7 +124,7 @@ def test_qwen3_5_is_packed_where_its_kernels_are(monkeypatch):
 
 
 def test_kernels_without_a_backward_pass_are_refused(monkeypatch):
-    """As flash-linear-attention's are on Hopper with an older Triton."""
+    """flash-linear-attention's have none on Hopper with an older Triton."""
     delta = modeling_qwen3_5.torch_chunk_gated_delta_rule
 
     def refuse(gradient: Tensor) -> None:

@@ -32,7 +32,7 @@ ALL, ATTENTION, LAST = "all-linear", "q_proj,v_proj", "down_proj"
 
 
 def build(options, device, use_te: bool, targets: str, keep_casts: bool = True):
-    """As `gpu_steps.build` with adapters."""
+    """Call `gpu_steps.build` with adapters."""
     lora = LoraConfig(lora_rank=8, lora_targets=targets)
     model, precision, coverage = gpu_steps.build(options, device, use_te, lora=lora)
     if keep_casts:

@@ -50,7 +50,7 @@ def export(model: Model, folder: Path, dtype: torch.dtype = torch.float32, **mor
 
 
 def load_and_export(rank: int, name: str, out: str, dtype: torch.dtype) -> tuple[bool, torch.Tensor, int]:
-    """Whether the lm_head is tied, logits, and how many rows of the first key projection this rank has."""
+    """Return if the lm_head is tied, logits, and how many rows of the first key projection this rank has."""
     model = sharded_model(name)
     # Only the main rank may touch the disk, so the others are given a place where nothing can be written.
     folder = Path(out) if rank == 0 else Path("/proc/nowhere")

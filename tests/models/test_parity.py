@@ -1,4 +1,4 @@
-"""What the parity check makes of its figures, and the check itself on a decoder of stand-in modules.
+"""The parity check's verdict on figures, and the check itself on a decoder of stand-in modules.
 
 Transformer Engine's own modules need a GPU: test_parity_gpu.py.
 """

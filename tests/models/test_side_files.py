@@ -104,7 +104,7 @@ def written_by_5(folder: Path, **changes: Any) -> Path:
 
 
 def written_by_4(folder: Path) -> Path:
-    """The same as transformers 4 laid it out, like nearly every folder on the hub."""
+    """That model as transformers 4 laid it out, like nearly every folder on the hub."""
     written_by_5(folder, rope_parameters=BASE)
     edit(folder / "config.json", lambda c: c.update(rope_theta=c.pop("rope_parameters")["rope_theta"]))
     edit(folder / "config.json", lambda c: c.update(rope_scaling=None, torch_dtype=c.pop("dtype")))
