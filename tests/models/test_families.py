@@ -82,7 +82,7 @@ def pieces(function: Callable[..., Tensor], dim: int, bounds: list[int], *tensor
 
 
 def install_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand in for causal-conv1d and flash-linear-attention with `seq_idx` and `cu_seqlens`, by transformers' own code."""
+    """Stand in for causal-conv1d and flash-linear-attention with `seq_idx` and `cu_seqlens`, by transformers' code."""
     conv, delta = modeling_qwen3_5.causal_conv1d_fn, modeling_qwen3_5.torch_chunk_gated_delta_rule
 
     def conv_of_documents(x: Tensor, *others: Any, activation: str, seq_idx: Any = None, **_: Any) -> Tensor:
