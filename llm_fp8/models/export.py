@@ -31,7 +31,6 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from llm_fp8.config.options import EMBEDDED, LoraConfig
 from llm_fp8.models.build import auto_class
-from llm_fp8.models.lora import adapter_tensors, adapters_of, config_for_loading, with_adapter
 from llm_fp8.models.model import Model, is_adapter, saved_tensors
 from llm_fp8.models.side_files import NO_SOURCE, Origin, save_side_files
 from llm_fp8.utils.errors import UserError
@@ -84,6 +83,8 @@ def export_adapter(
     origin: Origin = NO_SOURCE,
 ) -> None:
     """Write the adapters alone, in PEFT's format, else as `export_hf`; PEFT finds the frozen model at `base_model`."""
+    from llm_fp8.models.lora import adapter_tensors, config_for_loading
+
     matrices = adapter_tensors(model.module).items()
     tensors = {name: model.full_tensor(matrix).to("cpu", copy=True).contiguous() for name, matrix in matrices}
     if not is_main:
@@ -128,8 +129,11 @@ def hf_tensors(model: Model, dtype: torch.dtype | None) -> Iterator[tuple[str, T
     adapters merged in fp32; buffers, such as a router's correction bias, in their own. With `dtype` None it only takes
     part in the collectives.
     """
-    tensors = saved_tensors(model.module)
-    adapters = {adapter.weight: adapter for adapter in adapters_of(model.module).values()}
+    tensors, adapters = saved_tensors(model.module), dict[str, Any]()
+    if any(is_adapter(name) for name, _ in model.module.named_parameters()):
+        from llm_fp8.models.lora import adapters_of, with_adapter
+
+        adapters = {adapter.weight: adapter for adapter in adapters_of(model.module).values()}
     for name, parts in model.layout.items():
         is_parameter = isinstance(tensors[name], nn.Parameter)
         full = (model.full_tensor(tensors[name]) if is_parameter else tensors[name]).detach()

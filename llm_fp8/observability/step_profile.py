@@ -64,6 +64,20 @@ class StepProfile:
             "time_s_by_class": {name: times.time_s for name, times in traces.time_by_class(self.kernels).items()},
         }
 
+    def gpu_idle(self, steps: list[dict[str, Any]]) -> dict[str, float] | None:
+        """The entry `gpu_idle` of a summary, for a run's `steps`; None without a recorded kernel or measured step.
+
+        work_s: kernels of the recorded step other than communication. step_time_s: median of the measured steps in its
+        precision, or of all without one, since recording slows the host. share: of step_time_s without such a kernel.
+        """
+        in_fp8 = self.figures()["num_fp8_gemm_kernels"] > 0
+        alike = [step for step in steps if (step.get("fp8_linear_flop_share", 0.0) > 0) == in_fp8]
+        step_time_s = throughput_summary(alike or steps).get("median_step_time_s")
+        if not self.work_s or not step_time_s:
+            return None
+        share = max(0.0, 1 - self.work_s / step_time_s)
+        return {"work_s": self.work_s, "step_time_s": step_time_s, "share": share}
+
 
 @contextlib.contextmanager
 def profiled(trace: Path | None = None) -> Iterator[StepProfile]:
@@ -82,21 +96,6 @@ def profiled(trace: Path | None = None) -> Iterator[StepProfile]:
     result.work_s = covered_s(span for name, span in intervals if traces.kernel_class(name) != "communication")
     result.exposed_communication_s = covered_s(everything) - result.work_s
     result.kernels = traces.kernel_times(recorded)
-
-
-def gpu_idle(profile: StepProfile, steps: list[dict[str, Any]]) -> dict[str, float] | None:
-    """Return the entry `gpu_idle` of a summary for a run's `steps`; None without a recorded kernel or measured step.
-
-    work_s: kernels of the recorded step other than communication. step_time_s: median of the measured steps in its
-    precision, or of all without one, since recording slows the host. share: of step_time_s without such a kernel.
-    """
-    in_fp8 = profile.figures()["num_fp8_gemm_kernels"] > 0
-    alike = [step for step in steps if (step.get("fp8_linear_flop_share", 0.0) > 0) == in_fp8]
-    step_time_s = throughput_summary(alike or steps).get("median_step_time_s")
-    if not profile.work_s or not step_time_s:
-        return None
-    share = max(0.0, 1 - profile.work_s / step_time_s)
-    return {"work_s": profile.work_s, "step_time_s": step_time_s, "share": share}
 
 
 def describe_gpu_idle(idle: dict[str, Any] | None, mode: str) -> str | None:

@@ -15,7 +15,6 @@ from llm_fp8.models.export import export_adapter, export_hf
 from llm_fp8.models.side_files import Origin
 from llm_fp8.observability.metrics import GIB, describe_full_gpu
 from llm_fp8.observability.provenance import collect_provenance
-from llm_fp8.observability.step_profile import describe_gpu_idle, gpu_idle
 from llm_fp8.optim.optimizers import bytes_on_host, effective_warmup_steps
 from llm_fp8.run.setup import TrainingSetup
 from llm_fp8.run.timeline import RunResults, Timeline
@@ -131,7 +130,7 @@ def summary_of(timeline: Timeline, exported: Path | None) -> dict[str, Any]:
         "attention_backend": results.attention_backend,
         **setup.plan.parallel_record,
         "recorded_step": None if recorded is None else recorded.to_dict(),
-        "gpu_idle": None if recorded is None else gpu_idle(recorded, timeline.reporter.own_steps()),
+        "gpu_idle": None if recorded is None else recorded.gpu_idle(timeline.reporter.own_steps()),
         **timeline.stepper.summary(),
         **_certificates_of(timeline),
         "tokens_seen": timeline.tokens_seen,
@@ -160,6 +159,8 @@ def closing_words(timeline: Timeline, exported: Path | None) -> None:
     if "stopped_early" in summary:
         say(f"stopped early: {summary['stopped_early']}")
     if certificates := timeline.results.certificates.values():
+        from llm_fp8.observability.step_profile import describe_gpu_idle
+
         if idle := describe_gpu_idle(summary["gpu_idle"], plan.strategy.mode):
             say(idle)
         say("\n".join(certificate.describe() for certificate in certificates))

@@ -21,13 +21,11 @@ from llm_fp8.data.prepare import PreparedData, prepare_data
 from llm_fp8.distributed.process_group import end_process_group, own_device, start_process_group
 from llm_fp8.models.build import model_on_meta
 from llm_fp8.models.export import export_size_bytes
-from llm_fp8.models.lora import add_adapters
 from llm_fp8.models.side_files import Origin, save_side_files
 from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.optim.optimizers import bytes_on_host, effective_warmup_steps
-from llm_fp8.run.auto_precision import choose_precision
 from llm_fp8.run.checkpoint import Checkpoint, CheckpointManager
 from llm_fp8.run.evaluation import EvalHistory
 from llm_fp8.run.graceful_stop import GracefulStop
@@ -97,6 +95,8 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
         phase_ends("data")
 
         if plan.measures_precision:
+            from llm_fp8.run.auto_precision import choose_precision
+
             plan, results.measured_tokens_per_s = choose_precision(config, plan, data)
             phase_ends("auto_precision")
         folder = claimed.path or default_folder(plan, held)
@@ -246,6 +246,8 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
     if not config.model.use_te:
         probe(config, hf_config, own_device(), precision.compute_dtype)
     if config.trains_adapters:
+        from llm_fp8.models.lora import add_adapters
+
         add_adapters(model_on_meta(hf_config), config.lora, torch.bfloat16)  # which knows the names of --lora_targets
     data = prepare_data(
         config,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,21 +18,20 @@ from llm_fp8.data.collate import Batch
 from llm_fp8.data.loader import TrainLoader
 from llm_fp8.models.build import build_structure
 from llm_fp8.models.fill import build_model, fill_weights, filled_layers
-from llm_fp8.models.lora import add_adapters, initialize_adapters_, needs_unfused_mlp
 from llm_fp8.models.model import Model, is_adapter
-from llm_fp8.models.parity import check_parity
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import build_optimizer, build_scheduler
-from llm_fp8.precision.certificate import ExpectedKernels
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import Fp8Coverage, gemms_per_weight, measure_coverage
 from llm_fp8.run.plan import RunPlan
 from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.step.loss_model import TrainingModel
-from llm_fp8.step.scale_warmup import PASSES, warm_up_delayed_scales
 from llm_fp8.step.stepper import Stepper
 from llm_fp8.utils.hf_internals import chosen_attention
 from llm_fp8.utils.torch_internals import free_memory_, ignore_in_ddp
+
+if TYPE_CHECKING:
+    from llm_fp8.precision.certificate import ExpectedKernels
 
 
 @dataclass(frozen=True)
@@ -44,11 +43,17 @@ class TrainingSetup:
     training_model: TrainingModel  # its module with the loss
     precision: Precision  # attached to `model`
     coverage: Fp8Coverage
-    expected: ExpectedKernels  # what the kernels of a step must be, by options and coverage
+    recomputed: Sequence[nn.Module]  # decoder layers
     attention: str  # 'te', or transformers' name of the implementation
     num_parameters: int
     num_trainable_parameters: int
     num_adapter_parameters: int
+
+    def expected_kernels(self) -> ExpectedKernels:
+        """The kernels of a step as they must be, by options and coverage."""
+        from llm_fp8.precision.certificate import ExpectedKernels
+
+        return ExpectedKernels.of_model(self.precision, self.coverage, self.recomputed)
 
     @property
     def exports_adapter(self) -> bool:
@@ -80,7 +85,10 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
         plan.say(training_model.router_note)
     strategy.shard(training_model, layers, precision.fp8_modules if holds else ())
     _load_weights(plan, built, training_model, precision, first_batch, holds)
-    initialize_adapters_(model, config.optim.seed)
+    if config.trains_adapters:
+        from llm_fp8.models.lora import initialize_adapters_
+
+        initialize_adapters_(model, config.optim.seed)
     if strategy.context_group is not None:
         strategy.context_group.attach(layers)
     if left_out := built.describe_left_out():
@@ -94,7 +102,7 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
         training_model=training_model,
         precision=precision,
         coverage=coverage,
-        expected=ExpectedKernels.of_model(precision, coverage, recomputed),
+        recomputed=recomputed,
         attention=attention,
         num_parameters=sum(parameter.numel() for parameter in training_model.parameters()),
         num_trainable_parameters=sum(p.numel() for p in training_model.parameters() if p.requires_grad),
@@ -106,6 +114,8 @@ def warm_up_scales(setup: TrainingSetup, loader: TrainLoader) -> None:
     """Find the first scales of delayed scaling, where the run has it. Collective."""
     if not setup.precision.scales_lag:
         return
+    from llm_fp8.step.scale_warmup import PASSES, warm_up_delayed_scales
+
     plan, batches = setup.plan, loader.first_step()
     # The stepper divides by the tokens of all processes, and `DistributedStrategy.backward` multiplies by their number.
     of_rank = torch.tensor(float(sum(batch.num_supervised_tokens for batch in batches)), device=plan.device)
@@ -141,15 +151,19 @@ def build_stepper(setup: TrainingSetup, loader: TrainLoader | None, num_steps: i
 
 def _decoder_with_adapters(plan: RunPlan, on_meta: bool) -> Model:
     """The model; adapters, and with `on_meta` all parameters, have no values yet."""
-    options, lora = plan.config.model, plan.config.lora
+    options, config = plan.config.model, plan.config
     shared: dict[str, Any] = {"parameter_dtype": plan.weight_dtype, "compute_dtype": plan.precision.compute_dtype}
-    shared |= {"device": plan.device, "unfused_mlp": needs_unfused_mlp(lora), "full_tensor": plan.strategy.full_tensor}
+    shared |= {"device": plan.device, "full_tensor": plan.strategy.full_tensor}
+    if config.trains_adapters:
+        from llm_fp8.models import lora
+
+        shared["unfused_mlp"] = lora.needs_unfused_mlp(config.lora)
     if on_meta:
         model = build_structure(options, plan.hf_config, plan.stored, **shared)
     else:
-        shared |= {"seed": plan.config.optim.seed, "keep_lower_bits": plan.keeps_lower_bits}
+        shared |= {"seed": config.optim.seed, "keep_lower_bits": plan.keeps_lower_bits}
         model = build_model(options, plan.hf_config, plan.stored, **shared)
-    if plan.config.trains_adapters and (note := add_adapters(model, lora, plan.parameter_dtype)):
+    if config.trains_adapters and (note := lora.add_adapters(model, config.lora, plan.parameter_dtype)):
         plan.say(note)
     return model
 
@@ -208,6 +222,8 @@ def _load_weights(
     elif shards_parameters:
         fill_weights(model, *where, plan.keeps_lower_bits)
     if first_batch is not None:
+        from llm_fp8.models.parity import check_parity
+
         context = plan.strategy.context_group
         comparison = check_parity(
             model,

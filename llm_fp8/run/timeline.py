@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,8 +22,6 @@ from llm_fp8.models.build import decoder_size
 from llm_fp8.observability.metrics import StepTokens, device_peak_tflops, memory_metrics, speed_metrics
 from llm_fp8.observability.nvml import EnergyMeter
 from llm_fp8.observability.reporter import RunReporter
-from llm_fp8.observability.step_profile import StepProfile, profiled
-from llm_fp8.precision.certificate import Certificate, certify, worst
 from llm_fp8.run.evaluation import EvalHistory, evaluate_loss
 from llm_fp8.run.train_state import RunState
 from llm_fp8.step.stepper import Stepper, StepResult
@@ -31,6 +29,10 @@ from llm_fp8.utils.errors import FailedCheck, UserError, listed
 from llm_fp8.utils.json_files import write_json_atomic
 from llm_fp8.utils.script import PhaseClock
 from llm_fp8.utils.te_internals import attention_backend
+
+if TYPE_CHECKING:
+    from llm_fp8.observability.step_profile import StepProfile
+    from llm_fp8.precision.certificate import Certificate
 
 STEPS_BEFORE_PROFILE = 4
 """Steps of a process before the one whose kernels are recorded: soon, but after those that compile and allocate."""
@@ -120,7 +122,7 @@ class Timeline:
         for batches in self.loader:
             records = self.step + 1 == self.profile_step
             self.stepper.may_capture(not records)
-            with profiled() if records else contextlib.nullcontext() as profile:
+            with _profiled() if records else contextlib.nullcontext() as profile:
                 stamp = self.take_step(batches, stamp)
             if self.step == first:
                 self.stepper.drop_graphs_if_memory_is_short()
@@ -244,9 +246,11 @@ class Timeline:
         """Judge the step's kernels and keep the verdict, as a file too; `FailedCheck` on every rank where any rank's
         step failed.
         """
-        plan = self.setup.plan
-        own = certify(
-            self.setup.expected.without_fp8 if self.precision.has_ended else self.setup.expected,
+        from llm_fp8.precision.certificate import certify, worst
+
+        plan, expected = self.setup.plan, self.setup.expected_kernels()
+        of_rank = certify(
+            expected.without_fp8 if self.precision.has_ended else expected,
             profile.kernels,
             self.precision.module_state(),
             num_micro_batches=num_micro_batches,
@@ -254,7 +258,7 @@ class Timeline:
             rank=self.accelerator.process_index,
         )
         name = "certificate_after_fp8" if self.precision.has_ended else "certificate"
-        certificate, path = worst(gathered(own)), self.state.folder / f"{name}.json"
+        certificate, path = worst(gathered(of_rank)), self.state.folder / f"{name}.json"
         if self.accelerator.is_main_process:
             write_json_atomic(path, certificate.to_dict())
             self.reporter.track({name: certificate.to_dict()})
@@ -305,3 +309,10 @@ class Timeline:
             f"step {step}: the loss is {loss} and the gradient norm {grad_norm}; dataset rows: {listed(rows)}. "
             "Lower --learning_rate, or in fp8 keep outer layers in bf16 (--fp8_bf16_modules layers.-2:)."
         )
+
+
+def _profiled() -> contextlib.AbstractContextManager[StepProfile]:
+    """Record the kernels of the enclosed step."""
+    from llm_fp8.observability.step_profile import profiled
+
+    return profiled()

@@ -27,7 +27,6 @@ from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.settle.machine import Machine
 from llm_fp8.settle.memory import RunSize, settle_memory
 from llm_fp8.settle.sharding_mode import choose_mode, holds_frozen_in_fp8, num_shards, resolve_optimizer
-from llm_fp8.step.micro_batch_graphs import check_graphs
 from llm_fp8.utils.errors import UserError
 
 
@@ -226,6 +225,8 @@ def check_machine(config: Config, machine: Machine, mode: str, precision: Precis
     if ranks.world_size % group_size != 0:
         raise UserError(f"--context_parallel_size {group_size} does not divide the {ranks.world_size} processes.")
     if config.always_graphs:
+        from llm_fp8.step.micro_batch_graphs import check_graphs
+
         check_graphs(config, mode, compute, 0.0 if size.sizes is None else size.sizes.attention_dropout)
     if mode == "fsdp_hybrid" and ranks.local_world_size >= ranks.world_size:
         raise UserError("--sharding_mode fsdp_hybrid replicates over hosts, and there is one; use fsdp_full.")

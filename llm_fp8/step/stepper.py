@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +22,13 @@ from llm_fp8.data.collate import Batch, count_tokens
 from llm_fp8.distributed.process_group import gathered
 from llm_fp8.distributed.strategy import DistributedStrategy, PlainCopiesStrategy
 from llm_fp8.observability.metrics import StepTokens
-from llm_fp8.observability.step_profile import StepProfile, gpu_idle
 from llm_fp8.precision.context import Precision
 from llm_fp8.step.loss_model import TrainingModel
-from llm_fp8.step.micro_batch_graphs import (
-    WORTH_GRAPHS,
-    Capture,
-    MicroBatchGraphs,
-    ShardedMicroBatchGraphs,
-    memory_beside_graphs,
-)
 from llm_fp8.step.wgrad_fusion import FusedWgradAccumulation
+
+if TYPE_CHECKING:
+    from llm_fp8.observability.step_profile import StepProfile
+    from llm_fp8.step.micro_batch_graphs import MicroBatchGraphs
 
 
 class StepClock:
@@ -106,13 +102,15 @@ class Stepper:
         """Run micro-batches as CUDA graphs from the next step on, where that shortens steps; returns a sentence on it,
         if anything changed. Collective.
 
-        `profile` is a step's of this run; `steps` are the records of all so far, up to
-        the number `step`, which the main rank has. `asks_again`: a small idle share decides nothing yet.
+        `profile` is a step's of this run; `steps`, which the main rank has, are the records of all steps up to number
+        `step`. `asks_again`: a small idle share decides nothing yet.
         """
+        from llm_fp8.step.micro_batch_graphs import WORTH_GRAPHS, memory_beside_graphs
+
         sharded, gradients = self.strategy.shards_parameters, 0
         if not sharded and num_micro_batches == 1:  # whose gradients came only as activations went
             gradients = sum(parameter.nbytes for parameter in self.parameters)
-        idle, communication_s = gathered((gpu_idle(profile, steps), profile.exposed_communication_s))[0]
+        idle, communication_s = gathered((profile.gpu_idle(steps), profile.exposed_communication_s))[0]
         lacking_gib, self._drops_graphs = memory_beside_graphs(gradients)
         if idle is None:
             return None
@@ -143,6 +141,8 @@ class Stepper:
     def drop_graphs_if_memory_is_short(self) -> None:
         """Let eager passes drop graphs where both have no memory; to be asked after a step of this run. Collective."""
         if self._graphs is not None:
+            from llm_fp8.step.micro_batch_graphs import memory_beside_graphs
+
             _, self._drops_graphs = memory_beside_graphs()
             self._graphs.are_dropped = self._drops_graphs
 
@@ -164,6 +164,8 @@ class Stepper:
             self._graphs = self._build_graphs()
 
     def _build_graphs(self) -> MicroBatchGraphs:
+        from llm_fp8.step.micro_batch_graphs import Capture, MicroBatchGraphs, ShardedMicroBatchGraphs
+
         sharded, update, capture = self.strategy.shards_parameters, self.precision.update_scales, Capture()
 
         def run(batch: Batch, num_supervised: Tensor, first: bool, last: bool) -> Tensor:

@@ -98,9 +98,9 @@ def emulate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedCapture]:
         captures.append(EmulatedCapture(parameters))
         return MicroBatchGraphs(run, parameters, overwritten, captures[-1], after, collective)
 
-    monkeypatch.setattr("llm_fp8.step.stepper.Capture", EmulatedCapture)
-    monkeypatch.setattr("llm_fp8.step.stepper.memory_beside_graphs", lambda: (0.0, False))
-    monkeypatch.setattr("llm_fp8.step.stepper.MicroBatchGraphs", graphs)
+    monkeypatch.setattr("llm_fp8.step.micro_batch_graphs.Capture", EmulatedCapture)
+    monkeypatch.setattr("llm_fp8.step.micro_batch_graphs.memory_beside_graphs", lambda: (0.0, False))
+    monkeypatch.setattr("llm_fp8.step.micro_batch_graphs.MicroBatchGraphs", graphs)
     return captures
 
 

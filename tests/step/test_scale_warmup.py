@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from llm_fp8.precision.context import Precision
-from llm_fp8.run import setup
+from llm_fp8.step import scale_warmup
 from llm_fp8.step.scale_warmup import PASSES, warm_up_delayed_scales
 from tests.support.small import steps, train
 
@@ -159,7 +159,7 @@ def lagging(monkeypatch):
 
     monkeypatch.setattr(Precision, "scales_lag", property(lambda self: True))
     monkeypatch.setattr(Precision, "state_tensors", lambda self: {})
-    monkeypatch.setattr(setup, "warm_up_delayed_scales", find)
+    monkeypatch.setattr(scale_warmup, "warm_up_delayed_scales", find)
     return calls
 
 
@@ -206,7 +206,7 @@ def test_other_scale_options_find_their_scales_anew(tmp_path, tiny_model, sixtee
             scale.fill_(float(len(lagging)))
 
     monkeypatch.setattr(Precision, "state_tensors", state_tensors)
-    monkeypatch.setattr(setup, "warm_up_delayed_scales", find)
+    monkeypatch.setattr(scale_warmup, "warm_up_delayed_scales", find)
     options = [
         *(f"--model_name={tiny_model}", f"--dataset_name={sixteen_rows}", "--max_seq_length=256", "--batch_size=2"),
         *(

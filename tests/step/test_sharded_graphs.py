@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from llm_fp8.observability.step_profile import StepProfile, gpu_idle
+from llm_fp8.observability.step_profile import StepProfile
 from llm_fp8.run.timeline import Timeline
 from llm_fp8.step import micro_batch_graphs, stepper
 from tests.support.processes import run_ranks
@@ -40,8 +40,8 @@ class Repeated:
 def without_a_gpu(capture: object = Repeated, lacks_memory: bool = False) -> None:
     patch = pytest.MonkeyPatch()
     install_stand_in(patch)
-    patch.setattr(stepper, "Capture", lambda: capture)
-    patch.setattr(stepper, "memory_beside_graphs", lambda: (0.0, lacks_memory))
+    patch.setattr(micro_batch_graphs, "Capture", lambda: capture)
+    patch.setattr(micro_batch_graphs, "memory_beside_graphs", lambda: (0.0, lacks_memory))
     patch.setattr(micro_batch_graphs, "BUCKETS", (4, 8, 16))
 
 
@@ -145,7 +145,7 @@ def test_graphs_begin_where_the_gpu_is_idle_and_are_dropped_where_memory_is_shor
     run = SimpleNamespace(strategy=SimpleNamespace(shards_parameters=False), begin_graphs=lambda: begun.append(True))
     run.parameters = [SimpleNamespace(nbytes=29 * 2**30)]
     profile = StepProfile(span_s=1.0, work_s=work_s, exposed_communication_s=0.45)
-    assert gpu_idle(profile, [in_fp8])["step_time_s"] == 9.0, "kernels of unknown names may be in fp8"
+    assert profile.gpu_idle([in_fp8])["step_time_s"] == 9.0, "kernels of unknown names may be in fp8"
     # The main rank waited less in collectives, and its figures count on all ranks.
     monkeypatch.setattr(stepper, "gathered", lambda of_rank: [(of_rank[0], 0.1), of_rank])
     note = stepper.Stepper.take_graphs_if_idle(run, profile, steps, micro_batches, 5, asks_again=True)

@@ -101,7 +101,7 @@ def measure(setup: TrainingSetup, stepper: Stepper, loader: TrainLoader, trace: 
     kernels = profile.kernels
     busy_s = profile.work_s + profile.exposed_communication_s
     certificate = certify(
-        setup.expected,
+        setup.expected_kernels(),
         kernels,
         setup.precision.module_state(),
         num_micro_batches=len(batches),
