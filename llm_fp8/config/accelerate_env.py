@@ -20,8 +20,6 @@ from llm_fp8.utils.ranks import LaunchRanks
 
 PREFIX = "ACCELERATE_FP8_"
 LAUNCH_FILE = "accelerate's launch configuration"
-_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
 ENGINES = {"FSDP": "FSDP_", "DEEPSPEED": "ACCELERATE_DEEPSPEED_"}
 """Sharding engine, by the launcher's name -> prefix of its variables."""
 _PREFIXES = (*ENGINES.values(), PREFIX, "ACCELERATE_GRADIENT_", "ACCELERATE_DYNAMO_", "PARALLELISM_CONFIG_")
@@ -87,18 +85,6 @@ def _key(variable: str) -> str:
 
 def _not_supported(what: str) -> UserError:
     return UserError(f"{what} of {LAUNCH_FILE} is not supported here; change it (docs/multi_gpu.md).")
-
-
-def check_launch(environ: MutableMapping[str, str], parallel: bool) -> None:
-    """Raise `UserError` for a script that does not fit its launch; without a launch, remove left-over variables."""
-    is_launched, ranks = environ.keys() >= set(_TORCHRUN), LaunchRanks.from_environment(environ)
-    if parallel and not is_launched:
-        raise UserError("train_multi_gpu.py needs a launcher: torchrun --nproc_per_node=GPUS train_multi_gpu.py ...")
-    is_sharded = any(is_on(environ.get(f"ACCELERATE_USE_{name}", "")) for name in ENGINES)
-    if not parallel and (is_sharded or ranks.world_size > 1):
-        raise UserError("train_fp8.py is one process; use train_multi_gpu.py, or unset WORLD_SIZE, ACCELERATE_USE_*.")
-    for name in () if is_launched else _TORCHRUN:
-        environ.pop(name, None)
 
 
 def apply_launch_settings(

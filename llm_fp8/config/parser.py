@@ -15,11 +15,13 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
 
-from llm_fp8.config.accelerate_env import LAUNCH_FILE, apply_launch_settings, check_launch
 from llm_fp8.config.options import AUTO_BATCH_SIZE, MOST_USED, OTHER_NAMES, SECTIONS, Config, ParallelConfig
 from llm_fp8.config.recipes import DEFAULT, describe_recipes, recipe_names
 from llm_fp8.config.validation import check_options
-from llm_fp8.utils.errors import OneSentenceParser, number, positive, reading
+from llm_fp8.utils.errors import OneSentenceParser, UserError, number, positive, reading
+from llm_fp8.utils.ranks import LaunchRanks
+
+TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class _ShortHelp(argparse.HelpFormatter):
@@ -161,15 +163,26 @@ def parse_config(argv: list[str], prog: str = "train_fp8.py", parallel: bool = F
 def parse_launch(
     argv: list[str], environ: MutableMapping[str, str], description: str | None = None, parallel: bool = False
 ) -> Config:
-    """Parse a command line as `parse_config` does, and apply the launcher's requests, whose variables are removed from
-    `environ`.
+    """Parse a command line as `parse_config` does, and apply what `accelerate launch` asks for. Its variables, and
+    those that an earlier launch left over, are removed from `environ`. `UserError` for a script that does not fit its
+    launch.
     """
     parser = OptionsParser(parallel, description=description)
     typed, names = _read(argv, parser)
-    check_launch(environ, parallel)
-    config = apply_launch_settings(typed, environ, names)
-    parser.origin = f"{LAUNCH_FILE}: "
-    parser.parse_args(words_of({name: each for name, each in config.options.items() if each != typed.options[name]}))
+    config, ranks, is_launched = typed, LaunchRanks.from_environment(environ), environ.keys() >= {*TORCHRUN_VARIABLES}
+    if parallel and not is_launched:
+        raise UserError("train_multi_gpu.py needs a launcher: torchrun --nproc_per_node=GPUS train_multi_gpu.py ...")
+    for name in () if is_launched else TORCHRUN_VARIABLES:
+        environ.pop(name, None)
+    if any(name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")) for name in environ):
+        from llm_fp8.config.accelerate_env import LAUNCH_FILE, apply_launch_settings
+
+        config = apply_launch_settings(typed, environ, names)
+        parser.origin = f"{LAUNCH_FILE}: "
+        changed = {name: value for name, value in config.options.items() if value != typed.options[name]}
+        parser.parse_args(words_of(changed))
+    if not parallel and (ranks.world_size > 1 or config.parallel.sharding_mode != "auto"):
+        raise UserError("train_fp8.py is one process; use train_multi_gpu.py, or unset WORLD_SIZE, ACCELERATE_USE_*.")
     check_options(config)
     return config
 
