@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -46,9 +45,8 @@ class StandInFloat8(torch.Tensor):
 
     @staticmethod
     def __new__(cls, data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> StandInFloat8:
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, data.shape, strides=data.stride(), dtype=dtype, device=data.device
-        )
+        layout = {"strides": data.stride(), "dtype": dtype, "device": data.device}
+        made = torch.Tensor._make_wrapper_subclass(cls, data.shape, **layout)
         made.bytes, made.scale_inv = data, scale_inv
         return made
 
@@ -109,10 +107,8 @@ class StandInLinear(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH, device="meta")
-        self.param_init_meta = {
-            "weight": SimpleNamespace(fp8_meta_index=1),
-            "bias": SimpleNamespace(fp8_meta_index=None),
-        }
+        indices = {"weight": 1, "bias": None}
+        self.param_init_meta = {name: SimpleNamespace(fp8_meta_index=index) for name, index in indices.items()}
         self.primary_weights_in_fp8 = False
 
     def init_fp8_metadata(self, num_gemms: int) -> None:
@@ -150,9 +146,9 @@ class SmallModel(nn.Module):
         return (self.norm(x) - 1).square().mean()
 
 
-def precision_of(modules: Any, scenario: str = "current") -> Any:
+def precision_of(modules: Any) -> Any:
     recipe = SimpleNamespace(fp8_format=SimpleNamespace(value=SimpleNamespace(max_fwd=LARGEST)))
-    plan = SimpleNamespace(effective_scenario=scenario, recipe=recipe)
+    plan = SimpleNamespace(recipe=recipe)
     return SimpleNamespace(plan=plan, fp8_modules=frozenset(modules), backend=TEBackend())
 
 
@@ -179,11 +175,6 @@ def cast(master: Tensor) -> Tensor:
 # --- On two processes -------------------------------------------------------------------------------------------------
 
 
-def prepared(strategy: FsdpStrategy, model: SmallModel, precision: Any) -> tuple[nn.Module, Any]:
-    """`model`, sharded, and its optimizer."""
-    return strategy.prepare(model, build_optimizer(OPTIM, "adamw_fp32", model.named_parameters()), precision)
-
-
 def shard(strategy: FsdpStrategy, model: SmallModel) -> None:
     """Shard `model` and give it its initial weights."""
     strategy.shard(model, model.layers)
@@ -192,29 +183,28 @@ def shard(strategy: FsdpStrategy, model: SmallModel) -> None:
         block.data.copy_(initial(name, parameter.shape)[block.start : block.start + len(block.data)])
 
 
-def train_in_fp8(
-    rank: int, mode: str, compute_dtype: torch.dtype, sync_every_micro_batch: bool = False
-) -> dict[str, Any]:
+def train_in_fp8(rank: int, mode: str, dtype: torch.dtype, sync_every_micro_batch: bool = False) -> dict[str, Any]:
     """Two pairs of four ranks have the same rows, so that the mean over four ranks equals the mean over two."""
     install_stand_in()
     options = ParallelConfig(fp8_params=True, sync_every_micro_batch=sync_every_micro_batch)
-    strategy = Fp8ParamsStrategy(mode, Accelerator(cpu=True), options, compute_dtype, 2)
+    strategy = Fp8ParamsStrategy(mode, Accelerator(cpu=True), options, dtype, 2)
     model = SmallModel()
     precision = precision_of(list(model.layers)[:-1])
     shard(strategy, model)
-    model, optimizer = prepared(strategy, model, precision)
+    optimizer = build_optimizer(OPTIM, "adamw_fp32", model.named_parameters())
+    model, optimizer = strategy.prepare(model, optimizer, precision)
     parameters = list(model.parameters())
     gathers = CountedAllGather(model)
     norms = []
     for step in range(STEPS):
         for micro_batch in range(MICRO_BATCHES):
             with strategy.micro_batch(model, last=micro_batch == MICRO_BATCHES - 1):
-                loss = model(batch(step, micro_batch, rank % 2).to(compute_dtype)).float() / MICRO_BATCHES
+                loss = model(batch(step, micro_batch, rank % 2).to(dtype)).float() / MICRO_BATCHES
                 strategy.backward(loss / dist.get_world_size())
         norms.append(float(strategy.step(optimizer, parameters, MAX_NORM)))
     gathered = list(gathers.sent_bytes)
     with torch.no_grad():
-        model(batch(0, 0, 0).to(compute_dtype))
+        model(batch(0, 0, 0).to(dtype))
     named = dict(model.named_parameters())
     fp8 = {name: parameter for name, parameter in named.items() if isinstance(parameter._local_tensor, StandInFloat8)}
     result = {
@@ -268,16 +258,9 @@ def is_fp8(name: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "mode", "sync_every_micro_batch"),
-    [
-        (2, "fsdp_full", False),
-        (2, "fsdp_grad", False),
-        (2, "fsdp_grad", True),
-        (4, "fsdp_hybrid", False),
-    ],
+    [(2, "fsdp_full", False), (2, "fsdp_grad", False), (2, "fsdp_grad", True), (4, "fsdp_hybrid", False)],
 )
-def test_master_weights_follow_one_process(
-    tmp_path: Path, num_ranks: int, mode: str, sync_every_micro_batch: bool
-) -> None:
+def test_master_weights_follow_one_process(tmp_path, num_ranks, mode, sync_every_micro_batch):
     norms, master_weights = train_whole()
     assert max(norms) > 2 * MAX_NORM, "a step must be clipped for this to mean anything"
     for result in on_ranks(num_ranks, tmp_path / "ranks", train_in_fp8, mode, torch.float32, sync_every_micro_batch):
@@ -307,7 +290,8 @@ def train_beside_frozen_weights(rank: int) -> dict[str, Any]:
     precision, loaded = precision_of(model.layers), [layer.weight for layer in model.layers]
     for layer in model.layers:
         keep_weights_in_fp8(layer, precision)
-    model, optimizer = prepared(strategy, model, precision)
+    optimizer = build_optimizer(OPTIM, "adamw_fp32", model.named_parameters())
+    model, optimizer = strategy.prepare(model, optimizer, precision)
     num_loaded_bytes = [parameter._local_tensor.untyped_storage().nbytes() for parameter in loaded]
     losses, gathers = [], CountedAllGather(model)
     for _ in range(STEPS):
@@ -326,7 +310,7 @@ def train_beside_frozen_weights(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_frozen_weights_are_cast_once_and_keep_no_master(tmp_path: Path) -> None:
+def test_frozen_weights_are_cast_once_and_keep_no_master(tmp_path):
     for result in on_ranks(2, tmp_path / "ranks", train_beside_frozen_weights):
         assert result["losses"][-1] < result["losses"][0] and not result["keeps_masters"]
         # Freed before FSDP2 drops them, which it does in the first forward pass.
@@ -339,7 +323,7 @@ def test_frozen_weights_are_cast_once_and_keep_no_master(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_weights_are_gathered_as_bytes(tmp_path: Path) -> None:
+def test_weights_are_gathered_as_bytes(tmp_path):
     results = on_ranks(2, tmp_path / "ranks", train_in_fp8, "fsdp_full", torch.bfloat16)
     elements, bias, gathers = WIDTH * WIDTH // 2, WIDTH // 2, STEPS * MICRO_BATCHES * 2
     for result in results:
