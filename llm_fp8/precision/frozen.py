@@ -62,11 +62,11 @@ def hold_in_fp8(model: nn.Module, precision: Precision) -> int:
             dropped += weight.numel() * weight.element_size()
             free_memory_(weight)
         if all(isinstance(getattr(module, name), Float8Tensor) for name in names):
-            _keep_no_transposes(module, names)
+            keep_no_transposes(module, names)
     return dropped
 
 
-def _keep_no_transposes(module: Any, names: list[str]) -> None:
+def keep_no_transposes(module: Any, names: list[str]) -> None:
     """Keep the weights of these names without their transposes but during dgrad."""
 
     def drop(*_: object) -> None:
@@ -74,7 +74,7 @@ def _keep_no_transposes(module: Any, names: list[str]) -> None:
             getattr(module, name).update_usage(columnwise_usage=False)
 
     def drop_before_and_after(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        drop()  # what a pass that ended in an error left: in a capture it was never computed
+        drop()  # what a failed pass left; inside a captured graph it was never computed
         if inputs[0].requires_grad:
             inputs[0].register_hook(drop)  # called with its gradient, of which dgrad is a part
 

@@ -37,8 +37,8 @@ def single_gpu(tmp_path_factory) -> Callable[..., list[dict[str, float]]]:
         with open(f"{result}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not result.exists():
-                taken = train(1, shared / f"one-gpu-{name}", model, *options)[0]
-                write_json_atomic(result, taken)
+                records = train(1, shared / f"one-gpu-{name}", model, *options)[0]
+                write_json_atomic(result, records)
         return json.loads(result.read_text())
 
     return steps

@@ -82,8 +82,8 @@ def test_every_token_goes_to_one_rank_with_its_label_and_position(layout: str, s
         assert part.input_ids.shape == part.labels.shape == part.position_ids.shape == (1, batch.num_tokens // size)
         assert part.attention_mask is None and part.cu_seqlens is not None and part.cu_seqlens.dtype == torch.int32
         assert part.cu_seqlens.tolist() == bounds.tolist() and part.max_seqlen == batch.max_seqlen
-        taken = torch.cat([part.input_ids, part.labels, part.position_ids])
-        assert torch.equal(taken, whole[:, index])
+        rank_tokens = torch.cat([part.input_ids, part.labels, part.position_ids])
+        assert torch.equal(rank_tokens, whole[:, index])
         seen += index.tolist()
     assert sorted(seen) == list(range(batch.num_tokens))
 

@@ -69,18 +69,18 @@ def test_two_gpus_take_the_steps_of_one(mode, precision, options, models, single
     spreads = ("--sync", "--empty_cache", "--gradient_checkpointing", "--optimizer", "--fp8_params", "--cuda_graphs")
     on_one = [option for option in options if not option.startswith((*spreads, *FOUR_MICRO_BATCHES))]
     expected = single_gpu(model, *PRECISIONS[precision], *on_one)
-    taken, summary, log = train(2, tmp_path / "two", model, *PRECISIONS[precision], *options, f"--sharding_mode={mode}")
-    record_property("loss", losses_of(taken))
+    two, summary, log = train(2, tmp_path / "two", model, *PRECISIONS[precision], *options, f"--sharding_mode={mode}")
+    record_property("loss", losses_of(two))
     record_property("loss_on_one_gpu", losses_of(expected))
     # The same rows in other micro-batches: bf16 rounds sums differently, fp8 has other scales for other tensors.
     first, rest, norm = (2e-4, 2e-3, 2e-2) if recipe is None else (2e-3, 1e-2, 5e-2)
-    assert taken[0]["loss"] == pytest.approx(expected[0]["loss"], rel=first)
-    assert losses_of(taken) == pytest.approx(losses_of(expected), rel=rest)
+    assert two[0]["loss"] == pytest.approx(expected[0]["loss"], rel=first)
+    assert losses_of(two) == pytest.approx(losses_of(expected), rel=rest)
     # Delayed scaling begins with scales of 1, under which much of a small gradient is lost, more or less with other
     # micro-batches.
     number = 2 if precision == "delayed" else 0
     if in_te:
-        assert taken[number]["grad_norm"] == pytest.approx(expected[number]["grad_norm"], rel=norm)
+        assert two[number]["grad_norm"] == pytest.approx(expected[number]["grad_norm"], rel=norm)
     assert expected[-1]["loss"] < expected[0]["loss"] - 0.05, "training must move the loss for this to mean anything"
     certificate, gemms = summary["certificate"], summary["recorded_step"]["gemm_kernels"]
     record_property("certificate", certificate)
@@ -99,8 +99,8 @@ def test_two_gpus_take_the_steps_of_one(mode, precision, options, models, single
     assert (tmp_path / "two" / "final" / "model.safetensors").exists()
 
 
-def losses_of(taken: list[dict[str, float]]) -> list[float]:
-    return [record["loss"] for record in taken]
+def losses_of(steps: list[dict[str, float]]) -> list[float]:
+    return [step["loss"] for step in steps]
 
 
 ONE_MICRO_BATCH = ("--batch_size=8", "--gradient_accumulation_steps=1")
@@ -176,13 +176,13 @@ def test_adapters_take_the_steps_of_one_gpu(mode, precision, options, models, si
     model, lora = models["llama3_rope_gqa"], ["--lora_rank=8", "--learning_rate=2e-3"]
     on_one = [option for option in options if option != "--gradient_checkpointing"]
     expected = single_gpu(model, *PRECISIONS[precision], *on_one, *lora)
-    two = [*PRECISIONS[precision], *options, *lora, f"--sharding_mode={mode}"]
-    taken, summary, _ = train(2, tmp_path / "two", model, *two)
-    record_property("loss", losses_of(taken))
+    on_two = [*PRECISIONS[precision], *options, *lora, f"--sharding_mode={mode}"]
+    two, summary, _ = train(2, tmp_path / "two", model, *on_two)
+    record_property("loss", losses_of(two))
     record_property("loss_on_one_gpu", losses_of(expected))
     record_property("certificate", summary["certificate"])
     assert summary["certificate"]["verdict"] == "certified"
-    assert losses_of(taken) == pytest.approx(losses_of(expected), rel=2e-3 if precision == "bf16" else 1e-2)
+    assert losses_of(two) == pytest.approx(losses_of(expected), rel=2e-3 if precision == "bf16" else 1e-2)
     assert expected[-1]["loss"] < expected[0]["loss"] - 0.02, "training must move the loss for this to mean anything"
     adapter = load_file(tmp_path / "two" / "final" / "adapter_model.safetensors")
     assert summary["num_trainable_parameters"] == sum(tensor.numel() for tensor in adapter.values())

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from llm_fp8.precision.frozen import _keep_no_transposes
+from llm_fp8.precision.frozen import keep_no_transposes
 
 
 class Weight:
@@ -40,7 +40,7 @@ class Module(nn.Module):
         super().__init__()
         self.weight = Weight()
         self.weight.update_usage(columnwise_usage=True)
-        _keep_no_transposes(self, ["weight"])
+        keep_no_transposes(self, ["weight"])
 
     def forward(self, inputs):
         assert self.weight.transpose is None
@@ -54,11 +54,11 @@ def test_transposes_exist_during_dgrad_alone(reentrant):
     first, second = Module(), Module()
     layer = nn.Sequential(first, nn.ReLU(), second)
     assert first.weight.usages == {"rowwise": True, "columnwise": False} and first.weight.transpose is None
-    given = torch.randn(2, 4, requires_grad=True)
+    inputs = torch.randn(2, 4, requires_grad=True)
     seen = []
     middle = layer[1].register_full_backward_hook(lambda *_: seen.append(second.weight.transpose))
     for _ in range(2):
-        outputs = layer(given) if reentrant is None else checkpoint(layer, given, use_reentrant=reentrant)
+        outputs = layer(inputs) if reentrant is None else checkpoint(layer, inputs, use_reentrant=reentrant)
         outputs.sum().backward()
         assert first.weight.transpose is None and second.weight.transpose is None
     middle.remove()
@@ -66,13 +66,13 @@ def test_transposes_exist_during_dgrad_alone(reentrant):
 
 
 def test_what_a_failed_pass_left_is_not_used():
-    module, given = Module(), torch.randn(2, 4, requires_grad=True)
+    module, inputs = Module(), torch.randn(2, 4, requires_grad=True)
     module.weight.transpose = torch.full((4, 4), torch.nan)  # as memory of a capture that failed
-    module(given).sum().backward()
-    assert given.grad.isfinite().all() and module.weight.transpose is None
+    module(inputs).sum().backward()
+    assert inputs.grad.isfinite().all() and module.weight.transpose is None
 
 
 def test_no_hook_stays_where_no_dgrad_comes():
-    module, given = Module(), torch.randn(2, 4)
-    module(given)
-    assert not given._backward_hooks
+    module, inputs = Module(), torch.randn(2, 4)
+    module(inputs)
+    assert not inputs._backward_hooks

@@ -49,6 +49,13 @@ def install_te(monkeypatch):
     monkeypatch.setattr(stand_in_te._LinearModule, "fp8_meta", {}, raising=False)
 
 
+def te_precision(scenario: str = "delayed", inner: int = 96, **options):
+    """A TE decoder with MLPs of width `inner`, and the precision of a run in fp8, not yet attached to it."""
+    model = te_llama.build_te_model(tiny_config(hidden_size=64, intermediate_size=inner), torch.bfloat16, CPU)
+    plan = PrecisionPlan("fp8", "fp8", effective_scenario=scenario, recipe=object(), backend="te")
+    return model, Precision(plan, PrecisionConfig(mixed_precision="fp8", **options), CPU, torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("scenario", "inner", "misfits"),
     [
@@ -63,9 +70,7 @@ def test_te_modules_of_sizes_that_the_recipe_cannot_take_stay_in_bf16(scenario, 
     install_te(monkeypatch)
     entered = []
     monkeypatch.setattr(TEBackend, "autocast", lambda _, enabled: entered.append(enabled) or contextlib.nullcontext())
-    model = te_llama.build_te_model(tiny_config(hidden_size=64, intermediate_size=inner), torch.bfloat16, CPU)
-    plan = PrecisionPlan("fp8", "fp8", effective_scenario=scenario, recipe=object(), backend="te")
-    precision = Precision(plan, PrecisionConfig(mixed_precision="fp8"), CPU, torch.bfloat16)
+    model, precision = te_precision(scenario, inner)
     reasons = precision.attach(model, model.model.layers)
     assert {name.rpartition(".")[2]: reason for name, reason in reasons.items()} == misfits
     for layer in model.model.layers:
@@ -77,11 +82,9 @@ def test_te_modules_of_sizes_that_the_recipe_cannot_take_stay_in_bf16(scenario, 
 
 def test_modules_that_leave_nothing_in_fp8_are_named(monkeypatch):
     install_te(monkeypatch)
-    model = te_llama.build_te_model(tiny_config(hidden_size=64, intermediate_size=96), torch.bfloat16, CPU)
-    plan = PrecisionPlan("fp8", "fp8", effective_scenario="delayed", recipe=object(), backend="te")
-    options = PrecisionConfig(mixed_precision="fp8", fp8_bf16_modules="qkv,output,mlp")
+    model, precision = te_precision(fp8_bf16_modules="qkv,output,mlp")
     with pytest.raises(UserError, match="--fp8_bf16_modules qkv,output,mlp keeps every linear layer in bf16"):
-        Precision(plan, options, CPU, torch.bfloat16).attach(model, model.model.layers)
+        precision.attach(model, model.model.layers)
 
 
 def test_linears_of_sizes_that_the_recipe_cannot_take_are_not_swapped(monkeypatch):
@@ -99,13 +102,10 @@ def test_no_cast_is_kept_with_fp8_recast_weights(recast, monkeypatch):
     """
     install_te(monkeypatch)
     monkeypatch.setattr(TEBackend, "autocast", lambda *_, **__: contextlib.nullcontext())
-    model = te_llama.build_te_model(tiny_config(hidden_size=64, intermediate_size=96), torch.bfloat16, CPU)
+    model, precision = te_precision(fp8_recast_weights=recast)
     linears = [module for module in model.modules() if isinstance(module, stand_in_te._LinearModule)]
     for linear in linears:
         linear._is_fsdp2 = False  # what a module of one GPU finds out by itself
-    plan = PrecisionPlan("fp8", "fp8", effective_scenario="delayed", recipe=object(), backend="te")
-    options = PrecisionConfig(mixed_precision="fp8", fp8_recast_weights=recast)
-    precision = Precision(plan, options, CPU, torch.bfloat16)
     precision.attach(model, model.model.layers)
     with precision.context(first_microbatch=True):
         assert {layer.is_first_microbatch for layer in model.model.layers} == {None if recast else True}

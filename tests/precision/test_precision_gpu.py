@@ -117,9 +117,9 @@ def test_recomputation_leaves_the_scales_as_they_are_without(use_te, every, reen
             step(model, precision, packed_batch(device), num_micro_batches=2)
         states.append({name: tensor.clone() for name, tensor in precision.state_tensors().items()})
         assert reentrant or exchanges == [True, False] * 6
-    kept, recomputed = states
-    assert kept.keys() == recomputed.keys() and kept
-    for name, tensor in kept.items():
+    without, recomputed = states
+    assert without.keys() == recomputed.keys() and without
+    for name, tensor in without.items():
         if "scaling_fwd" in name:
             assert torch.equal(recomputed[name], tensor), name
         else:  # attention's backward pass adds in any order

@@ -20,12 +20,11 @@ from llm_fp8.models.model import decoder_layers
 from llm_fp8.precision.certificate import ExpectedKernels, certify
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import bf16_modules, measure_coverage
-from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.precision.torchao import TorchaoBackend, build_config
 from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import run_ranks
-from tests.support.small import final_weights, precision_on, records, run_json, short_run, steps, tiny_config, train
+from tests.support.small import assert_goes_on, precision_on, records, run_json, short_run, steps, tiny_config, train
 
 CPU = torch.device("cpu")
 FP8 = ["--mixed_precision=fp8", "--fp8_backend=torchao"]
@@ -39,15 +38,14 @@ def losses(folder: Path) -> list[float]:
     return [step["loss"] for step in steps(folder)]
 
 
-def converted(scenario: str, **changes: object) -> tuple[nn.Module, Precision, PrecisionPlan]:
-    """A small bf16 model whose layers are torchao's, the precision attached to it, and the plan."""
+def converted(scenario: str, **changes: object) -> tuple[nn.Module, Precision]:
+    """A small bf16 model whose layers are torchao's, and the precision attached to it."""
     options = PrecisionConfig(mixed_precision="fp8", fp8_backend="torchao", fp8_scenario=scenario)
-    plan = precision_on(options, CPU)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(**changes), dtype=torch.bfloat16)
-    precision = Precision(plan, options, CPU, torch.bfloat16)
+    precision = Precision(precision_on(options, CPU), options, CPU, torch.bfloat16)
     precision.attach(model, decoder_layers(model), converts=True)
-    return model, precision, plan
+    return model, precision
 
 
 # --- a training -------------------------------------------------------------------------------------------------------
@@ -55,36 +53,34 @@ def converted(scenario: str, **changes: object) -> tuple[nn.Module, Precision, P
 
 @pytest.mark.slow
 def test_every_recipe_trains_close_to_bf16(tiny_model, rows, tmp_path):
-    found = {}
+    loss_of = {}
     for scenario in ("bf16", "default", "rowwise", "rowwise_with_gw_hp"):
         precision = ["--mixed_precision=bf16"] if scenario == "bf16" else [*FP8, f"--fp8_scenario={scenario}"]
         train(*options(tiny_model, rows, tmp_path / scenario, "--batch_size=4", *precision, "--no_export"))
-        found[scenario] = losses(tmp_path / scenario)
+        loss_of[scenario] = losses(tmp_path / scenario)
         if scenario == "bf16":
             continue
-        assert found[scenario] == pytest.approx(found["bf16"], rel=5e-3) and found[scenario] != found["bf16"]
-        said = run_json(tmp_path / scenario)["precision"]
-        assert (said["effective"], said["backend"], said["emulated"]) == ("fp8", "torchao", True)
-        assert said["effective_scenario"] == ("tensorwise" if scenario == "default" else scenario)
-        assert set(said["coverage"]["converted"].values()) == {2}
-        assert said["coverage"]["skipped"] == {"lm_head": "1 bf16 (lm_head)"}
-    assert found["bf16"][-1] < found["bf16"][0] - 0.02, "training must move the loss for this to mean anything"
+        assert loss_of[scenario] == pytest.approx(loss_of["bf16"], rel=5e-3) and loss_of[scenario] != loss_of["bf16"]
+        record = run_json(tmp_path / scenario)["precision"]
+        assert (record["effective"], record["backend"], record["emulated"]) == ("fp8", "torchao", True)
+        assert record["effective_scenario"] == ("tensorwise" if scenario == "default" else scenario)
+        assert set(record["coverage"]["converted"].values()) == {2}
+        assert record["coverage"]["skipped"] == {"lm_head": "1 bf16 (lm_head)"}
+    assert loss_of["bf16"][-1] < loss_of["bf16"][0] - 0.02, "training must move the loss for this to mean anything"
 
 
 @pytest.mark.slow
 def test_it_resumes_and_recomputes_exactly(tiny_model, rows, tmp_path):
     """With packed rows, bf16 parameters with their remainders, and a layer left in bf16."""
     shared = ["--batch_size=2", *FP8, "--packing", "--optimizer=adamw_master", "--fp8_bf16_modules=layers.-1"]
-    kept, again, resumed = tmp_path / "kept", tmp_path / "again", tmp_path / "resumed"
-    train(*options(tiny_model, rows, kept, *shared, "--save_every=2"))
+    whole, again, resumed = tmp_path / "whole", tmp_path / "again", tmp_path / "resumed"
+    train(*options(tiny_model, rows, whole, *shared, "--save_every=2"))
     train(*options(tiny_model, rows, again, *shared, "--gradient_checkpointing", "--no_export"))
-    checkpoint = kept / "checkpoints" / "step-00000002"
+    checkpoint = whole / "checkpoints" / "step-00000002"
     train(*options(tiny_model, rows, resumed, *shared, f"--resume_from={checkpoint}"))
-    assert losses(again) == losses(kept), "recomputed layers change nothing"
-    assert losses(resumed) == losses(kept)[2:]
-    one, other = final_weights(kept), final_weights(resumed)
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    coverage = run_json(kept)["precision"]["coverage"]
+    assert losses(again) == losses(whole), "recomputed layers change nothing"
+    assert_goes_on(whole, resumed, completed=2)
+    coverage = run_json(whole)["precision"]["coverage"]
     assert set(coverage["converted"].values()) == {1}
     assert coverage["skipped"]["model.layers.*.mlp.down_proj"] == "1 bf16 (kept in bf16)"
 
@@ -124,12 +120,12 @@ def say_what_is_gathered() -> None:
 
     gather = Weight.fsdp_pre_all_gather
 
-    def told(self, mesh):
+    def printing(self, mesh):
         tensors, more = gather(self, mesh)
         sys.stdout.write("".join(f"gathers {tensor.dtype}\n" for tensor in tensors))
         return tensors, more
 
-    Weight.fsdp_pre_all_gather = told
+    Weight.fsdp_pre_all_gather = printing
 
 
 @pytest.fixture(scope="module")
@@ -157,9 +153,7 @@ def test_weights_are_gathered_in_fp8_and_a_resumed_run_goes_on(tiny_model, rows,
     assert set(re.findall("gathers (.*)", log)) == {"torch.float8_e4m3fn"}
     checkpoint = two / "checkpoints" / "step-00000002"
     run_ranks(2, again, *options(tiny_model, rows, again, *cut, f"--resume_from={checkpoint}"))
-    assert losses(again) == losses(two)[2:]
-    one, other = final_weights(two), final_weights(again)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert_goes_on(two, again, completed=2)
     # A checkpoint holds plain rows: one process without the option goes on from it.
     alone = options(tiny_model, rows, tmp_path / "alone", "--batch_size=4", "--gradient_accumulation_steps=2", *FP8)
     train(*alone, f"--resume_from={checkpoint}", "--no_export")
@@ -201,8 +195,8 @@ PATTERNS = {
 def test_layers_and_modules_that_stay_in_bf16(pattern):
     model = AutoModelForCausalLM.from_config(tiny_config())
     names = {module: name for name, module in model.named_modules()}
-    kept = bf16_modules(PrecisionConfig(fp8_bf16_modules=pattern), model, decoder_layers(model))
-    assert {names[module] for module in kept} == PATTERNS[pattern]
+    modules = bf16_modules(PrecisionConfig(fp8_bf16_modules=pattern), model, decoder_layers(model))
+    assert {names[module] for module in modules} == PATTERNS[pattern]
 
 
 @pytest.mark.parametrize("pattern", ["qkv", "layers.7", "layers.5:"])
@@ -217,7 +211,7 @@ def test_layers_share_their_compiled_code(monkeypatch):
     """All decoder layers, recomputed too, are one graph: many would reach torch.compile's limit and run uncompiled."""
     from torch._dynamo.utils import counters
 
-    model, _, _ = converted("rowwise", num_hidden_layers=3)
+    model, _ = converted("rowwise", num_hidden_layers=3)
     layers = decoder_layers(model)
     enable_gradient_checkpointing(layers, 1, uses_te=False)
     names = [name for name, _ in model.named_parameters()]
@@ -231,15 +225,15 @@ def test_layers_share_their_compiled_code(monkeypatch):
         loss.backward()
         return loss.item(), model.model.layers[0].mlp.down_proj.weight.grad.clone()
 
-    expected = loss_and_gradient()
+    expected_loss, expected_gradient = loss_and_gradient()
     counters.clear()
     # Not monkeypatch, which would delete the entry afterwards, for every later test of this process.
     with torch._dynamo.config.patch(optimize_ddp=True):
         TorchaoBackend(build_config("rowwise", emulate=False)).compile_layers(layers, recomputed=True)
-        found = loss_and_gradient()
+        loss, gradient = loss_and_gradient()
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
-    assert found[0] == pytest.approx(expected[0], rel=1e-3)
-    gradients = (gradient.float().flatten() for gradient in (found[1], expected[1]))
+    assert loss == pytest.approx(expected_loss, rel=1e-3)
+    gradients = (each.float().flatten() for each in (gradient, expected_gradient))
     assert torch.nn.functional.cosine_similarity(*gradients, dim=0) > 0.99
     assert [name for name, _ in model.named_parameters()] == names
 
@@ -258,11 +252,9 @@ def on_hardware(model: nn.Module, scenario: str) -> None:
 
 @pytest.mark.parametrize(("scenario", "num_gemms"), [("tensorwise", 3), ("rowwise", 3), ("rowwise_with_gw_hp", 2)])
 def test_the_certificate_counts_the_gemms_of_the_recipe(scenario, num_gemms):
-    model, precision, plan = converted(scenario)
-    all_in_fp8 = measure_coverage(model, precision.fp8_modules, plan.compute_name, {}).fp8_linear_flop_share
-    coverage = measure_coverage(
-        model, precision.fp8_modules, plan.compute_name, {}, most_in_fp8=row_of(scenario).gemms_in_fp8
-    )
+    model, precision = converted(scenario)
+    all_in_fp8 = measure_coverage(model, precision.fp8_modules, "bf16", {}).fp8_linear_flop_share
+    coverage = measure_coverage(model, precision.fp8_modules, "bf16", {}, most_in_fp8=row_of(scenario).gemms_in_fp8)
     assert coverage.fp8_linear_flop_share == pytest.approx(all_in_fp8 * num_gemms / 3)
     expected = ExpectedKernels.of_model(precision, coverage, recomputed=decoder_layers(model))
     assert expected.num_fp8_gemms == num_gemms * 14, "what torch.compile recomputes is not counted"
@@ -287,14 +279,15 @@ def test_the_certificate_counts_the_gemms_of_the_recipe(scenario, num_gemms):
 
 
 def test_another_recipe_and_torchao_in_a_bf16_run_are_failures():
-    model, precision, plan = converted("rowwise")
+    model, precision = converted("rowwise")
     on_hardware(model, "rowwise")
     kernels = {FP8_KERNEL: (42, 0.1), BF16_KERNEL: (3, 0.1)}
-    asked = ExpectedKernels("fp8 tensorwise", "bf16", "tensorwise", num_fp8_gemms=3 * 14)
-    found = certify(asked, kernels, precision.module_state(), num_micro_batches=1)
-    assert found.verdict == "failed" and "rowwise" in found.reasons[0]
+    expected = ExpectedKernels("fp8 tensorwise", "bf16", "tensorwise", num_fp8_gemms=3 * 14)
+    certificate = certify(expected, kernels, precision.module_state(), num_micro_batches=1)
+    assert certificate.verdict == "failed" and "rowwise" in certificate.reasons[0]
     options = PrecisionConfig(mixed_precision="bf16")
     bf16 = Precision(precision_on(options, CPU), options, CPU, torch.bfloat16)
     bf16.attach(model, decoder_layers(model))
-    found = certify(ExpectedKernels("bf16", "bf16"), {BF16_KERNEL: (45, 0.1)}, bf16.module_state(), num_micro_batches=1)
-    assert found.verdict == "failed" and len(found.reasons) == 1
+    expected, kernels = ExpectedKernels("bf16", "bf16"), {BF16_KERNEL: (45, 0.1)}
+    certificate = certify(expected, kernels, bf16.module_state(), num_micro_batches=1)
+    assert certificate.verdict == "failed" and len(certificate.reasons) == 1
