@@ -1,8 +1,8 @@
-"""The launcher's environment tells how this process was started and what `accelerate launch` requests.
+"""`accelerate launch --config_file x.yaml script.py` turns the file into variables, which become options here.
 
-`accelerate launch --config_file x.yaml script.py` turns the file into variables. They become options and are removed,
-since Accelerate itself would convert or shard the model by them. The launcher also exports entries that nobody wrote,
-so its defaults give way to a flag; any other flag that contradicts the file is an error. Read in Accelerate 1.15.
+They are removed, since Accelerate itself would convert or shard the model by them. The launcher also exports entries
+that nobody wrote, so its defaults give way to a flag; any other flag that contradicts the file is an error. Read in
+Accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ DEFAULTS = {
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
 }
-"""Every variable that means something here -> the launcher's default; one that is not `READ` must have it."""
+"""Variable -> the launcher's default. One of `fp8_config` or of this table that is not `READ` must have its default."""
 
 RECIPE_ENTRIES: dict[str, Any] = {"fp8_format": str.upper, "amax_history_len": int, "amax_compute_algo": str.lower}
 """Option that an entry of fp8_config sets for some recipes -> function that reads its value."""

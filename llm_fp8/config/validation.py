@@ -86,7 +86,7 @@ def _check_recipe(config: Config) -> None:
 
 
 def _check_names(config: Config) -> None:
-    """Lists of names and numbers that are written with commas."""
+    """Check the names and numbers that are written with commas."""
     data, targets = config.data, config.lora.targets
     with reading("--dataset_weights", data.dataset_weights, "numbers", "Give shares, as in 0.7,0.3."):
         weights = data.weights or []

@@ -33,7 +33,7 @@ LOGITS_BUDGET_GIB = 4.0  # 16,384 tokens of a 128k vocabulary in bf16 are 3.9 Gi
 
 
 def default_chunk_tokens(num_tokens: int, vocab_size: int, dtype: torch.dtype) -> int:
-    """Tokens per chunk: its logits fit `LOGITS_BUDGET_GIB`, and all chunks are nearly equally long."""
+    """Return the tokens of a chunk: its logits fit `LOGITS_BUDGET_GIB`, and all chunks are nearly equally long."""
     num_chunks = max(1, -(-num_tokens * vocab_size * dtype.itemsize // int(LOGITS_BUDGET_GIB * 2**30)))
     # A multiple of 128, since a chunk's tokens are the inner dimension of grad_W's GEMM.
     return max(1, -(-num_tokens // (num_chunks * 128))) * 128
@@ -48,8 +48,8 @@ def linear_cross_entropy_sum(
     chunk_tokens: int | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The sum over supervised tokens of the cross entropy of `hidden @ weight.T`, differentiable once in hidden and
-    weight: 0-dim, fp32 (fp64 if `compute_dtype` is fp64).
+    """Sum the cross entropy of `hidden @ weight.T` over supervised tokens: 0-dim, fp32 (fp64 if `compute_dtype` is
+    fp64), differentiable once in hidden and weight.
 
     Args:
         hidden: `[..., h]`, floating point, the output of the last norm.
@@ -148,7 +148,7 @@ class _ManyChunks(torch.autograd.Function):
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which softmax, loss and sums are computed: fp32, or fp64 for fp64."""
+    """Return the dtype of softmax, loss and sums: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -159,7 +159,7 @@ def use_triton(logits: Tensor) -> bool:
 
 
 def losses_and_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses [T] of `logits [T, V]` (0 for ignored labels), and statistics [T, 2]: maximum m, sum of exp(logit - m)."""
+    """Return losses [T] of `logits [T, V]`, 0 for ignored labels, and [T, 2]: maximum m and sum of exp(logit - m)."""
     if not use_triton(logits):
         return _torch_losses(logits, labels)
     from transformer_engine.pytorch.triton.cross_entropy import cross_entropy_forward

@@ -251,7 +251,7 @@ class _SplitRope(torch.autograd.Function):
 def split_rope(
     fused: Tensor, angles: Tensor, num_heads: int, num_kv_heads: int, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v, contiguous, of the dtype of `fused`; differentiable with respect to `fused`, once.
+    """Return q, k and v, contiguous, of the dtype of `fused`; differentiable with respect to `fused`, once.
 
     Args:
         fused: bf16, fp16 or fp32 on a GPU. Packed: [T, (num_heads + 2 num_kv_heads) d]. Padded: [B, S, the same],

@@ -25,7 +25,7 @@ def fuse_swiglu_backward(mlp: nn.Module) -> None:
 
 
 def _backward_and_cast(gradient: Tensor, gate_and_up: Tensor, quantizer: Any) -> tuple[None, Any]:
-    """`gradient` [T, f] and fc1's output [T, 2 f] -> (no bias gradient, the gradient [T, 2 f] quantised)."""
+    """Return no bias gradient, and the quantised gradient [T, 2 f] of fc1's output from `gradient` [T, f]."""
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.constants import DType
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer

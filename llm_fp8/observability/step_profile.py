@@ -65,7 +65,7 @@ class StepProfile:
         }
 
     def gpu_idle(self, steps: list[dict[str, Any]]) -> dict[str, float] | None:
-        """The entry `gpu_idle` of a summary, for a run's `steps`; None without a recorded kernel or measured step.
+        """Return the entry `gpu_idle` of a summary; None without a recorded kernel or a measured one of `steps`.
 
         work_s: kernels of the recorded step other than communication. step_time_s: median of the measured steps in its
         precision, or of all without one, since recording slows the host. share: of step_time_s without such a kernel.

@@ -27,7 +27,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 
 def chosen_attention(config: PretrainedConfig) -> str:
-    """The attention implementation that a built model runs, by transformers' name."""
+    """Return the attention implementation that a built model runs, by transformers' name."""
     return str(getattr(config.get_text_config(decoder=True), "_attn_implementation", "unknown"))
 
 
@@ -55,7 +55,7 @@ def grouped_linear(inputs: Tensor, weights: Tensor, offsets: Tensor, is_transpos
 
 
 def renaming_on_load(model: PreTrainedModel) -> Callable[[str], str]:
-    """From a name in the files to the model's, where `from_pretrained` renames without changing the tensor."""
+    """Return a function from names in the files to the model's, where `from_pretrained` only renames a tensor."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
@@ -70,12 +70,12 @@ def renaming_on_load(model: PreTrainedModel) -> Callable[[str], str]:
 
 
 def ignored_on_save(model: PreTrainedModel) -> set[str]:
-    """Names of tensors that its files leave out."""
+    """Return the names of tensors that its files leave out."""
     return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
 def ignored_on_load(model: PreTrainedModel) -> tuple[str, ...]:
-    """Regular expressions of stored names that it passes over."""
+    """Return regular expressions of stored names that it passes over."""
     return tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
 
 
