@@ -80,23 +80,16 @@ def moments_and_update(
     return m, v, (m * coefficients.step_size) / denominator
 
 
-def _load_moment(state: State, name: str, chunk: slice, signed: bool) -> Tensor:
-    scales = state.get(f"{name}_scale")
-    if scales is None:
-        return state[name][chunk].to(torch.float32)
-    return codes.decode(state[name][chunk], scales[_blocks_of(chunk)], signed)
+def _load_moment(state: State, name: str, signed: bool) -> Tensor:
+    scale = state.get(f"{name}_scale")
+    return state[name].to(torch.float32) if scale is None else codes.decode(state[name], scale, signed)
 
 
-def _store_moment(state: State, name: str, chunk: slice, signed: bool, moment: Tensor) -> None:
-    scales = state.get(f"{name}_scale")
-    if scales is None:
-        state[name][chunk] = moment
-    else:
-        state[name][chunk], scales[_blocks_of(chunk)] = codes.encode(moment, signed)
-
-
-def _blocks_of(chunk: slice) -> slice:
-    return slice(chunk.start // CODE_BLOCK, chunk.stop // CODE_BLOCK)
+def _store_moment(state: State, name: str, signed: bool, moment: Tensor) -> None:
+    if f"{name}_scale" in state:
+        moment, scale = codes.encode(moment, signed)
+        state[f"{name}_scale"].copy_(scale)
+    state[name].copy_(moment)
 
 
 def update_with_torch_(
@@ -111,20 +104,22 @@ def update_with_torch_(
     state = {name: tensor.view(-1) for name, tensor in state.items()}
     for start in range(0, weight.numel(), CHUNK_ELEMENTS):
         chunk = slice(start, start + CHUNK_ELEMENTS)
-        m = _load_moment(state, "exp_avg", chunk, signed=True)
-        v = _load_moment(state, "exp_avg_sq", chunk, signed=False)
-        m, v, update = moments_and_update(gradient[chunk], gradient_scale, m, v, coefficients)
+        blocks = slice(chunk.start // CODE_BLOCK, chunk.stop // CODE_BLOCK)
         part = weight[chunk]
+        part_state = {name: each[blocks if "scale" in name else chunk] for name, each in state.items()}
+        m = _load_moment(part_state, "exp_avg", signed=True)
+        v = _load_moment(part_state, "exp_avg_sq", signed=False)
+        m, v, update = moments_and_update(gradient[chunk], gradient_scale, m, v, coefficients)
         if "remainder" in state:
-            master = masters.join_master(part, state["remainder"][chunk]) * coefficients.decay - update
-            part[:], state["remainder"][chunk] = masters.split_master(master)
+            master = masters.join_master(part, part_state["remainder"]) * coefficients.decay - update
+            part[:], part_state["remainder"][:] = masters.split_master(master)
         elif part.dtype == torch.bfloat16:
             random = codes.rounding_bits(key, start, part.numel(), part.device)
             part.copy_(codes.round_stochastically(part.to(torch.float32) * coefficients.decay - update, random))
         else:
             part.copy_(part * coefficients.decay - update)
-        _store_moment(state, "exp_avg", chunk, signed=True, moment=m)
-        _store_moment(state, "exp_avg_sq", chunk, signed=False, moment=v)
+        _store_moment(part_state, "exp_avg", signed=True, moment=m)
+        _store_moment(part_state, "exp_avg_sq", signed=False, moment=v)
 
 
 class GroupedAdamW(Optimizer):

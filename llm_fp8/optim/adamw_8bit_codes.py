@@ -49,8 +49,6 @@ NUM_DECADES = 7
 Key = tuple[int, int]  # two signed 32-bit numbers
 MIXER = (0x9E3779B9, 0x7FEB352D, 0x846CA68B)  # the step of the Weyl sequence and the two factors
 LARGEST_BITS = 0x7FFF0000  # bits are clamped to this, since the GPU's NaN, 0x7FFFFFFF, would carry into the sign
-VALUES_ROW = {True: 0, False: 2}  # rows of `code_tables`, by `signed`
-LIMITS_ROW = {True: 1, False: 3}
 
 
 def code_values(signed: bool) -> Tensor:
@@ -78,7 +76,7 @@ def code_limits(values: Tensor) -> Tensor:
 
 @functools.cache
 def code_tables(device: torch.device) -> Tensor:
-    """Return values and limits of all codes, fp32 [4, 256] on `device`; `VALUES_ROW` and `LIMITS_ROW` name the rows."""
+    """Return fp32 [4, 256] on `device`: values and limits of signed codes, then of unsigned ones."""
     signed, unsigned = code_values(True), code_values(False)
     limits = code_limits(unsigned)
     unsigned[0] = limits[1]
@@ -87,13 +85,13 @@ def code_tables(device: torch.device) -> Tensor:
 
 def decode(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
     """Decode `codes`, uint8 [n], with their blocks' `scale`, fp32 [n / 256], to fp32 [n]."""
-    values = code_tables(codes.device)[VALUES_ROW[signed]]
+    values = code_tables(codes.device)[0 if signed else 2]
     return (values[codes.to(torch.int32)].view(-1, CODE_BLOCK) * scale[:, None]).view(-1)
 
 
 def encode(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Encode fp32 [n] as codes, uint8 [n], and scales, fp32 [n / 256]; NaN or infinity makes its block non-finite."""
-    limits = code_tables(numbers.device)[LIMITS_ROW[signed]]
+    limits = code_tables(numbers.device)[1 if signed else 3]
     blocks = numbers.view(-1, CODE_BLOCK)
     scale = blocks.abs().amax(1).clamp(min=SMALLEST_SCALE)
     codes = torch.bucketize(blocks * (1 / scale)[:, None], limits[1:], right=True)
