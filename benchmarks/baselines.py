@@ -16,7 +16,6 @@ wrapped per decoder layer, with fp32 weights.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import sys
@@ -95,33 +94,24 @@ def hf_inputs(batch: Batch, device: torch.device) -> dict[str, Any]:
 
 def train(name: str, config: Config) -> None:
     accelerator = build_accelerator(name, config)
-    device = accelerator.device
-    num_gpus = accelerator.num_processes
+    device, num_gpus = accelerator.device, accelerator.num_processes
     set_seed(config.optim.seed)
     source = resolve_source(config.model)
     hf_config = load_config(source)
     tokenizer, _ = load_tokenizer(config.model, source)
     size = decoder_size(hf_config)
-    padded = dataclasses.replace(config, data=dataclasses.replace(config.data, packing=False))
-    data = prepare_data(
-        padded,
-        tokenizer,
-        rank=accelerator.process_index,
-        world_size=num_gpus,
-        main_process_first=accelerator.local_main_process_first,
-    )
+    ranks = {"rank": accelerator.process_index, "world_size": num_gpus}
+    first = accelerator.local_main_process_first
+    data = prepare_data(config.with_options(packing=False), tokenizer, **ranks, main_process_first=first)
     model = build_model(name, config, hf_config, device)
-    optimizer: Any = torch.optim.AdamW(
-        model.parameters(), weight_decay=config.optim.weight_decay, fused=True, **adamw_arguments(config.optim)
-    )
+    arguments = {"weight_decay": config.optim.weight_decay, **adamw_arguments(config.optim)}
+    optimizer: Any = torch.optim.AdamW(model.parameters(), fused=True, **arguments)
     model, optimizer = accelerator.prepare(model, optimizer)
     if name.endswith("compiled") or name.startswith("torchao"):
         for layer in decoder_layers(accelerator.unwrap_model(model)):
             layer.compile()
     clock = StepClock(device)
-    losses = []
-    stamps = [clock.stamp()]
-    tokens = []
+    losses, tokens, stamps = [], [], [clock.stamp()]
     for batches in itertools.islice(data.train, config.optim.max_steps or 1):
         batch_losses = []
         for batch in batches:

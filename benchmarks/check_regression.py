@@ -32,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.bench import BASELINES
-from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, reading
+from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, number, reading
 from llm_fp8.utils.json_files import read_json
 from llm_fp8.utils.packages import REPOSITORY
 from llm_fp8.utils.script import run_script
@@ -127,21 +127,22 @@ def compare(new: Measured, recorded: Sequence[Measured], baseline: str, minimum:
     """Compare each of our variants in `new` with the newest of `recorded` that has its ratio. Raises `UserError` if
     nothing can be compared.
     """
-    found = Findings()
+    findings = Findings()
     for other in recorded:
         if other.gpu != new.gpu:
-            found.notes.append(f"{other.path.name} was measured on {other.gpu}, not on {new.gpu}, and is left out.")
+            findings.notes.append(f"{other.path.name} was measured on {other.gpu}, not on {new.gpu}, and is left out.")
     recorded = sorted((one for one in recorded if one.gpu == new.gpu), key=lambda one: one.time_utc, reverse=True)
     for workload, rows in new.workloads.items():
         for variant in (name for name, row in rows.items() if row["baseline"] is None):
-            _compare_variant(found, new, recorded, workload, variant, baseline, minimum)
-    if not found.num_compared:
-        raise UserError(f"{new.path} has no ratio that is recorded: {' '.join(found.notes) or 'no variant is ours.'}")
-    return found
+            _compare_variant(findings, new, recorded, workload, variant, baseline, minimum)
+    if not findings.num_compared:
+        notes = " ".join(findings.notes) or "no variant is ours."
+        raise UserError(f"{new.path} has no ratio that is recorded: {notes}")
+    return findings
 
 
 def _compare_variant(
-    found: Findings,
+    findings: Findings,
     new: Measured,
     recorded: Sequence[Measured],
     workload: str,
@@ -153,19 +154,19 @@ def _compare_variant(
     name = f"{workload} {variant}"
     against = baseline_of(variant, baseline, rows)
     if against is None:
-        found.notes.append(f"{name}: {baseline} was not measured beside it, so it is not compared.")
+        findings.notes.append(f"{name}: {baseline} was not measured beside it, so it is not compared.")
         return
     ratios = [ratio_in(measured, workload, variant, against) for measured in recorded]
     before = next((ratio for ratio in ratios if ratio is not None), None)
     now = ratio_in(new, workload, variant, against)
     if before is None:
-        found.notes.append(f"{name}: no recorded file has it beside {against}.")
+        findings.notes.append(f"{name}: no recorded file has it beside {against}.")
     elif "failed" in rows[variant]:
-        found.num_compared += 1
+        findings.num_compared += 1
         was = f"was {before.value:.3f} times {against} ({before.source})"
-        found.regressions.append(f"{name} failed ({rows[variant]['failed']}), and {was}.")
+        findings.regressions.append(f"{name} failed ({rows[variant]['failed']}), and {was}.")
     elif now is None:
-        found.notes.append(f"{name}: {against} failed, so it is not compared.")
+        findings.notes.append(f"{name}: {against} failed, so it is not compared.")
     else:
         spread = math.hypot(now.spread, before.spread)
         change = now.value / before.value - 1
@@ -174,13 +175,13 @@ def _compare_variant(
             f"with a tolerance of {minimum + spread:.1%}."
         )
         if change < -(minimum + spread):
-            found.num_compared += 1
-            found.regressions.append(sentence)
+            findings.num_compared += 1
+            findings.regressions.append(sentence)
         elif spread > MAX_SPREAD:
-            found.notes.append(f"{sentence} The spread is too large, so it is not compared; measure more steps.")
+            findings.notes.append(f"{sentence} The spread is too large, so it is not compared; measure more steps.")
         else:
-            found.num_compared += 1
-            found.notes.append(sentence)
+            findings.num_compared += 1
+            findings.notes.append(sentence)
 
 
 def main() -> int:
@@ -188,24 +189,18 @@ def main() -> int:
     parser.add_argument("new", type=Path, help="JSON file of new measurements")
     parser.add_argument("--recorded", type=Path, nargs="+", help=f"files to compare with (default: {RECORDED})")
     parser.add_argument("--baseline", default="hf_bf16", choices=BASELINES, help="(default %(default)s)")
-    parser.add_argument(
-        "--minimum",
-        type=float,
-        default=MINIMUM,
-        help="tolerance of a ratio without any spread, as a share (default %(default)s)",
-    )
+    share, tolerance = number(float, at_least=0, below=1), "tolerance of a ratio without any spread, as a share"
+    parser.add_argument("--minimum", type=share, default=MINIMUM, help=f"{tolerance} (default %(default)s)")
     options = parser.parse_args()
-    if not 0 <= options.minimum < 1:
-        raise UserError(f"--minimum {options.minimum:g}: give a share from 0 to 1.")
     paths = options.recorded or [path for pattern in RECORDED for path in sorted(RESULTS.glob(pattern))]
     recorded = [read(path) for path in paths if path.resolve() != options.new.resolve()]
-    found = compare(read(options.new), recorded, options.baseline, options.minimum)
-    for note in found.notes:
+    findings = compare(read(options.new), recorded, options.baseline, options.minimum)
+    for note in findings.notes:
         print(f"note: {note}")
-    for regression in found.regressions:
+    for regression in findings.regressions:
         print(f"regression: {regression}")
-    print(f"ratios compared: {found.num_compared}, regressions: {len(found.regressions)}")
-    return EXIT_FAILED_CHECK if found.regressions else 0
+    print(f"ratios compared: {findings.num_compared}, regressions: {len(findings.regressions)}")
+    return EXIT_FAILED_CHECK if findings.regressions else 0
 
 
 if __name__ == "__main__":

@@ -64,21 +64,21 @@ class Outcomes:
 
     def files(self) -> dict[str, Entry]:
         """File -> numbers of outcomes, commit, GPU, duration and reasons of failures, of this run and kept entries."""
-        found: dict[str, Entry] = {}
+        files: dict[str, Entry] = {}
         gpu = next((gpu["name"] for gpu in self._provenance["gpus"]), None)
         commit = self._provenance["git"]["commit"]
         for name, test in self._tests.items():
             if test["outcome"] is None:
                 continue
             new: Entry = {"outcomes": Counter(), "commit": commit, "gpu": gpu, "duration_s": 0.0, "failures": {}}
-            entry = found.setdefault(name.partition("::")[0], new)
+            entry = files.setdefault(name.partition("::")[0], new)
             entry["outcomes"][test["outcome"]] += 1
             entry["duration_s"] = round(entry["duration_s"] + test["duration_s"], 1)
             if test["outcome"] == "failed":
                 entry["failures"][name.partition("::")[2]] = test["reason"]
         # Skipped tests, as on a machine with fewer GPUs, do not replace earlier outcomes.
-        ran = {name: entry for name, entry in found.items() if set(entry["outcomes"]) != {"skipped"}}
-        return dict(sorted((found | self.kept | ran).items()))
+        ran = {name: entry for name, entry in files.items() if set(entry["outcomes"]) != {"skipped"}}
+        return dict(sorted((files | self.kept | ran).items()))
 
     def write(self, exit_code: int | None) -> None:
         """Write the record; `exit_code` is pytest's, None while tests are running."""
@@ -93,11 +93,8 @@ class Outcomes:
 
 def gpu_files(paths: list[str]) -> list[str]:
     """`paths` with folders replaced by their GPU tests (*_gpu.py)."""
-    return [
-        str(file)
-        for path in paths
-        for file in (sorted(Path(path).rglob("*_gpu.py")) if Path(path).is_dir() else [path])
-    ]
+    files = [sorted(Path(path).rglob("*_gpu.py")) if Path(path).is_dir() else [path] for path in paths]
+    return [str(file) for group in files for file in group]
 
 
 def run_tests(files: list[str], num_workers: int, outcomes: Outcomes, gpus: list[str]) -> int:

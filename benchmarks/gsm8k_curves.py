@@ -36,21 +36,17 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpus import visible_gpus
-from llm_fp8.config.recipes import precision_name
+from llm_fp8.config.recipes import precision_name, recipe_words
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.tools.programs import training_command
-from llm_fp8.utils.errors import FailedCheck, OneSentenceParser, UserError, reading
+from llm_fp8.utils.errors import FailedCheck, OneSentenceParser, UserError, positive, reading
 from llm_fp8.utils.json_files import read_json, read_jsonl, writable, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
 from llm_fp8.utils.script import run_script
 
-VARIANTS = {
-    "bf16": ["--mixed_precision", "bf16"],
-    "delayed": ["--mixed_precision", "fp8", "--fp8_scenario", "delayed"],
-    "current": ["--mixed_precision", "fp8", "--fp8_scenario", "current"],
-    "block": ["--mixed_precision", "fp8", "--fp8_scenario", "block"],
-}
-DEFAULT_VARIANTS = "bf16,delayed,current,block"
+VARIANTS = {"bf16": ("--mixed_precision", "bf16")}
+VARIANTS |= {name: recipe_words(name) for name in ("delayed", "current", "block")}
+DEFAULT_VARIANTS = ",".join(VARIANTS)
 MODES = ("fsdp_full", "ddp")  # values of --sharding_mode that are compared with one GPU
 ROWS = 8  # rows of a micro-batch on one GPU, which several GPUs share
 MICRO_BATCHES = 2  # micro-batches of a step
@@ -122,8 +118,7 @@ def run_one(job: Job, settings: argparse.Namespace, folder: Path, gpu: str) -> d
     if done.returncode:
         raise FailedCheck(f"{job.variant} with seed {job.seed} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     records = read_jsonl(folder / "metrics.jsonl")
-    summary = read_json(folder / "summary.json")
-    run = read_json(folder / "run.json")
+    summary, run = read_json(folder / "summary.json"), read_json(folder / "run.json")
     return {
         "variant": job.variant,
         "seed": job.seed,
@@ -153,20 +148,12 @@ def compare(runs: list[dict[str, Any]]) -> dict[str, Any]:
     by_variant: dict[str, list[float]] = {}
     for run in runs:
         by_variant.setdefault(run["variant"], []).append(run["final_eval_loss"])
-    bf16 = by_variant["bf16"]
-    spread = max(bf16) - min(bf16)
-    return {
-        "bf16_mean": statistics.mean(bf16),
-        "bf16_spread": spread,
-        "variants": {
-            variant: {
-                "losses": losses,
-                "mean_gap_to_bf16": statistics.mean(losses) - statistics.mean(bf16),
-                "inside_bf16_spread": min(bf16) <= statistics.mean(losses) <= max(bf16),
-            }
-            for variant, losses in by_variant.items()
-        },
-    }
+    bf16, variants = by_variant["bf16"], {}
+    for variant, losses in by_variant.items():
+        mean = statistics.mean(losses)
+        gaps = {"mean_gap_to_bf16": mean - statistics.mean(bf16), "inside_bf16_spread": min(bf16) <= mean <= max(bf16)}
+        variants[variant] = {"losses": losses, **gaps}
+    return {"bf16_mean": statistics.mean(bf16), "bf16_spread": max(bf16) - min(bf16), "variants": variants}
 
 
 def compare_to_one_gpu(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -177,27 +164,22 @@ def compare_to_one_gpu(runs: list[dict[str, Any]]) -> dict[str, Any]:
         if run["num_gpus"] == 1:
             continue
         reference = on_one_gpu[run["variant"].partition(":")[2], run["seed"]]
-        if run["global_batch_size"] != reference["global_batch_size"]:
-            raise FailedCheck(
-                f"{run['variant']} took {run['global_batch_size']} rows a step and one GPU "
-                f"{reference['global_batch_size']}"
-            )
+        rows, rows_of_one = run["global_batch_size"], reference["global_batch_size"]
+        if rows != rows_of_one:
+            raise FailedCheck(f"{run['variant']} took {rows} rows a step and one GPU {rows_of_one}")
         pairs = zip(run["evaluations"], reference["evaluations"], strict=True)
-        variants.setdefault(run["variant"], []).append(
-            {
-                "seed": run["seed"],
-                "final_eval_loss": run["final_eval_loss"],
-                "final_eval_loss_one_gpu": reference["final_eval_loss"],
-                "final_difference": run["final_eval_loss"] - reference["final_eval_loss"],
-                "largest_difference": max(abs(own_loss - loss) for (*_, own_loss), (*_, loss) in pairs),
-            }
-        )
+        difference = {
+            "seed": run["seed"],
+            "final_eval_loss": run["final_eval_loss"],
+            "final_eval_loss_one_gpu": reference["final_eval_loss"],
+            "final_difference": run["final_eval_loss"] - reference["final_eval_loss"],
+            "largest_difference": max(abs(loss - loss_of_one) for (*_, loss), (*_, loss_of_one) in pairs),
+        }
+        variants.setdefault(run["variant"], []).append(difference)
     return {"variants": variants}
 
 
-def finished_runs(
-    settings: argparse.Namespace, parser: argparse.ArgumentParser
-) -> tuple[list[dict[str, Any]], list[Any]]:
+def finished_runs(settings: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[list[Any], list[Any]]:
     """The runs that an earlier call left in --output, and their provenance. Raises `UserError` for other options."""
     output: Path = settings.output
     if not output.exists():
@@ -210,57 +192,34 @@ def finished_runs(
         raise UserError(f"--output {output} was written by {script}; give another file.")
     earlier = parser.parse_args(words)
     for name in ("data", "epochs", "eval_every", "num_gpus"):
-        if getattr(earlier, name) != getattr(settings, name):
+        if (value := getattr(earlier, name)) != getattr(settings, name):
             raise UserError(
-                f"--output {output} holds runs with --{name} {getattr(earlier, name)}; give another file or the same "
-                "options."
+                f"--output {output} holds runs with --{name} {value}; give another file or the same options."
             )
     return runs, [*record.get("earlier_provenance", []), record["provenance"]]
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument(
-        "--data", required=True, help="GSM8K's training problems as jsonl in OpenMathInstruct-2's columns"
-    )
-    parser.add_argument("--output", required=True, type=writable, help="JSON file to write")
-    parser.add_argument("--seeds", default="1,2,3", help="comma-separated seeds of every variant (default 1,2,3)")
-    parser.add_argument(
-        "--variants",
-        default=DEFAULT_VARIANTS,
-        help=f"comma-separated, on one GPU: {', '.join(VARIANTS)} (default {DEFAULT_VARIANTS})",
-    )
-    parser.add_argument("--epochs", type=int, default=4, help="passes over the text (default 4)")
-    parser.add_argument("--eval_every", type=int, default=25, help="optimizer steps between evaluations (default 25)")
-    parser.add_argument(
-        "--num_gpus",
-        type=int,
-        default=1,
-        help="compare one GPU with 2, 4 or 8 (default 1: compare precisions)",
-    )
-    parser.add_argument(
-        "--parallel",
-        type=int,
-        default=4,
-        help="trainings at a time (default 4); one on several GPUs uses all of them",
-    )
+    add, names = parser.add_argument, ", ".join(VARIANTS)
+    add("--data", required=True, help="GSM8K's training problems as jsonl in OpenMathInstruct-2's columns")
+    add("--output", required=True, type=writable, help="JSON file to write")
+    add("--seeds", default="1,2,3", help="comma-separated seeds of every variant (default %(default)s)")
+    add("--variants", default=DEFAULT_VARIANTS, help=f"comma-separated, on one GPU: {names} (default %(default)s)")
+    add("--epochs", type=positive, default=4, help="passes over the text (default %(default)s)")
+    add("--eval_every", type=positive, default=25, help="optimizer steps between evaluations (default %(default)s)")
+    gpus = "compare one GPU with 2, 4 or 8 (default %(default)s: compare precisions)"
+    add("--num_gpus", type=int, default=1, choices=(1, 2, 4, 8), help=gpus)
+    parallel = "trainings at a time (default %(default)s); one on several GPUs uses all of them"
+    add("--parallel", type=positive, default=4, help=parallel)
     return parser
 
 
 def check(settings: argparse.Namespace) -> None:
     """Raise `UserError` for options with which every training, or writing the result, would fail."""
-    if settings.num_gpus < 1 or ROWS % settings.num_gpus:
-        raise UserError(
-            f"--num_gpus {settings.num_gpus} does not divide the {ROWS} rows of a micro-batch; give 1, 2, 4 or 8."
-        )
     if settings.num_gpus > 1 and settings.variants != DEFAULT_VARIANTS:
-        raise UserError(
-            f"--variants {settings.variants} has no effect with --num_gpus {settings.num_gpus}; drop one of them."
-        )
+        raise UserError(f"--variants {settings.variants} has no effect with --num_gpus above 1; drop one of them.")
     parse_variants(settings.variants)
-    for name in ("epochs", "eval_every", "parallel"):
-        if getattr(settings, name) < 1:
-            raise UserError(f"--{name} must be at least 1, not {getattr(settings, name)}.")
     if not Path(settings.data).is_file():
         raise UserError(f"--data {settings.data}: no such file; give GSM8K's training problems as jsonl.")
 
@@ -272,13 +231,10 @@ def main() -> int:
     jobs = plan(settings)
     order = [(job.variant, job.seed) for job in jobs]
     runs, earlier_provenance = finished_runs(settings, parser)
-    unplanned = {(run["variant"], run["seed"]) for run in runs} - set(order)
-    if unplanned:
-        variant, seed = min(unplanned)
-        raise UserError(
-            f"--output {settings.output} holds a run of {variant} with seed {seed}; name both in --variants and "
-            "--seeds too."
-        )
+    done = {(run["variant"], run["seed"]) for run in runs}
+    if unplanned := done - set(order):
+        held = "a run of {} with seed {}".format(*min(unplanned))
+        raise UserError(f"--output {settings.output} holds {held}; name both in --variants and --seeds too.")
     if not torch.cuda.is_available():
         raise UserError("this trains on NVIDIA GPUs, and none is found.")
 
@@ -287,7 +243,6 @@ def main() -> int:
         origin = {"provenance": collect_provenance(sys.argv), "earlier_provenance": earlier_provenance}
         write_json_atomic(settings.output, {**origin, "comparison": comparison, "runs": runs})
 
-    done = {(run["variant"], run["seed"]) for run in runs}
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(settings.parallel) as pool:
         left = [job for job in jobs if (job.variant, job.seed) not in done]
         gpus = visible_gpus()

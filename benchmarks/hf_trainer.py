@@ -49,22 +49,14 @@ OUR_VARIANTS = {"train_fp8": "fp8", "train_bf16": "bf16"}
 
 def write_inputs(work: Workload, folder: Path, num_steps: int) -> tuple[Path, Path]:
     """Write a folder with the model's config and the embedded tokenizer, and a file of rows that fill the sequence."""
-    options = ModelConfig(model_name=work.model, random_init=True)
-    model = folder / "model"
-    rows = folder / "rows.jsonl"
-    numbers = random.Random(0)
-    load_config(resolve_source(options)).save_pretrained(model)
+    model, rows, numbers = folder / "model", folder / "rows.jsonl", random.Random(0)
+    load_config(resolve_source(ModelConfig(model_name=work.model, random_init=True))).save_pretrained(model)
     AutoTokenizer.from_pretrained(MODEL_DIR).save_pretrained(model)
-    lines = [
-        json_line(
-            {
-                "problem": f"Number {number}.",
-                # A number has at least one token, so the solution alone fills the sequence.
-                "generated_solution": " ".join(str(numbers.randrange(1000)) for _ in range(work.seq_length)),
-            }
-        )
-        for number in range(num_steps * work.micro_batches * work.batch_size)
-    ]
+    lines = []
+    for number in range(num_steps * work.micro_batches * work.batch_size):
+        # A number has at least one token, so the solution alone fills the sequence.
+        solution = " ".join(str(numbers.randrange(1000)) for _ in range(work.seq_length))
+        lines.append(json_line({"problem": f"Number {number}.", "generated_solution": solution}))
     write_text_atomic(rows, "".join(lines))
     return model, rows
 
@@ -80,51 +72,39 @@ def command_of(variant: str, work: Workload, model: Path, rows: Path, folder: Pa
     if variant in TRAINER_VARIANTS:
         config = f"configs/accelerate_{TRAINER_VARIANTS[variant]}.yaml"
         launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
-        own = ["--random_init=true", "--weights_dtype=bfloat16", "--save_strategy=no", "--report_to=none"]
-        return [*launch, "examples/hf_trainer_fp8.py", *shared, *own]
+        more = ["--random_init=true", "--weights_dtype=bfloat16", "--save_strategy=no", "--report_to=none"]
+        return [*launch, "examples/hf_trainer_fp8.py", *shared, *more]
     precision = f"--mixed_precision={OUR_VARIANTS[variant]}"
     data = ["--no-packing", "--overlong=truncate", "--train_on_prompt", "--validation_fraction=0"]
-    own = ["--random_init", "--use_te", precision, *data, "--no-export", "--num_warmup_steps=0"]
-    return training_command(1, *shared, *own)
+    more = ["--random_init", "--use_te", precision, *data, "--no-export", "--num_warmup_steps=0"]
+    return training_command(1, *shared, *more)
 
 
-def read_trainer(folder: Path, warmup: int) -> dict[str, Any]:
-    """The tokens/s of each step after `warmup`, the losses and the peak memory, from trainer_state.json."""
-    history = read_json(folder / "trainer_state.json")["log_history"]
+def figures(folder: Path, warmup: int) -> dict[str, Any]:
+    """The tokens/s of each step after `warmup`, the losses and the peak memory: from metrics.jsonl, or from the
+    Trainer's trainer_state.json, whose tokens and seconds are counted since the start.
+    """
+    state = folder / "trainer_state.json"
+    history = read_json(state)["log_history"] if state.is_file() else read_jsonl(folder / "metrics.jsonl")
     steps = [record for record in history if "loss" in record]
-    speeds = [
-        (step["num_input_tokens_seen"] - before["num_input_tokens_seen"])
-        / (step["train_runtime"] - before["train_runtime"])
-        for before, step in itertools.pairwise(steps)
-    ]
+    speeds = [step.get("real_tokens_per_s") for step in steps[warmup:]]
+    if state.is_file():
+        counted = [(step["num_input_tokens_seen"], step["train_runtime"]) for step in steps[warmup - 1 :]]
+        speeds = [(after[0] - before[0]) / (after[1] - before[1]) for before, after in itertools.pairwise(counted)]
     peaks = [record["peak_memory_gib"] for record in history if "peak_memory_gib" in record]
-    return figures(speeds[warmup - 1 :], steps, peaks)
-
-
-def read_ours(folder: Path, warmup: int) -> dict[str, Any]:
-    """The same figures from metrics.jsonl."""
-    steps = [record for record in read_jsonl(folder / "metrics.jsonl") if "loss" in record]
-    peaks = [record["peak_memory_gib"] for record in steps if "peak_memory_gib" in record]
-    return figures([record["real_tokens_per_s"] for record in steps[warmup:]], steps, peaks)
-
-
-def figures(speeds: list[float], steps: list[Any], peaks: list[float]) -> dict[str, Any]:
-    return {
-        "tokens_per_s": speeds,
-        "losses": [step["loss"] for step in steps],
-        "peak_memory_gib": max(peaks, default=0),
-    }
+    losses = [step["loss"] for step in steps]
+    return {"tokens_per_s": speeds, "losses": losses, "peak_memory_gib": max(peaks, default=0)}
 
 
 def summarise(variant: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """The row of a variant: the median over all timed steps of all rounds."""
-    measured = [found for found in rounds if found["failed"] is None]
+    measured = [result for result in rounds if result["failed"] is None]
     if not measured:
         return {"variant": variant, "failed": rounds[0]["failed"]}
     return {
         "variant": variant,
-        "tokens_per_s": statistics.median(speed for found in measured for speed in found["tokens_per_s"]),
-        "peak_memory_gib": max(found["peak_memory_gib"] for found in measured),
+        "tokens_per_s": statistics.median(speed for result in measured for speed in result["tokens_per_s"]),
+        "peak_memory_gib": max(result["peak_memory_gib"] for result in measured),
         "losses": measured[0]["losses"],
         "certificate": measured[0]["certificate"],
     }
@@ -159,17 +139,16 @@ def main() -> int:
             command = command_of(variant, work, model, rows, folder, plan.num_steps)
             ended = run_program(command, log=log, environ=environ, cwd=REPOSITORY, timeout_s=plan.timeout_s)
             certificate = folder / "certificate.json"
-            found: dict[str, Any] = {"failed": ended.failure}
-            found["certificate"] = read_json(certificate)["verdict"] if certificate.exists() else None
+            result: dict[str, Any] = {"failed": ended.failure}
+            result["certificate"] = read_json(certificate)["verdict"] if certificate.exists() else None
             if ended.failure is None:
-                read = read_trainer if variant in TRAINER_VARIANTS else read_ours
-                found |= read(folder, plan.warmup)
-            rounds[variant].append(found)
+                result |= figures(folder, plan.warmup)
+            rounds[variant].append(result)
             print(f"round {number + 1}  {variant:13} {ended.failure or 'measured'}", flush=True)
-    table = [summarise(variant, found) for variant, found in rounds.items()]
+    table = [summarise(variant, results) for variant, results in rounds.items()]
     for row in table:
-        result = row.get("failed") or f"{row['tokens_per_s']:9,.0f} tokens/s  {row['peak_memory_gib']:.1f} GiB"
-        print(f"{row['variant']:13} {result}")
+        outcome = row.get("failed") or f"{row['tokens_per_s']:9,.0f} tokens/s  {row['peak_memory_gib']:.1f} GiB"
+        print(f"{row['variant']:13} {outcome}")
     if options.output is not None:
         record = {"provenance": collect_provenance(sys.argv), "workload": work.name, **asdict(work), "rows": table}
         write_json_atomic(options.output, record)

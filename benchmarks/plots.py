@@ -42,7 +42,6 @@ COLOURS = {
     "hf_bf16": "#b0b7c3",
     "hf_bf16_compiled": "#8a93a3",
     "accelerate_te": "#8fb8de",
-    "te_autocast": "#5f93c4",
     "torchao_tensorwise": "#9ccfa0",
     "torchao_rowwise": "#6fae75",
 }
@@ -52,7 +51,6 @@ LABELS = {
     "hf_bf16": "Hugging Face + Accelerate, bf16",
     "hf_bf16_compiled": "the same, compiled",
     "accelerate_te": "Accelerate's fp8",
-    "te_autocast": "te.autocast by hand, fp8",
     "torchao_tensorwise": "torchao tensorwise, fp8",
     "torchao_rowwise": "torchao rowwise, fp8",
 }
@@ -73,9 +71,6 @@ DRAWN = {
     "block_qkv_bf16": ("block, qkv in bf16", COLOURS["block"], "--"),
 }
 """Variants of benchmarks/pretrained.py and gsm8k_curves.py -> label, colour and line."""
-
-
-# --- shared by all plots ----------------------------------------------------------------------------------------------
 
 
 def write_message(figure: Any, message: str, measured: str) -> None:
@@ -100,9 +95,6 @@ def save(figure: Any, path: Path) -> None:
     Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)
 
 
-# --- tokens/s, and the parts of a step --------------------------------------------------------------------------------
-
-
 def precision_of(variant: str) -> str:
     """The word of a variant's name that has a colour, else the first word."""
     words = variant.split(":")
@@ -125,11 +117,11 @@ def read_rows(path: Path, row_name: str | None, variants: list[str] | None) -> l
     if variants is None:
         plain = [row for row in rows if row["baseline"] or row["variant"].split(":")[-1] in COLOURS]
         return sorted(plain, key=lambda row: (row["baseline"] is None, speed(row)))
-    found = {row["variant"]: row for row in rows}
+    measured = {row["variant"]: row for row in rows}
     for name in variants:
-        if name not in found:
-            raise UserError(f"--variants {name}: row {row_name} of {path} has {', '.join(found)}.")
-    return [found[name] for name in variants]
+        if name not in measured:
+            raise UserError(f"--variants {name}: row {row_name} of {path} has {', '.join(measured)}.")
+    return [measured[name] for name in variants]
 
 
 def speed(row: Row) -> float:
@@ -180,12 +172,9 @@ def draw_speed(rows: list[Row], path: Path) -> None:
     fastest = max((row for row in rows if not row["baseline"]), key=speed, default=rows[0])
     others = [row for row in rows if precision_of(row["variant"]) == "bf16"]
     others += sorted((row for row in rows if row["baseline"]), key=speed)[-1:]
-    gains = [
-        f"{speed(fastest) / speed(row):.2f} times {label(row).replace('ours:', 'our')}"
-        for row in others
-        if row is not fastest and speed(row)
-    ]
-    message = f"Speed of {label(fastest).replace('ours:', 'our')}: {', '.join(gains)}"
+    slower = [row for row in others if row is not fastest and speed(row)]
+    gains = ", ".join(f"{speed(fastest) / speed(row):.2f} times {label(row)}" for row in slower)
+    message = f"Speed of {label(fastest)}: {gains}".replace("ours:", "our")
     write_message(figure, message, f"{what_was_trained(rows[0])}; tokens per second and peak memory")
     save(figure, path)
 
@@ -194,9 +183,9 @@ def step_parts(row: Row) -> dict[str, float]:
     """The `PARTS` of the recorded step in ms; the time without a kernel belongs to "all else"."""
     step = row["recorded_step"]
     classes = dict(step["time_s_by_class"])
-    found = {part: 1e3 * sum(classes.pop(name, 0.0) for name in names) for part, names in PARTS.items()}
-    found["all else"] += 1e3 * (sum(classes.values()) + step.get("gap_s", 0.0))
-    return found
+    parts = {part: 1e3 * sum(classes.pop(name, 0.0) for name in names) for part, names in PARTS.items()}
+    parts["all else"] += 1e3 * (sum(classes.values()) + step.get("gap_s", 0.0))
+    return parts
 
 
 def draw_parts(rows: list[Row], path: Path) -> None:
@@ -226,20 +215,14 @@ def draw_parts(rows: list[Row], path: Path) -> None:
     save(figure, path)
 
 
-# --- loss -------------------------------------------------------------------------------------------------------------
-
-
 def draw_curves(record: Row, path: Path) -> None:
     """Draw the second half of training on one GPU: a line per variant (mean over seeds) and bf16's range as a band."""
     runs = [run for run in record["runs"] if ":" not in run["variant"]]
     figure, axis = plt.subplots(figsize=(8, 4.2), layout="constrained")
-    ends = {}
-    finals = {}
-    last = 0.0
+    ends, finals, last = {}, {}, 0.0
     for variant in dict.fromkeys(run["variant"] for run in runs):
         evaluations = np.array([run["evaluations"] for run in runs if run["variant"] == variant])
-        tokens = evaluations[0, :, 1] / 1e6
-        losses = evaluations[:, :, 2]
+        tokens, losses = evaluations[0, :, 1] / 1e6, evaluations[:, :, 2]
         last = tokens.max()
         name, colour, line = DRAWN[variant]
         axis.plot(tokens, losses.mean(axis=0), line, color=colour)
@@ -254,14 +237,11 @@ def draw_curves(record: Row, path: Path) -> None:
     axis.set_xlabel("tokens seen (millions)")
     axis.set_ylabel("eval loss (nats per token)")
     axis.spines[["top", "right"]].set_visible(False)
-    low = finals["bf16"].min()
-    high = finals["bf16"].max()
-    inside = all(low <= losses.mean() <= high for losses in finals.values())
-    write_message(
-        figure,
-        f"From scratch every recipe ends {'inside' if inside else 'not always inside'} the spread of bf16's seeds",
-        f"{runs[0]['num_parameters'] / 1e6:.0f}M parameters on the text of GSM8K; means of seeds, band: bf16's",
-    )
+    low, high = finals["bf16"].min(), finals["bf16"].max()
+    inside = "inside" if all(low <= losses.mean() <= high for losses in finals.values()) else "not always inside"
+    message = f"From scratch every recipe ends {inside} the spread of bf16's seeds"
+    size = f"{runs[0]['num_parameters'] / 1e6:.0f}M parameters"
+    write_message(figure, message, f"{size} on the text of GSM8K; means of seeds, band: bf16's")
     save(figure, path)
 
 
@@ -272,8 +252,7 @@ def draw_pretrained(record: Row, path: Path) -> None:
     runs = [run for run in record["runs"] if run["seed"]]
     losses = {(run["variant"], run["learning_rate"], run["seed"]): run["bf16_eval_loss"] for run in runs}
     figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    ends = {}
-    fp8_means = []
+    ends, fp8_means = {}, []
     for variant, (name, colour, line) in DRAWN.items():
         gaps: dict[float, list[float]] = {}
         for (run_variant, rate, seed), loss in sorted(losses.items()):
@@ -288,8 +267,7 @@ def draw_pretrained(record: Row, path: Path) -> None:
         ends[name] = (means[-1], colour)
         if variant not in ("bf16", "hf_bf16"):
             fp8_means += means
-    low, high = axis.get_ylim()
-    rates = sorted({rate for _, rate, _ in losses if rate})
+    (low, high), rates = axis.get_ylim(), sorted({rate for _, rate, _ in losses if rate})
     label_ends(axis, rates[-1], ends, (high - low) / 20)
     axis.set_xscale("log")
     axis.set_xlim(right=1.06 * rates[-1])
@@ -298,11 +276,9 @@ def draw_pretrained(record: Row, path: Path) -> None:
     axis.set_xlabel("learning rate")
     axis.set_ylabel("eval loss above bf16's (nats per token)")
     axis.spines[["top", "right"]].set_visible(False)
-    write_message(
-        figure,
-        f"fp8 costs a pretrained 135M model {min(fp8_means):.3f} to {max(fp8_means):.3f} nats of eval loss",
-        "SmolLM2-135M-Instruct fine-tuned on GSM8K, exported; points: seeds, lines: their means",
-    )
+    message = f"fp8 costs a pretrained 135M model {min(fp8_means):.3f} to {max(fp8_means):.3f} nats of eval loss"
+    measured = "SmolLM2-135M-Instruct fine-tuned on GSM8K, exported; points: seeds, lines: their means"
+    write_message(figure, message, measured)
     save(figure, path)
 
 

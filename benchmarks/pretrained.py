@@ -49,7 +49,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.gpus import visible_gpus
 from llm_fp8 import fine_tune
-from llm_fp8.config.options import Config, DataConfig, ModelConfig
+from llm_fp8.config.options import Config
 from llm_fp8.config.recipes import precision_name
 from llm_fp8.data.collate import Batch
 from llm_fp8.data.prepare import prepare_data
@@ -60,10 +60,8 @@ from llm_fp8.utils.json_files import read_json, read_jsonl, writable, write_json
 from llm_fp8.utils.packages import REPOSITORY
 from llm_fp8.utils.script import run_script
 
-_BF16 = {"use_te": True, "mixed_precision": "bf16"}
-_DELAYED, _CURRENT, _BLOCK = (
-    {"use_te": True, "mixed_precision": "fp8", "fp8_scenario": name} for name in ("delayed", "current", "block")
-)
+_BF16, _FP8 = {"use_te": True, "mixed_precision": "bf16"}, {"use_te": True, "mixed_precision": "fp8"}
+_DELAYED, _CURRENT, _BLOCK = ({**_FP8, "fp8_scenario": name} for name in ("delayed", "current", "block"))
 VARIANTS: dict[str, dict[str, Any]] = {
     "hf_bf16": {"mixed_precision": "bf16"},
     "bf16": _BF16,
@@ -102,17 +100,17 @@ class Job:
     seed: int
 
     def options(self, settings: argparse.Namespace, folder: Path) -> dict[str, Any]:
-        found = _VARIANT.fullmatch(self.variant)
-        assert found is not None
+        name = _VARIANT.fullmatch(self.variant)
+        assert name is not None
         shared: dict[str, Any] = {
             "model_name": settings.model, "dataset_name": settings.data, "packing": True,
             "max_seq_length": SEQ_LENGTH, "batch_size": ROWS, "validation_fraction": HELD_OUT, "seed": self.seed,
-            "output_dir": folder, "eval_every": EVAL_EVERY, "fp8_until": found["until"],
-            **VARIANTS[found["base"]]
+            "output_dir": folder, "eval_every": EVAL_EVERY, "fp8_until": name["until"],
+            **VARIANTS[name["base"]]
         }  # fmt: skip
         if self.seed == 0:
             return {**shared, "max_steps": 1, "learning_rate": 1e-30, "export": False}
-        steps = round(float(found["length"] or 1) * settings.steps) if settings.steps else None
+        steps = round(float(name["length"] or 1) * settings.steps) if settings.steps else None
         return {
             **shared, "num_epochs": EPOCHS, "learning_rate": self.learning_rate, "num_warmup_steps": WARMUP_STEPS,
             "lr_scheduler": settings.lr_scheduler, "max_steps": steps
@@ -123,10 +121,10 @@ def plan(settings: argparse.Namespace) -> list[Job]:
     """The untrained models, then all runs seed by seed, so that an early end leaves whole pairs."""
     variants = settings.variants.split(",")
     for name in variants:
-        if (found := _VARIANT.fullmatch(name)) is None or found["base"] not in VARIANTS:
+        if (match := _VARIANT.fullmatch(name)) is None or match["base"] not in VARIANTS:
             choices = ", ".join(VARIANTS)
             raise UserError(f"--variants: '{name}' is unknown; choose from {choices}, with @SHARE or /LENGTH after it.")
-        if found["length"] and not settings.steps:
+        if match["length"] and not settings.steps:
             raise UserError(f"--variants {name}: a length is a share of --steps.")
     rates = [float(rate) for rate in settings.learning_rates.split(",")]
     jobs = [Job(variant, 0.0, 0) for variant in variants if "lora" not in variant]
@@ -139,11 +137,8 @@ def plan(settings: argparse.Namespace) -> list[Job]:
 
 def held_out_batches(settings: argparse.Namespace) -> list[Batch]:
     """The held-out rows of every run, padded, on the CPU."""
-    data = DataConfig(
-        dataset_name=str(settings.data), validation_fraction=HELD_OUT, max_seq_length=SEQ_LENGTH, batch_size=EVAL_ROWS,
-        packing=False
-    )  # fmt: skip
-    config = Config(model=ModelConfig(model_name=str(settings.model)), data=data)
+    data = {"dataset_name": str(settings.data), "validation_fraction": HELD_OUT, "max_seq_length": SEQ_LENGTH}
+    config = Config().with_options(model_name=str(settings.model), **data, batch_size=EVAL_ROWS, packing=False)
     loader = prepare_data(config, AutoTokenizer.from_pretrained(settings.model)).eval
     assert loader is not None
     return list(loader)
@@ -209,9 +204,9 @@ def run_one(job: Job, settings: argparse.Namespace, batches: list[Batch], scratc
 
 def interval(differences: list[float]) -> dict[str, Any]:
     """The mean of paired differences and its 95% interval by Student's t; one pair has no interval."""
-    found = t_interval(differences)
-    half = None if found.low is None else found.value - found.low
-    return {"num_pairs": len(differences), "mean": found.value, "half_width": half, "differences": differences}
+    mean = t_interval(differences)
+    half = None if mean.low is None else mean.value - mean.low
+    return {"num_pairs": len(differences), "mean": mean.value, "half_width": half, "differences": differences}
 
 
 def equal_loss_steps(run: Row, reference: Row) -> float:
@@ -241,8 +236,7 @@ def compare(runs: list[Row]) -> list[Row]:
                     entry[name] = interval([run[name] - other[name] for run, other in pairs])
                     entry[f"reference_{name}"] = statistics.fmean(other[name] for _, other in pairs)
             # Some recorded runs have no intermediate evaluations.
-            evaluated = [(run, other) for run, other in pairs if rate and "evaluations" in other]
-            if evaluated:
+            if evaluated := [(run, other) for run, other in pairs if rate and "evaluations" in other]:
                 entry["equal_loss_steps"] = statistics.fmean(equal_loss_steps(*pair) for pair in evaluated)
             comparisons.append(entry)
     return comparisons
@@ -281,10 +275,8 @@ def main() -> int:
     gpus, names_of_gpus = spawn.Queue(), (visible_gpus() or [""]) * settings.parallel
     for name in names_of_gpus:
         gpus.put(name)
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        ProcessPoolExecutor(len(names_of_gpus), spawn, begin_worker, (gpus,)) as pool,
-    ):
+    workers = ProcessPoolExecutor(len(names_of_gpus), spawn, begin_worker, (gpus,))
+    with tempfile.TemporaryDirectory() as scratch, workers as pool:
         futures = [pool.submit(run_one, job, settings, batches, Path(scratch), began) for job in left]
         for future in as_completed(futures):
             if (result := future.result()) is None:

@@ -17,7 +17,6 @@ whether fp8 ran.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import itertools
@@ -46,15 +45,8 @@ from llm_fp8.observability.kernel_trace import LOW_PRECISION, gemm_kernels, kern
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.tools.programs import run_program, torchrun
-from llm_fp8.utils.errors import OneSentenceParser, UserError
-from llm_fp8.utils.json_files import (
-    json_line,
-    read_json,
-    read_jsonl,
-    writable,
-    write_json_atomic,
-    write_text_atomic,
-)
+from llm_fp8.utils.errors import OneSentenceParser, UserError, positive
+from llm_fp8.utils.json_files import json_line, read_json, read_jsonl, writable, write_json_atomic, write_text_atomic
 from llm_fp8.utils.packages import REPOSITORY
 from llm_fp8.utils.script import CUDA_DEFAULTS, run_script
 
@@ -138,31 +130,19 @@ class Probe:
             self._recorded = self._recording.enter_context(record_kernels())
         elif step == RECORDED_STEP:
             self._recording.close()
-            found = gemm_kernels(kernel_times(self._recorded))
-            self._gemms = {str(kind): kernels.count for kind, kernels in found.items()}
-
-
-# --- the trainings ----------------------------------------------------------------------------------------------------
+            gemms = gemm_kernels(kernel_times(self._recorded))
+            self._gemms = {str(kind): kernels.count for kind, kernels in gemms.items()}
 
 
 def train_ours(job: Job, probe: Probe) -> None:
     """Run train_fp8.py, or train_multi_gpu.py on several GPUs, in this process."""
     options = {
-        "model_name": job["model"],
-        "dataset_name": job["rows"],
-        "output_dir": job["folder"],
-        "batch_size": job["batch_size"],
-        "gradient_accumulation_steps": job["micro_batches"],
-        "max_seq_length": job["seq_length"],
-        "max_steps": STEPS,
-        "validation_fraction": 0,
-        "log_every": 1,
-        "learning_rate": LEARNING_RATE,
-        "lr_scheduler": "constant",
-        "num_warmup_steps": 0,
-        **job["options"],
+        "model_name": job["model"], "dataset_name": job["rows"], "output_dir": job["folder"],
+        "batch_size": job["batch_size"], "gradient_accumulation_steps": job["micro_batches"],
+        "max_seq_length": job["seq_length"], "max_steps": STEPS, "validation_fraction": 0, "log_every": 1,
+        "learning_rate": LEARNING_RATE, "lr_scheduler": "constant", "num_warmup_steps": 0, **job["options"],
         **({"sharding_mode": "fsdp_full"} if job["num_gpus"] > 1 else {}),
-    }
+    }  # fmt: skip
     script = "train_fp8.py" if job["num_gpus"] == 1 else "train_multi_gpu.py"
     sys.argv = [script, *(f"--{name}={value}" for name, value in options.items()), "--use_te", "--no-export"]
     with contextlib.suppress(SystemExit):
@@ -202,20 +182,11 @@ def train_sft(job: Job, probe: Probe, model: Any, options: dict[str, Any], **arg
         for row in read_jsonl(Path(job["rows"]))
     ]
     args = SFTConfig(
-        output_dir=job["folder"],
-        max_steps=STEPS,
-        per_device_train_batch_size=job["batch_size"],
-        gradient_accumulation_steps=job["micro_batches"],
-        learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        max_length=job["seq_length"],
-        packing=True,
-        gradient_checkpointing=False,
-        **options,
-    )
+        output_dir=job["folder"], max_steps=STEPS, per_device_train_batch_size=job["batch_size"],
+        gradient_accumulation_steps=job["micro_batches"], learning_rate=LEARNING_RATE, lr_scheduler_type="constant",
+        logging_steps=1, save_strategy="no", report_to="none", max_length=job["seq_length"], packing=True,
+        gradient_checkpointing=False, **options
+    )  # fmt: skip
     callbacks = [TrlCallback(probe)]
     trainer = SFTTrainer(model, args=args, train_dataset=Dataset.from_list(chats), callbacks=callbacks, **arguments)
     collate = trainer.data_collator
@@ -242,13 +213,9 @@ def train_trl(job: Job, probe: Probe) -> None:
 
 def train_unsloth(job: Job, probe: Probe) -> None:
     """Train all of Unsloth's model in TRL's trainer, as Unsloth patches it."""
-    model, tokenizer = importlib.import_module("unsloth").FastLanguageModel.from_pretrained(
-        job["model"],
-        max_seq_length=job["seq_length"],
-        full_finetuning=True,
-        load_in_4bit=False,
-        use_gradient_checkpointing=False,
-    )
+    options = {"full_finetuning": True, "load_in_4bit": False, "use_gradient_checkpointing": False}
+    unsloth_model = importlib.import_module("unsloth").FastLanguageModel
+    model, tokenizer = unsloth_model.from_pretrained(job["model"], max_seq_length=job["seq_length"], **options)
     probe.attention = model.config._attn_implementation
     train_sft(job, probe, model, job["options"], processing_class=tokenizer)
 
@@ -288,17 +255,14 @@ def train_torchtitan(job: Job, probe: Probe) -> None:
     if is_old:
         config.parallelism.spmd_backend = "partial_dtensor"  # the default needs a newer torch, as does chunked loss
         config.loss = config.loss.loss_fn
-    config.hf_assets_path = job["model"]
-    config.dump_folder = job["folder"]
+    config.hf_assets_path, config.dump_folder = job["model"], job["folder"]
     config.profiler.enable_profiling = config.validator.enable = config.checkpoint.enable = False
     config.metrics = MetricsProcessor.Config(log_freq=1)
     config.optimizer = config_registry.default_adamw(lr=LEARNING_RATE)
-    config.lr_scheduler.warmup_steps = 0
-    config.lr_scheduler.min_lr_factor = 1.0
+    config.lr_scheduler.warmup_steps, config.lr_scheduler.min_lr_factor = 0, 1.0
     config.training.local_batch_size = job["batch_size"]
     config.training.global_batch_size = job["batch_size"] * job["micro_batches"] * job["num_gpus"]
-    config.training.seq_len = job["seq_length"]
-    config.training.steps = STEPS
+    config.training.seq_len, config.training.steps = job["seq_length"], STEPS
     config.training.disable_cuda_graphs = True  # they refuse packed documents
     if job["architecture"] == "Llama-3.1-8B" and job["num_gpus"] == 1:
         config.training.dtype = "bfloat16"
@@ -313,8 +277,7 @@ def train_torchtitan(job: Job, probe: Probe) -> None:
             {"role": "assistant", "content": row["generated_solution"]},
         ],
     )
-    log = MetricsProcessor.log
-    flush = ChatDataset._flush_buffers
+    log, flush = MetricsProcessor.log, ChatDataset._flush_buffers
 
     def log_loss(self: Any, step: int, loss: float, *args: Any, **options: Any) -> None:
         probe.losses.append(loss)
@@ -381,19 +344,15 @@ def train_automodel(job: Job, probe: Probe) -> None:
     }
     if fp8:
         entries["fp8"] = {"enabled": True, "recipe_name": job["options"]["recipe"], "filter_fqns": ["lm_head"]}
-    folder = Path(job["folder"])
-    folder.mkdir(exist_ok=True)
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(entries, sort_keys=False))
-    sys.argv = ["automodel", "--config", str(folder / "recipe.yaml")]
+    recipe = Path(job["folder"], "recipe.yaml")
+    write_text_atomic(recipe, yaml.safe_dump(entries, sort_keys=False))
+    sys.argv = ["automodel", "--config", str(recipe)]
     from nemo_automodel.recipes.llm.train_ft import main
 
     main()
-    steps = read_jsonl(folder / "training.jsonl")
+    steps = read_jsonl(recipe.with_name("training.jsonl"))
     probe.losses = [step["loss"] for step in steps]
     probe.tokens_per_step = statistics.mean(step["num_tokens_per_step"] for step in steps) / job["num_gpus"]
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def run_job(path: Path) -> int:
@@ -423,8 +382,7 @@ def write_rows(path: Path, text: Path | None, model: Path, seq_length: int, num_
     """Write rows of more than `num_tokens` tokens in all, each shorter than `seq_length`; the text may repeat."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     sources = [text] if text is not None else sorted((DATASET_DIR / "data").glob("train-*.jsonl"))
-    rows = []
-    counted = 0
+    rows, counted = [], 0
     for row in itertools.cycle([row for source in sources for row in read_jsonl(source)]):
         length = len(tokenizer(f"user:\n{row['problem']}\n\nassistant:\n{row['generated_solution']}")["input_ids"]) + 1
         if length < seq_length:  # some trainers drop longer rows, others cut them
@@ -454,9 +412,8 @@ def measure(job: Job, site: str | None, scratch: Path, timeout_s: float) -> dict
         environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "UNSLOTH_DISABLE_STATISTICS": "1"}
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(job["num_gpus"])))
         environ["PYTHONPATH"] = os.pathsep.join([*([site] if site else []), str(REPOSITORY)])
-        log = scratch / f"{job['name']}.log"
-        environ = CUDA_DEFAULTS | environ
-        ended = run_program(command, log=log, environ=environ, cwd=REPOSITORY, timeout_s=timeout_s)
+        where = {"log": scratch / f"{job['name']}.log", "cwd": REPOSITORY}
+        ended = run_program(command, environ=CUDA_DEFAULTS | environ, timeout_s=timeout_s, **where)
         entry = {name: job[name] for name in ("name", "package", "options", "batch_size", "micro_batches")}
         entry |= {"wall_s": ended.wall_s, "error": ended.failure}
         if ended.failure is None:
@@ -467,54 +424,41 @@ def measure(job: Job, site: str | None, scratch: Path, timeout_s: float) -> dict
         job = {**job, "batch_size": job["batch_size"] // 2, "micro_batches": job["micro_batches"] * 2}
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse and check the command line. Raises `UserError`."""
-    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--job", type=Path, help="run the job in this file, which this script writes for its processes")
-    parser.add_argument("--model", default="Llama-3.2-1B", choices=SHAPES)
-    parser.add_argument("--text", type=Path, help="JSONL file in OpenMathInstruct-2's columns (default: the embedded)")
-    parser.add_argument("--packages", action="append", default=[], metavar="NAME=FOLDER", help="see above")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="default: all")
-    parser.add_argument("--num_gpus", type=int, default=1, help="default %(default)s")
-    parser.add_argument("--seq_length", type=int, default=1024, help="default %(default)s")
-    parser.add_argument("--timeout_s", type=float, default=300, help="time limit of a training (default %(default)s)")
-    parser.add_argument("--output", type=writable, help="JSON file for the results")
-    options = parser.parse_args(argv)
-    if options.job is None:
-        if options.output is None:
-            raise UserError("--output is missing; name the JSON file of the results.")
-        for package in options.packages:
-            if "=" not in package:
-                raise UserError(f"--packages {package}: write NAME=FOLDER.")
-    return options
-
-
 def main() -> int:
-    options = parse(sys.argv[1:])
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
+    add = parser.add_argument
+    add("--job", type=Path, help="run the job in this file, which this script writes for its processes")
+    add("--model", default="Llama-3.2-1B", choices=SHAPES)
+    add("--text", type=Path, help="JSONL file in OpenMathInstruct-2's columns (default: the embedded)")
+    add("--packages", action="append", default=[], metavar="NAME=FOLDER", help="see above")
+    add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="default: all")
+    add("--num_gpus", type=positive, default=1, help="default %(default)s")
+    add("--seq_length", type=positive, default=1024, help="default %(default)s")
+    add("--timeout_s", type=float, default=300, help="time limit of a training (default %(default)s)")
+    add("--output", type=writable, help="JSON file for the results")
+    options = parser.parse_args()
     if options.job is not None:
         return run_job(options.job)
-    sites = dict(given.split("=", 1) for given in options.packages)
+    if options.output is None:
+        raise UserError("--output is missing; name the JSON file of the results.")
+    if wrong := [package for package in options.packages if "=" not in package]:
+        raise UserError(f"--packages {wrong[0]}: write NAME=FOLDER.")
+    sites = dict(package.split("=", 1) for package in options.packages)
     batch_size, micro_batches = SHAPES[options.model]
     entries: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(temporary)
-        model = scratch / "model"
-        rows = scratch / "rows.jsonl"
+        model, rows = scratch / "model", scratch / "rows.jsonl"
         write_model(options.model, model)
         tokens = STEPS * batch_size * micro_batches * options.num_gpus * options.seq_length
         write_rows(rows, options.text, model, options.seq_length, int(1.3 * tokens))  # packing leaves gaps
         shared = {
-            "architecture": options.model,
-            "model": str(model),
-            "rows": str(rows),
-            "num_gpus": options.num_gpus,
-            "seq_length": options.seq_length,
-            "batch_size": batch_size,
-            "micro_batches": micro_batches,
-        }
+            "architecture": options.model, "model": str(model), "rows": str(rows), "num_gpus": options.num_gpus,
+            "seq_length": options.seq_length, "batch_size": batch_size, "micro_batches": micro_batches,
+        }  # fmt: skip
         for name in options.variants:
-            package, own = VARIANTS[name]
-            job = {"name": name, "package": package, "options": own, **shared}
+            package, changes = VARIANTS[name]
+            job = {"name": name, "package": package, "options": changes, **shared}
             entries.append(measure(job, sites.get(package), scratch, options.timeout_s))
             speed = entries[-1].get("tokens_per_s_per_gpu") or 0.0
             print(f"{name:22} {entries[-1]['error'] or f'{speed:,.0f} tokens/s per GPU'}", flush=True)

@@ -9,7 +9,6 @@ fp32, the last in emulated fp8, on the embedded model and dataset, with this int
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -56,9 +56,7 @@ takes the second half of the steps again.
 def worktree(revision: str, folder: Path) -> Iterator[Path]:
     """A checkout of the commit, which is removed at the end."""
     git = ["git", "-C", str(ROOT), "worktree"]
-    added = subprocess.run(
-        [*git, "add", "--detach", str(folder), revision], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+    added = subprocess.run([*git, "add", "--detach", str(folder), revision], capture_output=True, text=True)
     if added.returncode != 0:
         raise UserError(f"{revision} cannot be checked out: {added.stderr.strip().splitlines()[-1]}")
     try:
@@ -72,11 +70,10 @@ def train(checkout: Path, commands: list[list[str]], run_dir: Path) -> list[tupl
     environment = {**os.environ, "PYTHONPATH": str(checkout), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_DATASETS_CACHE=str(run_dir.parent / "datasets"))
     for command in commands:
-        own = [word.format(run_dir=run_dir) for word in command]
-        words = [sys.executable, *own, *COMMON, f"--output_dir={run_dir}"]
-        ended = subprocess.run(
-            words, cwd=checkout, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        options = [*(word.format(run_dir=run_dir) for word in command), *COMMON, f"--output_dir={run_dir}"]
+        words = [sys.executable, *options]
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        ended = subprocess.run(words, cwd=checkout, env=environment, **streams)
         if ended.returncode != 0:
             raise UserError(f"{' '.join(words)} ended with exit code {ended.returncode}:\n{ended.stdout[-3000:]}")
     records = read_jsonl(run_dir / "metrics.jsonl")
@@ -102,16 +99,12 @@ def compare(old: str, new: str) -> int:
         worktree(new, Path(folder, "new")) as new_checkout,
     ):
         for number, (name, commands) in enumerate(TRAININGS.items()):
-            runs = [
-                train(checkout, commands, Path(folder, f"{checkout.name}-{number}"))
-                for checkout in (old_checkout, new_checkout)
-            ]
-            difference = first_difference(*runs)
-            if difference is not None:
+            checkouts = (old_checkout, new_checkout)
+            runs = [train(each, commands, Path(folder, f"{each.name}-{number}")) for each in checkouts]
+            if (difference := first_difference(*runs)) is not None:
                 print(f"{name}: {difference}")
                 return 1
-            last_loss = json.dumps(runs[0][-1][1])
-            print(f"{name}: {NUM_STEPS} steps are equal; the last loss is {last_loss}", flush=True)
+            print(f"{name}: {NUM_STEPS} steps are equal; the last loss is {runs[0][-1][1]!r}", flush=True)
     return 0
 
 

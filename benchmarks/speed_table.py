@@ -26,15 +26,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.bench import (
-    Variant,
-    Workload,
-    add_measuring_options,
-    measure_all,
-    measuring_plan,
-    parse_variants,
-    print_table,
-)
+from benchmarks import bench
+from benchmarks.bench import Variant, Workload, parse_variants
 from benchmarks.gpus import visible_gpus
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.utils.errors import OneSentenceParser, UserError, reading
@@ -65,11 +58,11 @@ def workload_of(row: Row) -> Workload:
 
 def variants_of(row: Row) -> list[Variant]:
     """The variants of a row. Raises `UserError` for options that do not exist or contradict each other."""
-    found = []
+    variants = []
     for name, words in row["variants"].items():
         (variant,) = parse_variants(f"x: {words}", row.get("num_gpus", 1))
-        found.append(Variant(name, variant.words, variant.baseline))
-    return found
+        variants.append(Variant(name, variant.words, variant.baseline))
+    return variants
 
 
 def judge(row: Row, measured: list[Row]) -> list[str]:
@@ -98,9 +91,9 @@ def main() -> int:
     parser.add_argument("--table", type=Path, default=TABLE, help="JSON file of the rows (default %(default)s)")
     parser.add_argument("--rows", help="names of rows, separated by commas (default: all)")
     parser.add_argument("--list", action="store_true", help="print the rows and end")
-    add_measuring_options(parser)
+    bench.add_measuring_options(parser)
     options = parser.parse_args()
-    plan = measuring_plan(options)
+    plan = bench.measuring_plan(options)
     num_gpus = len(visible_gpus())
     table = [(row, workload_of(row), variants_of(row)) for row in read_table(options.table, options.rows)]
     if options.list:
@@ -117,11 +110,10 @@ def main() -> int:
         elif work.num_gpus > num_gpus:
             print(f"{row['row']}: left out, because it needs {work.num_gpus} GPUs and {num_gpus} are visible")
         else:
-            done += [{"row": row["row"], **one} for one in measure_all(work, variants, plan)]
+            done += [{"row": row["row"], **one} for one in bench.measure_all(work, variants, plan)]
             write_json_atomic(options.output, {"provenance": collect_provenance(sys.argv), "rows": done})
-        measured = [one for one in done if one["row"] == row["row"]]
-        if measured:
-            print_table(measured)
+        if measured := [one for one in done if one["row"] == row["row"]]:
+            bench.print_table(measured)
             print("\n".join(judge(row, measured)))
     return 0
 
