@@ -279,8 +279,6 @@ def _items(text: str) -> Iterator[str]:
 
 
 def _object(value: Any, text: str) -> str:
-    if isinstance(value, str):
-        return json.dumps({"text": value})
     if not isinstance(value, dict):
         raise ValueError(f"a row must be an object, and one is {text[:80]}")
     return text
