@@ -152,7 +152,7 @@ def load_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> PreparedData
         pin_memory=plan.device.type == "cuda",
         main_process_first=plan.accelerator.local_main_process_first,
         split_batch=None if context is None else context.split,
-        num_slices=1 if context is None else context.size,
+        num_slices=plan.num_slices,
         eval_batch_size=plan.asked_batch_size,
     )
     plan.say(data.description)
@@ -255,7 +255,7 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
         rank=ranks.rank,
         world_size=ranks.world_size,
         main_process_first=PartialState(cpu=not torch.cuda.is_available()).local_main_process_first,
-        num_slices=config.parallel.context_parallel_size,
+        num_slices=settled.num_slices,
     )
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

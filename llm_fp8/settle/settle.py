@@ -71,6 +71,11 @@ class Settled:
         return in_step // self.num_asked_micro_batches
 
     @property
+    def num_slices(self) -> int:
+        """How many GPUs share the tokens of a sequence."""
+        return self.config.parallel.context_parallel_size
+
+    @property
     def certifies(self) -> bool:
         """True where the run records a step and judges its kernels (--certify)."""
         wanted = self.config.run.certify
