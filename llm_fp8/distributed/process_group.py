@@ -48,7 +48,7 @@ def start_process_group(ranks: LaunchRanks) -> None:
         raise UserError(f"rank {ranks.rank} did not meet the other processes ({reason}); see their logs.") from error
 
 
-def own_device() -> torch.device:
+def device_of_process() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

@@ -208,7 +208,7 @@ class RunReporter:
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Write and return summary.json: last values, median speeds, and `summary`."""
-        steps = self.own_steps()
+        steps = self.steps_of_process()
         last = {"eval_loss" in record: record for record in self._written()}
         full = {
             "steps": self._last_step,
@@ -224,7 +224,7 @@ class RunReporter:
             self.track(full)
         return full
 
-    def own_steps(self) -> list[dict[str, float]]:
+    def steps_of_process(self) -> list[dict[str, float]]:
         """Return the steps of this process; empty except on the main process."""
         return [each for each in self._written() if each["step"] > self._resume_step and "eval_loss" not in each]
 

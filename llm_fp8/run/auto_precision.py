@@ -70,10 +70,10 @@ def _tokens_per_s(setup: TrainingSetup, batches: list[Batch], name: str) -> floa
         model.zero_grad(set_to_none=True)
 
     model.train()
-    taken = itertools.cycle(batches)
-    take(next(taken))
+    endless = itertools.cycle(batches)
+    take(next(endless))
     start = clock.stamp()
-    for batch in itertools.islice(taken, NUM_MEASURED):
+    for batch in itertools.islice(endless, NUM_MEASURED):
         take(batch)
         num_tokens += batch.num_tokens
     end = clock.stamp()
@@ -82,7 +82,7 @@ def _tokens_per_s(setup: TrainingSetup, batches: list[Batch], name: str) -> floa
     seconds = clock.seconds(start, end)
     if setup.plan.graphs is not False and not (setup.plan.strategy.shards_parameters and len(batches) > 1):
         with profiled() as profile:
-            take(next(taken))
+            take(next(endless))
         work_s = NUM_MEASURED * profile.work_s
         if work_s < (1 - WORTH_GRAPHS) * seconds:  # steps will run as graphs, without the host's time
             seconds = work_s

@@ -176,8 +176,8 @@ class CheckpointManager:
         strategy: DistributedStrategy | None,
         best_step: int | None,
     ) -> None:
-        final, own_bytes = self.of_step(step), 0 if strategy is None else strategy.state_bytes()
-        needed_bytes = sum(tensor.nbytes for tensor in tensors.values()) + own_bytes
+        final, strategy_bytes = self.of_step(step), 0 if strategy is None else strategy.state_bytes()
+        needed_bytes = sum(tensor.nbytes for tensor in tensors.values()) + strategy_bytes
         temporary = self.folder / f"{_TEMPORARY_PREFIX}{final.name}"
 
         def prepare() -> None:

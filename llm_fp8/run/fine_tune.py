@@ -39,8 +39,8 @@ def fine_tune(**options: Any) -> dict[str, Any]:
         try:
             exit_code = run_training(config, results)
         except BaseException as error:
-            for told in filter(None, (error, error.__cause__)):  # a notebook keeps them, and so would keep the model
-                traceback.clear_frames(told.__traceback__)
+            for failure in filter(None, (error, error.__cause__)):  # a notebook keeps them, and so would keep the model
+                traceback.clear_frames(failure.__traceback__)
             raise
     if exit_code:
         signal.raise_signal(exit_code - 128)

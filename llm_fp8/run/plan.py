@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from llm_fp8.config.options import Config
 from llm_fp8.config.recipes import precision_name
 from llm_fp8.distributed.build import build_strategy
-from llm_fp8.distributed.process_group import own_device
+from llm_fp8.distributed.process_group import device_of_process
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.fp8_checkpoint import Fp8Format
 from llm_fp8.models.source import ModelSource, load_config, resolve_source, stored_dtype, text_config
@@ -84,7 +84,7 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = No
 
     `config` passed `check_options`, and the process group exists.
     """
-    device = own_device()
+    device = device_of_process()
     source = resolve_source(config.model)
     hf_config = load_config(source)
     machine = look(config.precision, ranks)

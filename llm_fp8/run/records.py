@@ -47,7 +47,7 @@ def record_run(timeline: Timeline) -> None:
             **plan.parallel_record,
             **({"optimizer_gib_on_host": on_host / GIB} if on_host else {}),
             "global_batch_size": timeline.loader.global_batch_size,
-            "num_asked_micro_batches": plan.num_asked_micro_batches,
+            "num_requested_micro_batches": plan.num_requested_micro_batches,
             "tokens_per_step": timeline.loader.global_batch_size * config.data.max_seq_length,
             "num_warmup_steps": effective_warmup_steps(config.optim.num_warmup_steps, timeline.total_steps),
             "total_steps": timeline.total_steps,
@@ -115,10 +115,10 @@ def export_final(timeline: Timeline, tokenizer: PreTrainedTokenizerBase, step: i
 
 def _certificates_of(timeline: Timeline) -> dict[str, Any]:
     """The process's certificates; a run that is resumed after its steps in fp8 has the first in its folder."""
-    before, found = timeline.state.folder / "certificate.json", dict[str, Any](certificate=None)
+    before, certificates = timeline.state.folder / "certificate.json", dict[str, Any](certificate=None)
     if timeline.setup.precision.has_ended and before.exists():
-        found["certificate"] = read_json(before)
-    return found | {name: certificate.to_dict() for name, certificate in timeline.results.certificates.items()}
+        certificates["certificate"] = read_json(before)
+    return certificates | {name: certificate.to_dict() for name, certificate in timeline.results.certificates.items()}
 
 
 def summary_of(timeline: Timeline, exported: Path | None) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def summary_of(timeline: Timeline, exported: Path | None) -> dict[str, Any]:
         "attention_backend": results.attention_backend,
         **setup.plan.parallel_record,
         "recorded_step": None if recorded is None else recorded.to_dict(),
-        "gpu_idle": None if recorded is None else recorded.gpu_idle(timeline.reporter.own_steps()),
+        "gpu_idle": None if recorded is None else recorded.gpu_idle(timeline.reporter.steps_of_process()),
         **timeline.stepper.summary(),
         **_certificates_of(timeline),
         "tokens_seen": timeline.tokens_seen,
@@ -153,9 +153,9 @@ def closing_words(timeline: Timeline, exported: Path | None) -> None:
     """Print the outcome and where the files are."""
     plan, summary, folder = timeline.setup.plan, timeline.results.summary, timeline.state.folder
     say = plan.say
-    steps, own = summary["steps"], timeline.reporter.own_steps()
-    taken = f"{len(own)} steps" if len(own) == steps else f"{len(own)} steps, {steps} with those before,"
-    say(f"done: {taken} in {summary['wall_time_s']:.0f} s, precision {timeline.precision_name}")
+    num_steps, steps = summary["steps"], timeline.reporter.steps_of_process()
+    count = f"{len(steps)} steps" if len(steps) == num_steps else f"{len(steps)} steps, {num_steps} with those before,"
+    say(f"done: {count} in {summary['wall_time_s']:.0f} s, precision {timeline.precision_name}")
     if "stopped_early" in summary:
         say(f"stopped early: {summary['stopped_early']}")
     if certificates := timeline.results.certificates.values():
@@ -166,7 +166,7 @@ def closing_words(timeline: Timeline, exported: Path | None) -> None:
         say("\n".join(certificate.describe() for certificate in certificates))
     elif plan.certifies:
         say("certificate: none, because this process trained no step that could be recorded")
-    if full := describe_full_gpu(own):
+    if full := describe_full_gpu(steps):
         say(full)
     say(f"  {folder}: metrics.jsonl (figures of every step), run.json (configuration, versions), summary.json")
     if best := summary.get("best"):

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
 from llm_fp8.data.prepare import PreparedData, prepare_data
-from llm_fp8.distributed.process_group import end_process_group, own_device, start_process_group
+from llm_fp8.distributed.process_group import device_of_process, end_process_group, start_process_group
 from llm_fp8.models.build import model_on_meta
 from llm_fp8.models.export import export_size_bytes
 from llm_fp8.models.side_files import Origin, save_side_files
@@ -153,7 +153,7 @@ def load_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> PreparedData
         main_process_first=plan.accelerator.local_main_process_first,
         split_batch=None if context is None else context.split,
         num_slices=plan.num_slices,
-        eval_batch_size=plan.asked_batch_size,
+        eval_batch_size=plan.requested_batch_size,
     )
     plan.say(data.description)
     return data
@@ -244,7 +244,7 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
     tokenizer, note = load_tokenizer(config.model, source)
     check_model(config, hf_config, tokenizer)
     if not config.model.use_te:
-        probe(config, hf_config, own_device(), precision.compute_dtype)
+        probe(config, hf_config, device_of_process(), precision.compute_dtype)
     if config.trains_adapters:
         from llm_fp8.models.lora import add_adapters
 

@@ -114,10 +114,10 @@ def _refuse_other_run(folder: Path, resume_from: str | None) -> None:
     if resume_from not in (None, LATEST) and folder.resolve() in Path(str(resume_from)).resolve().parents:
         return
     names = _SAVED if _was_begun(folder) else (*_SAVED, *_WRITTEN)
-    if found := next((path.name for name in names for path in folder.glob(name)), None):
+    if result := next((path.name for name in names for path in folder.glob(name)), None):
         more = " or add --resume_from latest" if has_checkpoints else ""
         whose = "a run without a checkpoint (--save_every)" if resume_from == LATEST else "another run"
-        raise UserError(f"--output_dir {folder} holds {whose}: {found}; choose another{more}.")
+        raise UserError(f"--output_dir {folder} holds {whose}: {result}; choose another{more}.")
 
 
 @contextlib.contextmanager

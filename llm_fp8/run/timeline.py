@@ -228,7 +228,7 @@ class Timeline:
         if self.step == self.total_steps:
             return
         # Two steps alone are measured by the recorded one, so a small share is looked at again when more are.
-        asks_again, steps = self.step == self.profile_step, self.reporter.own_steps()
+        asks_again, steps = self.step == self.profile_step, self.reporter.steps_of_process()
         note = self.stepper.take_graphs_if_idle(profile, steps, num_micro_batches, self.step, asks_again)
         if note is not None:
             self.reporter.print(note)

@@ -172,8 +172,8 @@ class RunState:
         """Restore everything in place that is not the loop's own. Collective."""
         plan, meta = self.setup.plan, checkpoint.meta
         # Ranks that the checkpoint doesn't know keep their initial seeds.
-        own_rng = rng_state(plan.accelerator.process_index)
-        rng = {name: tensor for name, tensor in own_rng.items() if name in checkpoint.kinds}
+        rng_of_rank = rng_state(plan.accelerator.process_index)
+        rng = {name: tensor for name, tensor in rng_of_rank.items() if name in checkpoint.kinds}
         plan.strategy.load_state(checkpoint.folder / STRATEGY_STATE, optimizer)
         tensors = self.tensors(optimizer) | rng
         if not self.has_the_scales(checkpoint):
@@ -196,8 +196,8 @@ class RunState:
 
     def held(self, step: int) -> Checkpoint | None:
         """The checkpoint of `step`, where every rank sees it complete. Collective."""
-        found = {checkpoint.folder: checkpoint for checkpoint in self.checkpoints.newest_first()}
-        checkpoint = found.get(self.checkpoints.of_step(step))
+        complete = {checkpoint.folder: checkpoint for checkpoint in self.checkpoints.newest_first()}
+        checkpoint = complete.get(self.checkpoints.of_step(step))
         return None if largest(checkpoint is None) else checkpoint
 
 

@@ -10,7 +10,7 @@ import torch
 
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.recipes import RECIPES, recipe_names
-from llm_fp8.distributed.process_group import gathered, own_device
+from llm_fp8.distributed.process_group import device_of_process, gathered
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.precision.plan import MIN_FP8_CAPABILITY, recipe_available
 from llm_fp8.utils.ranks import LaunchRanks
@@ -50,7 +50,7 @@ def look(precision: PrecisionConfig, ranks: LaunchRanks, asks_te: bool = True) -
     host_free_gib = psutil.virtual_memory().available / GIB
     if not torch.cuda.is_available():
         return Machine(ranks, host_free_gib=host_free_gib)
-    device = own_device()
+    device = device_of_process()
     capability = torch.cuda.get_device_capability(device)
     lacking = lacking_by_capability(capability)
     wants_te = precision.mixed_precision in ("fp8", "auto") and precision.fp8_backend == "te"

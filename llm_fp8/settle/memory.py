@@ -234,16 +234,16 @@ class RunSize:
         if recomputed:  # one after the other, when what the head took is free
             head = max(head, tokens * working + transposed)
 
-        kept, unsharded = BYTES_PER_PARAMETER[self.optimizer], keeps_unsharded_gradients(mode, config)
+        per_parameter, unsharded = BYTES_PER_PARAMETER[self.optimizer], keeps_unsharded_gradients(mode, config)
         trained = self.num_adapter_parameters(spec) if self.adapted else self.num_parameters
         shards = num_gpus if self.sharded else 1
         if self.adapted:
-            state += kept.total / shards * trained
-        all_gradients = 0.0 if unsharded else kept.gradient / shards * trained
+            state += per_parameter.total / shards * trained
+        all_gradients = 0.0 if unsharded else per_parameter.gradient / shards * trained
         if unsharded:
-            state -= kept.gradient / num_gpus * trained  # the shards of gradients come with the reduction
+            state -= per_parameter.gradient / num_gpus * trained  # the shards of gradients come with the reduction
         if mode == "ddp" and not config.always_graphs:
-            state += kept.gradient * trained  # buckets
+            state += per_parameter.gradient * trained  # buckets
         # In place of frozen weights of two bytes, or beside their masters.
         state += (-1 if self.adapted else 1) * fp8_weights / num_gpus
         if mode == "fsdp_grad":
@@ -268,7 +268,9 @@ class RunSize:
             if beside_layer:  # torch's `foreach_reduce` lays the outermost unit's gradients out in fp32, beside bf16
                 moments.append((state + 3 * outermost, 0.0, 0.0))
             if beside_layer and layers - 2 not in recomputes:  # the layer below the last, as fc1's gradient is made
-                made = gathered + beside_layer + (_BF16 + kept.gradient / num_gpus) * layer_linear - all_gradients
+                made = (
+                    gathered + beside_layer + (_BF16 + per_parameter.gradient / num_gpus) * layer_linear - all_gradients
+                )
                 made += h * spec.intermediate_size * (4 if recipe == "bf16" else 7)  # and fp8 weights for the dgrad
                 below, saved = activations - 2 * tokens * per_layer, per_layer + 4 * h + spec.intermediate_size
                 moments.append((state + made, below, tokens * saved))
@@ -285,7 +287,7 @@ class RunSize:
             if graphs:
                 beside += activations + head  # of an eager micro-batch beside those of the graphs
             if one_micro_batch:
-                beside += _SHARDS_WITHOUT_ROOM * kept.gradient * trained / num_gpus
+                beside += _SHARDS_WITHOUT_ROOM * per_parameter.gradient * trained / num_gpus
         elif mode == "ddp":
             beside = 2 * trained  # on the first GPU in 3 of 10 recorded runs
         sizes = {STATE: parts[0], CASTS: casts, ACTIVATIONS: parts[1], HEAD: parts[2]}
@@ -330,10 +332,10 @@ class RunSize:
         Recomputing a layer costs a third of its time, and merging gains less: the fewest recomputed layers with which
         any cut fits decide, then the longest micro-batches. Where nothing fits, nothing is merged and all recomputed.
         """
-        size, num_asked = self.config.data.batch_size, self.config.optim.gradient_accumulation_steps
+        size, num_requested = self.config.data.batch_size, self.config.optim.gradient_accumulation_steps
         most = (MOST_TOKENS if self.config.packing else MOST_PADDED_TOKENS) // self.config.data.max_seq_length
-        factors = range(num_asked if self.config.optim.merge_micro_batches else 1, 0, -1)
-        cuts = {size * factor: num_asked // factor for factor in factors if num_asked % factor == 0}
+        factors = range(num_requested if self.config.optim.merge_micro_batches else 1, 0, -1)
+        cuts = {size * factor: num_requested // factor for factor in factors if num_requested % factor == 0}
         cuts = {rows: steps for rows, steps in cuts.items() if rows <= max(most, size)}
         if resumed_rows in cuts:
             cuts = {resumed_rows: cuts[resumed_rows]}

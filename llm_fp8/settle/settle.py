@@ -43,7 +43,7 @@ class Settled:
     """The sharding mode, 'single' for one process."""
     optimizer_kind: OptimizerKind
     size: RunSize
-    num_asked_micro_batches: int
+    num_requested_micro_batches: int
     """Micro-batches of a step as the options have them; `config` has what they were merged to."""
     measures_precision: bool = False
     """True where --mixed_precision auto has to measure fp8, which `precision` is until then, against bf16."""
@@ -65,10 +65,10 @@ class Settled:
         return torch.bfloat16 if self.precision.compute_dtype == torch.bfloat16 else torch.float32
 
     @property
-    def asked_batch_size(self) -> int:
+    def requested_batch_size(self) -> int:
         """Rows of a micro-batch before they were merged."""
         in_step = self.config.data.batch_size * self.config.optim.gradient_accumulation_steps
-        return in_step // self.num_asked_micro_batches
+        return in_step // self.num_requested_micro_batches
 
     @property
     def num_slices(self) -> int:
@@ -166,7 +166,7 @@ def settle(
         mode=mode,
         optimizer_kind=optimizer_kind,
         size=size,
-        num_asked_micro_batches=requested.optim.gradient_accumulation_steps,
+        num_requested_micro_batches=requested.optim.gradient_accumulation_steps,
         measures_precision=may_be_either and resumed is None and measured is None,
         notes=tuple(notes),
     )

@@ -60,14 +60,14 @@ def eval_loss(folder: Path, data: PreparedData, round_inputs: bool = False) -> t
     import torch
 
     from llm_fp8.config.options import ModelConfig
-    from llm_fp8.distributed.process_group import own_device
+    from llm_fp8.distributed.process_group import device_of_process
     from llm_fp8.models.fill import build_model
     from llm_fp8.models.source import load_config, resolve_source
     from llm_fp8.models.weights import checkpoint_of, untie
     from llm_fp8.tools.compressed_tensors import round_inputs_
     from llm_fp8.tools.evaluate import eval_loss as mean_loss
 
-    options, device = ModelConfig(model_name=str(folder)), own_device()
+    options, device = ModelConfig(model_name=str(folder)), device_of_process()
     source, dtype = resolve_source(options), torch.bfloat16 if device.type == "cuda" else torch.float32
     hf_config = load_config(source)
     stored = checkpoint_of(source, hf_config)

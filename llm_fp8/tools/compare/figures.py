@@ -161,7 +161,7 @@ _FIELDS = {
     " effective.sharding_mode effective.num_processes provenance.gpus provenance.driver provenance.cuda"
     " provenance.cudnn provenance.cpu provenance.environment",
     "": "config.optim.seed config.run config.parallel.fp8_params provenance.packages.wandb"
-    " config.data.batch_size config.optim.gradient_accumulation_steps effective.num_asked_micro_batches"
+    " config.data.batch_size config.optim.gradient_accumulation_steps effective.num_requested_micro_batches"
     " provenance.environment.CUDA_VISIBLE_DEVICES",
 }
 """Confounded figures ("": none) -> prefixes of fields that must agree; the longest prefix of a field decides."""

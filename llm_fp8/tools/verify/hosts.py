@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from llm_fp8.config.parser import parse_config, parse_launch
-from llm_fp8.distributed.process_group import decided_by_main, gathered, own_device, start_process_group
+from llm_fp8.distributed.process_group import decided_by_main, device_of_process, gathered, start_process_group
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.run.run import run_training
 from llm_fp8.run.timeline import RunResults
@@ -112,7 +112,7 @@ def check_versions(ranks: LaunchRanks) -> Result:
 
 def check_network() -> Result:
     """Sum a tensor over all ranks, by NCCL where they have GPUs and by gloo elsewhere."""
-    device, size = own_device(), dist.get_world_size()
+    device, size = device_of_process(), dist.get_world_size()
     tensor = torch.full((2**26 if device.type == "cuda" else 2**16,), float(dist.get_rank()), device=device)
     dist.all_reduce(tensor)
     if (tensor != size * (size - 1) / 2).any():

@@ -27,7 +27,7 @@ def verify(options: list[str], change: str, folder: Path) -> int:
         installed = provenance.package_version
         provenance.package_version = lambda name: "0.1" if name == "peft" else installed(name)
     if host == "host-1" and change == "crash":
-        hosts.own_device = lambda: torch.device("meta")
+        hosts.device_of_process = lambda: torch.device("meta")
     place = folder / (host if change == "folder" else "shared")
     place.mkdir(exist_ok=True)
     os.chdir(place)
