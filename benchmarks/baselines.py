@@ -86,7 +86,7 @@ def build_model(name: str, config: Config, hf_config: Any, device: torch.device)
 
 
 def hf_inputs(batch: Batch, device: torch.device) -> dict[str, Any]:
-    """A padded micro-batch for transformers' model, which shifts the labels itself."""
+    """Return a padded micro-batch for transformers' model, which shifts the labels itself."""
     batch = batch.to(device)
     # Rolling loses nothing, since a row's last label is never supervised.
     return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": batch.labels.roll(1, 1)}

@@ -92,8 +92,8 @@ def read(path: Path) -> Measured:
 
 
 def baseline_of(variant: str, baseline: str, rows: dict[str, Row]) -> str | None:
-    """The row of the baseline to compare `variant` with: one in the same sharding mode if there is one, else the first.
-    None if there is no row of the baseline.
+    """Return the name of the baseline's row to compare `variant` with: one in the same sharding mode if there is one,
+    else the first. None without a row of the baseline.
     """
     names = [name for name, row in rows.items() if row["baseline"] == baseline]
     mode = variant.partition(":")[0]
@@ -101,26 +101,25 @@ def baseline_of(variant: str, baseline: str, rows: dict[str, Row]) -> str | None
 
 
 def kind_of(row: Row) -> str:
-    """The key of the compared speed."""
+    """Return the key of the compared speed."""
     return "real_tokens_per_s" if row.get("dataset") else "tokens_per_s"
 
 
 def spread_of(row: Row) -> float:
-    """The relative distance of the 10th or 90th percentile of the steps from the median."""
+    """Return the relative distance of the 10th or 90th percentile of the steps from the median."""
     kind = kind_of(row)
     median = row[kind]
     return float(max(row[f"{kind}_p90"] - median, median - row[f"{kind}_p10"]) / median)
 
 
 def ratio_in(measured: Measured, workload: str, variant: str, baseline: str) -> Ratio | None:
-    """A variant's ratio in a file; None if the variant or the baseline was not measured."""
+    """Return a variant's ratio in a file; None if the variant or the baseline was not measured."""
     rows = measured.workloads.get(workload, {})
-    own = rows.get(variant, {})
-    base = rows.get(baseline, {})
-    if "tokens_per_s" not in own or "tokens_per_s" not in base:
+    ours, base = rows.get(variant, {}), rows.get(baseline, {})
+    if "tokens_per_s" not in ours or "tokens_per_s" not in base:
         return None
-    value = own[kind_of(own)] / base[kind_of(base)]
-    return Ratio(value, math.hypot(spread_of(own), spread_of(base)), measured.path.name)
+    value = ours[kind_of(ours)] / base[kind_of(base)]
+    return Ratio(value, math.hypot(spread_of(ours), spread_of(base)), measured.path.name)
 
 
 def compare(new: Measured, recorded: Sequence[Measured], baseline: str, minimum: float) -> Findings:

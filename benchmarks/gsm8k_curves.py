@@ -82,7 +82,7 @@ class Job:
 
 
 def parse_seeds(text: str) -> list[int]:
-    """The seeds in a comma-separated list. Raises `UserError`."""
+    """Parse the seeds in a comma-separated list. Raises `UserError`."""
     words = text.split(",")
     if not all(word.strip().isdecimal() for word in words) or len({int(word) for word in words}) < len(words):
         raise UserError(f"--seeds {text}: give different whole numbers with commas between, such as 1,2,3.")
@@ -90,7 +90,7 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def parse_variants(text: str) -> list[str]:
-    """The variants in a comma-separated list. Raises `UserError`."""
+    """Parse the variants in a comma-separated list. Raises `UserError`."""
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in VARIANTS]
     if unknown:
@@ -144,7 +144,7 @@ def evaluations(records: list[dict[str, Any]]) -> list[list[float]]:
 
 
 def compare(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The final eval loss by variant, and bf16's spread over seeds."""
+    """Return the final eval loss by variant, and bf16's spread over seeds."""
     by_variant: dict[str, list[float]] = {}
     for run in runs:
         by_variant.setdefault(run["variant"], []).append(run["final_eval_loss"])
@@ -157,7 +157,7 @@ def compare(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def compare_to_one_gpu(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The differences of each variant's eval losses on several GPUs from one GPU in the same precision, by seed."""
+    """Return by how much losses on several GPUs differ from one GPU's in the same precision, by variant and seed."""
     on_one_gpu = {(run["variant"], run["seed"]): run for run in runs if run["num_gpus"] == 1}
     variants: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
@@ -180,7 +180,7 @@ def compare_to_one_gpu(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def finished_runs(settings: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[list[Any], list[Any]]:
-    """The runs that an earlier call left in --output, and their provenance. Raises `UserError` for other options."""
+    """Read the runs that an earlier call left in --output, and their provenance. `UserError` for other options."""
     output: Path = settings.output
     if not output.exists():
         return [], []

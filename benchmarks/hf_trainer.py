@@ -62,7 +62,7 @@ def write_inputs(work: Workload, folder: Path, num_steps: int) -> tuple[Path, Pa
 
 
 def command_of(variant: str, work: Workload, model: Path, rows: Path, folder: Path, num_steps: int) -> list[str]:
-    """The training command of a variant."""
+    """Return the training command of a variant."""
     shared = [
         f"--model_name={model}", f"--dataset_name={rows}", f"--max_seq_length={work.seq_length}",
         f"--max_steps={num_steps}", f"--gradient_accumulation_steps={work.micro_batches}", "--learning_rate=1e-5",
@@ -81,7 +81,7 @@ def command_of(variant: str, work: Workload, model: Path, rows: Path, folder: Pa
 
 
 def figures(folder: Path, warmup: int) -> dict[str, Any]:
-    """The tokens/s of each step after `warmup`, the losses and the peak memory: from metrics.jsonl, or from the
+    """Read the tokens/s of each step after `warmup`, the losses and the peak memory: from metrics.jsonl, or from the
     Trainer's trainer_state.json, whose tokens and seconds are counted since the start.
     """
     state = folder / "trainer_state.json"
@@ -97,7 +97,7 @@ def figures(folder: Path, warmup: int) -> dict[str, Any]:
 
 
 def summarise(variant: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """The row of a variant: the median over all timed steps of all rounds."""
+    """Return the row of a variant: the median over all timed steps of all rounds."""
     measured = [result for result in rounds if result["failed"] is None]
     if not measured:
         return {"variant": variant, "failed": rounds[0]["failed"]}

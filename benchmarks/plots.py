@@ -96,13 +96,13 @@ def save(figure: Any, path: Path) -> None:
 
 
 def precision_of(variant: str) -> str:
-    """The word of a variant's name that has a colour, else the first word."""
+    """Return the word of a variant's name that has a colour, else the first word."""
     words = variant.split(":")
     return next((word for word in words if word in COLOURS), words[0])
 
 
 def read_rows(path: Path, row_name: str | None, variants: list[str] | None) -> list[Row]:
-    """The rows of one workload in the order of `variants`, or with baselines first. Raises `UserError`."""
+    """Read the rows of one workload in the order of `variants`, or with baselines first. Raises `UserError`."""
     with reading("results", path, "the rows of a throughput benchmark"):
         record = read_json(path)
         gpu = record["provenance"]["gpus"][0]["name"].removeprefix("NVIDIA ")
@@ -138,7 +138,7 @@ def label(row: Row) -> str:
 
 
 def what_was_trained(row: Row) -> str:
-    """The workload, for the foot of a plot."""
+    """Describe the workload, for the foot of a plot."""
     num_gpus = row.get("num_gpus", 1)
     gpus = f"{num_gpus} {row['gpu']}s" if num_gpus > 1 else f"one {row['gpu']}"
     num_tokens = num_gpus * row["micro_batches"] * row["batch_size"] * row["seq_length"]
@@ -180,7 +180,7 @@ def draw_speed(rows: list[Row], path: Path) -> None:
 
 
 def step_parts(row: Row) -> dict[str, float]:
-    """The `PARTS` of the recorded step in ms; the time without a kernel belongs to "all else"."""
+    """Return the `PARTS` of the recorded step in ms; the time without a kernel belongs to "all else"."""
     step = row["recorded_step"]
     classes = dict(step["time_s_by_class"])
     parts = {part: 1e3 * sum(classes.pop(name, 0.0) for name in names) for part, names in PARTS.items()}

@@ -118,7 +118,7 @@ class Job:
 
 
 def plan(settings: argparse.Namespace) -> list[Job]:
-    """The untrained models, then all runs seed by seed, so that an early end leaves whole pairs."""
+    """List the untrained models, then all runs seed by seed, so that an early end leaves whole pairs."""
     variants = settings.variants.split(",")
     for name in variants:
         if (match := _VARIANT.fullmatch(name)) is None or match["base"] not in VARIANTS:
@@ -136,7 +136,7 @@ def plan(settings: argparse.Namespace) -> list[Job]:
 
 
 def held_out_batches(settings: argparse.Namespace) -> list[Batch]:
-    """The held-out rows of every run, padded, on the CPU."""
+    """Load the held-out rows of every run, padded, on the CPU."""
     data = {"dataset_name": str(settings.data), "validation_fraction": HELD_OUT, "max_seq_length": SEQ_LENGTH}
     config = Config().with_options(model_name=str(settings.model), **data, batch_size=EVAL_ROWS, packing=False)
     loader = prepare_data(config, AutoTokenizer.from_pretrained(settings.model)).eval
@@ -146,7 +146,7 @@ def held_out_batches(settings: argparse.Namespace) -> list[Batch]:
 
 @torch.no_grad()
 def plain_loss(model: Path, batches: list[Batch], device: str) -> float:
-    """The mean cross entropy of supervised tokens by transformers' own model in bf16 with fp32 logits."""
+    """Return the mean cross entropy of supervised tokens by transformers' model in bf16 with fp32 logits."""
     decoder: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(device).eval()
     total = torch.zeros((), dtype=torch.float64, device=device)
     count = 0
@@ -203,21 +203,21 @@ def run_one(job: Job, settings: argparse.Namespace, batches: list[Batch], scratc
 
 
 def interval(differences: list[float]) -> dict[str, Any]:
-    """The mean of paired differences and its 95% interval by Student's t; one pair has no interval."""
+    """Return the mean of paired differences and its 95% interval by Student's t; one pair has no interval."""
     mean = t_interval(differences)
     half = None if mean.low is None else mean.value - mean.low
     return {"num_pairs": len(differences), "mean": mean.value, "half_width": half, "differences": differences}
 
 
 def equal_loss_steps(run: Row, reference: Row) -> float:
-    """The share of its steps after which `reference` had the loss of the exported `run`; 1 if it never had."""
+    """Return the share of its steps after which `reference` had the loss of the exported `run`; 1 if it never had."""
     steps, losses = zip(*reference["evaluations"], strict=True)
     best = np.minimum.accumulate(losses)
     return float(np.interp(-run["bf16_eval_loss"], -best, steps)) / steps[-1]
 
 
 def compare(runs: list[Row]) -> list[Row]:
-    """The paired differences of each variant from its reference, by learning rate (0: untrained)."""
+    """Return the paired differences of each variant from its reference, by learning rate (0: untrained)."""
     losses = {(run["variant"], run["learning_rate"], run["seed"]): run for run in runs if "eval_loss" in run}
     comparisons = []
     for variant in dict.fromkeys(run["variant"] for run in runs):

@@ -100,7 +100,7 @@ class Probe:
         self._counted.append(num_tokens)
 
     def figures(self, micro_batches: int) -> dict[str, Any]:
-        """The figures of this process; a step has `micro_batches` micro-batches."""
+        """Return the figures of this process; a step has `micro_batches` micro-batches."""
         if self.tokens_per_step is None and self._counted:
             self.tokens_per_step = statistics.mean(self._counted) * micro_batches
         times = [end - before for before, end in itertools.pairwise(self._ends_s)][WARMUP - 1 :]

@@ -54,7 +54,7 @@ takes the second half of the steps again.
 
 @contextmanager
 def worktree(revision: str, folder: Path) -> Iterator[Path]:
-    """A checkout of the commit, which is removed at the end."""
+    """Check the commit out; the checkout is removed at the end."""
     git = ["git", "-C", str(ROOT), "worktree"]
     added = subprocess.run([*git, "add", "--detach", str(folder), revision], capture_output=True, text=True)
     if added.returncode != 0:
@@ -81,7 +81,7 @@ def train(checkout: Path, commands: list[list[str]], run_dir: Path) -> list[tupl
 
 
 def first_difference(old: list[tuple[int, float, float]], new: list[tuple[int, float, float]]) -> str | None:
-    """The first step whose loss or gradient norm differs, in words; None if all are equal and none is missing."""
+    """Describe the first step whose loss or gradient norm differs; None if all are equal and none is missing."""
     for (step, *before), (new_step, *after) in zip(old, new, strict=False):
         if (step, before) != (new_step, after):
             return f"step {step}: loss and grad_norm {before}, then (step {new_step}) {after}"

@@ -41,7 +41,7 @@ Row = dict[str, Any]
 
 
 def read_table(path: Path, names: str | None = None) -> list[Row]:
-    """The rows of a table, all or those in `names`, which has commas. Raises `UserError`."""
+    """Read the rows of a table, all or those in `names`, which has commas. Raises `UserError`."""
     with reading("--table", path, "the table"):
         rows = {row["row"]: row for row in json.loads(path.read_text())["rows"]}
     wanted = names.split(",") if names else list(rows)
@@ -57,7 +57,7 @@ def workload_of(row: Row) -> Workload:
 
 
 def variants_of(row: Row) -> list[Variant]:
-    """The variants of a row. Raises `UserError` for options that do not exist or contradict each other."""
+    """Parse the variants of a row. Raises `UserError` for options that do not exist or contradict each other."""
     variants = []
     for name, words in row["variants"].items():
         (variant,) = parse_variants(f"x: {words}", row.get("num_gpus", 1))
@@ -66,17 +66,17 @@ def variants_of(row: Row) -> list[Variant]:
 
 
 def judge(row: Row, measured: list[Row]) -> list[str]:
-    """A sentence on each target of a row."""
+    """Return a sentence on each target of a row."""
     sentences = []
-    own = [one for one in measured if one["baseline"] is None and "tokens_per_s" in one]
+    ours = [one for one in measured if one["baseline"] is None and "tokens_per_s" in one]
     target = row.get("target_tokens_per_s_per_gpu")
-    if target and own:
-        best = max(one["tokens_per_s"] for one in own) / row.get("num_gpus", 1)
+    if target and ours:
+        best = max(one["tokens_per_s"] for one in ours) / row.get("num_gpus", 1)
         sentences.append(f"{row['row']}: {best:,.0f} of {target:,.0f} tokens/s per GPU: {verdict(best >= target)}")
     padded = next((one for one in measured if one["baseline"] == REFERENCE and "real_tokens_per_s" in one), None)
     target = row.get("target_times_padded")
-    if target and own and padded:
-        times = max(one["real_tokens_per_s"] for one in own) / padded["real_tokens_per_s"]
+    if target and ours and padded:
+        times = max(one["real_tokens_per_s"] for one in ours) / padded["real_tokens_per_s"]
         sentences.append(f"{row['row']}: {times:.2f} of {target:g} times padded: {verdict(times >= target)}")
     return sentences
 

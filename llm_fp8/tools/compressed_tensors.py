@@ -50,7 +50,7 @@ def fp8_rows(values: Tensor, scale_dtype: torch.dtype = torch.float32) -> tuple[
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Name -> linear layer, without the lm_head."""
+    """Map names to linear layers, without the lm_head."""
     head = model.get_output_embeddings()
     return {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head}
 

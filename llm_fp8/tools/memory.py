@@ -77,7 +77,7 @@ class Row(NamedTuple):
 
 
 def assumed_machine(gpu: str | None, num_gpus: int) -> Machine:
-    """The machine of --gpu, or with so many of this machine's GPUs. Raises `UserError` for an unknown GPU."""
+    """Return the machine of --gpu, or with so many of this machine's GPUs. Raises `UserError` for an unknown GPU."""
     from llm_fp8.settle.machine import assume, look
 
     ranks = LaunchRanks(world_size=num_gpus, local_world_size=num_gpus)
@@ -101,7 +101,7 @@ def assumed_machine(gpu: str | None, num_gpus: int) -> Machine:
 
 
 def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
-    """The model's config, and the words that name the model on a training command line."""
+    """Load the model's config; return it with the words that name the model on a training command line."""
     from llm_fp8.models.source import bundled_name, load_config, resolve_source
 
     words = [f"--model_name={name}"]
@@ -116,7 +116,7 @@ def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
 
 
 def rows_of(config: Config, hf_config: PretrainedConfig, machine: Machine) -> list[Row]:
-    """The rows of every way of training in every sharding mode, the cheapest that fits first."""
+    """Return the rows of every way of training in every sharding mode, the cheapest that fits first."""
     from llm_fp8.models.build import count_parameters
     from llm_fp8.settle.memory import WAYS, RunSize
     from llm_fp8.settle.settle import settle
