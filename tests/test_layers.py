@@ -60,8 +60,8 @@ def private_names(source: str) -> set[str]:
 @pytest.mark.slow
 def test_private_names_of_libraries_stand_in_the_internals_alone():
     files = [*PACKAGE.rglob("*.py"), ROOT / "te_llama.py"]
-    found = {file.name: names for file in files if (names := private_names(file.read_text()))}
-    assert set(found) == {"hf_internals.py", "te_internals.py", "torch_internals.py"}, found
+    names_of = {file.name: names for file in files if (names := private_names(file.read_text()))}
+    assert set(names_of) == {"hf_internals.py", "te_internals.py", "torch_internals.py"}, names_of
 
 
 @pytest.mark.slow

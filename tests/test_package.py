@@ -60,12 +60,16 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_of_the_scripts(wh
 
 def test_dependencies_and_extras_are_the_requirements_files(wheel):
     lines = metadata(wheel, "METADATA").splitlines()
-    found = [Requirement(line.removeprefix("Requires-Dist: ")) for line in lines if line.startswith("Requires-Dist: ")]
+    requirements = [
+        Requirement(line.removeprefix("Requires-Dist: ")) for line in lines if line.startswith("Requires-Dist: ")
+    ]
     for extra, file in REQUIREMENTS.items():
         text = [line.partition("#")[0].strip() for line in (ROOT / file).read_text().splitlines()]
         wanted = {(each.name, str(each.specifier)) for each in map(Requirement, filter(None, text))}
-        of_extra = [each for each in found if (f'extra == "{extra}"' if extra else "extra") in str(each.marker or "")]
-        chosen = of_extra if extra else [each for each in found if each not in of_extra]
+        of_extra = [
+            each for each in requirements if (f'extra == "{extra}"' if extra else "extra") in str(each.marker or "")
+        ]
+        chosen = of_extra if extra else [each for each in requirements if each not in of_extra]
         assert {(each.name, str(each.specifier)) for each in chosen} == wanted
 
 
@@ -79,7 +83,7 @@ def test_the_command_is_there_and_each_of_its_programs_can_be_called(wheel):
         assert callable(import_module(module).main)
 
 
-@pytest.mark.parametrize("words, code, said", [
+@pytest.mark.parametrize("words, code, answer", [
     (["--help"], 0, "whether a model fits"),
     (["--version"], 0, f"llm-fp8 {__version__}\n"),
     ([], 2, "error: the following arguments are required: COMMAND"),
@@ -88,11 +92,11 @@ def test_the_command_is_there_and_each_of_its_programs_can_be_called(wheel):
     (["verify", "--batch_size=0"], 2, "error: argument --batch_size: must be at least 1"),
     (["train", "--batch_size=0"], 2, "batch_size: must be at least 1"),
 ])  # fmt: skip
-def test_the_command_hands_its_words_to_the_program(words, code, said, monkeypatch, capsys):
+def test_the_command_hands_its_words_to_the_program(words, code, answer, monkeypatch, capsys):
     from llm_fp8.__main__ import main
 
     monkeypatch.setattr(sys, "argv", ["llm-fp8", *words])
     with pytest.raises(SystemExit) as ended:
         main()
     printed = capsys.readouterr()
-    assert ended.value.code == code and said in printed.out + printed.err
+    assert ended.value.code == code and answer in printed.out + printed.err

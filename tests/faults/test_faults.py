@@ -36,10 +36,10 @@ def words(model: str, rows: str, scenario: str, folder: Path) -> list[str]:
 
 def outcome(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """All metrics but the clock's, and hashes of the exported weights."""
-    kept = [{k: v for k, v in record.items() if not k.endswith(CLOCK)} for record in records(folder)]
+    metrics = [{k: v for k, v in record.items() if not k.endswith(CLOCK)} for record in records(folder)]
     weights = sorted(folder.glob("final/*.safetensors"))
     assert weights
-    return kept, [hashlib.sha256(path.read_bytes()).hexdigest() for path in weights]
+    return metrics, [hashlib.sha256(path.read_bytes()).hexdigest() for path in weights]
 
 
 @pytest.fixture(scope="module")

@@ -45,8 +45,8 @@ def kill_one_rank_in_a_save(start: Callable[..., Any], folder: Path, within_s: f
         killed = time.monotonic()
         codes = launch.end(within_s)
     assert codes[1] == -signal.SIGKILL and time.monotonic() - killed < within_s, launch.printed()
-    said = launch.printed()
-    assert "another process of this run is gone" in said or codes.get(0) != EXIT_USER_ERROR, said
+    output = launch.printed()
+    assert "another process of this run is gone" in output or codes.get(0) != EXIT_USER_ERROR, output
     manager = CheckpointManager(folder, limit=3)
     left = sorted(checkpoints.glob("step-*"))
     assert left and all(manager.find(str(path)).folder == path for path in left)
@@ -71,9 +71,9 @@ def kill_one_rank_and_restart(start: Callable[..., Any], folder: Path, *options:
         assert launch.end(START_S) == {}, launch.printed()
     (run,) = (folder / "runs").iterdir()
     assert [step["step"] for step in steps(run)] == list(range(1, 61))
-    told = re.search(r"resumed from .* after step (\d+)", launch.printed())
-    assert told is not None and int(told[1]) >= 20
-    assert [resume["resumed_after_step"] for resume in run_json(run)["resumes"]] == [int(told[1])]
+    resumed = re.search(r"resumed from .* after step (\d+)", launch.printed())
+    assert resumed is not None and int(resumed[1]) >= 20
+    assert [resume["resumed_after_step"] for resume in run_json(run)["resumes"]] == [int(resumed[1])]
 
 
 STEP, RANK, MICRO_BATCH = 3, 1, 2
@@ -133,10 +133,10 @@ def check_that_the_run_stops(folder: Path, place: str, value: float, *options: s
     cut = ["--batch_size=2", f"--gradient_accumulation_steps={MICRO_BATCH}", "--no_merge_micro_batches"]
     ranks = start_ranks(2, log, *training, *cut, first=functools.partial(plant, place, value))
     codes = [exit_code(rank, 120) for rank in ranks]
-    said = log.read_text()
-    assert codes == [2, 2], said
-    (sentence,) = {line for line in said.splitlines() if line.startswith("error: ")}
-    rows = said.partition("at rows [")[2].partition("]")[0]
-    assert f"step {STEP}: the loss is " in sentence and f"{rows} (rank {RANK})" in sentence, said
+    output = log.read_text()
+    assert codes == [2, 2], output
+    (sentence,) = {line for line in output.splitlines() if line.startswith("error: ")}
+    rows = output.partition("at rows [")[2].partition("]")[0]
+    assert f"step {STEP}: the loss is " in sentence and f"{rows} (rank {RANK})" in sentence, output
     assert sorted(path.name for path in (folder / "checkpoints").glob("step-*")) == ["step-00000002"]
     assert not (folder / "final").exists()

@@ -231,13 +231,13 @@ def _check_adapter(options: ModelConfig, folder: Path) -> str:
     tokenizer = AutoTokenizer.from_pretrained(folder / "source")
     export_adapter(built, tokenizer, folder / "adapter", options=lora, base_model=str(folder / "source"), card=CARD)
     batch = Layout(len(LENGTHS), ROW, 2, packed=False)([[document] for document in documents()])
-    own = TrainingModel(model, ROW, torch.float32).eval()(batch)[0] / batch.num_supervised_tokens
+    adapted = TrainingModel(model, ROW, torch.float32).eval()(batch)[0] / batch.num_supervised_tokens
     with torch.no_grad():
         read = _loss(PeftModel.from_pretrained(_whole(folder / "source"), str(folder / "adapter")))
         with mock.patch("sys.argv", ["", f"--adapter={folder / 'adapter'}", f"--output={folder / 'merged'}"]):
             importlib.import_module("scripts.merge_adapter").main()
         merged = _loss(_whole(folder / "merged"))
-    torch.testing.assert_close((own.detach(), merged), (read, read), rtol=1e-5, atol=0)
+    torch.testing.assert_close((adapted.detach(), merged), (read, read), rtol=1e-5, atol=0)
     return _all_but(*(["out_proj"] if "Mamba" in note else []), *(["routed experts"] if "experts" in note else []))
 
 
@@ -299,8 +299,8 @@ def table(rows: list[Row]) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    found = []
+    rows = []
     for family in FAMILIES:
         with tempfile.TemporaryDirectory() as place:
-            found.append(examine(family, Path(place)))
-    print(table(found))
+            rows.append(examine(family, Path(place)))
+    print(table(rows))

@@ -53,8 +53,8 @@ def made_up_run(
         times = {"step_time_s": 8192 / figure, "tokens_per_s": figure, "peak_memory_gib": 37.0}
         steps.append({"step": step, "loss": loss + 3.0 / step, "tokens_seen": 8000 * step + seed, **times})
         if step % 15 == 0:
-            found = {"eval_loss": loss + (NUM_STEPS - step) / 100, "eval_num_supervised_tokens": 987}
-            evaluations.append({"step": step, **found})
+            evaluation = {"eval_loss": loss + (NUM_STEPS - step) / 100, "eval_num_supervised_tokens": 987}
+            evaluations.append({"step": step, **evaluation})
     options = ["--mixed_precision", "bf16", "--use_te", "--seed", str(seed), "--model_name", "meta-llama/Llama-3.2-1B"]
     config = parse_config(options).to_dict()
     if variant not in ("bf16", "no"):

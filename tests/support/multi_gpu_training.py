@@ -29,7 +29,7 @@ def train(
     """Train on so many GPUs, each process after calling `first`; the records of its steps, its summary and what it
     printed.
     """
-    said = run_ranks(
+    printed = run_ranks(
         num_gpus,
         folder,
         f"--model_name={model}",
@@ -46,4 +46,4 @@ def train(
         first=first,
         hosts=2 if "--sharding_mode=fsdp_hybrid" in options else 1,
     )
-    return steps(folder), summary_json(folder), said
+    return steps(folder), summary_json(folder), printed

@@ -105,11 +105,11 @@ def compare_with_reference(folder: Path, model: str, rows: str, train_on_prompt:
 def check_against_reference(folder: Path, model: str, rows: str, train_on_prompt: bool) -> None:
     """Hold losses, norms, rates and weights of a finished run against the reference."""
     losses, grad_norms, weights = reference(model, rows, train_on_prompt)
-    taken = steps(folder)
-    assert len(taken) == NUM_STEPS
-    assert [step["loss"] for step in taken] == pytest.approx(losses, rel=1e-5)
-    assert [step["grad_norm"] for step in taken] == pytest.approx(grad_norms, rel=1e-4)
-    assert [step["learning_rate"] for step in taken] == pytest.approx(
+    recorded = steps(folder)
+    assert len(recorded) == NUM_STEPS
+    assert [step["loss"] for step in recorded] == pytest.approx(losses, rel=1e-5)
+    assert [step["grad_norm"] for step in recorded] == pytest.approx(grad_norms, rel=1e-4)
+    assert [step["learning_rate"] for step in recorded] == pytest.approx(
         [learning_rate(i) for i in range(NUM_STEPS)], rel=1e-6
     )
     assert min(grad_norms) > 2 * OPTIONS["--max_grad_norm"], "clipping must have something to clip"

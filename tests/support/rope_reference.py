@@ -133,5 +133,5 @@ def assert_same_split(
     torch.autograd.backward(parts, gradients)
     torch.autograd.backward(reference, gradients)
     pairs = torch.cat([_pair_sizes(g, width) for g, width in zip(gradients, widths, strict=True)], dim=-2)
-    found, wanted = (leaf.grad.unflatten(-1, (-1, case.head_dim)) for leaf in (ours, theirs))
-    _assert_rounding_apart(found, wanted, pairs)
+    gradient, wanted = (leaf.grad.unflatten(-1, (-1, case.head_dim)) for leaf in (ours, theirs))
+    _assert_rounding_apart(gradient, wanted, pairs)
