@@ -18,17 +18,22 @@ from llm_fp8.utils.script import CUDA_DEFAULTS, IMPORTED_S, PhaseClock, importin
 os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
 
 
-def main() -> int:
-    """Parse the command line, train, and return the exit code."""
+def train(description: str, parallel: bool = False) -> int:
+    """Parse the command line, train, and return the exit code; `parallel` adds the options of train_multi_gpu.py."""
     from llm_fp8.config.parser import parse_launch  # here, where `run_script` says what is not installed
 
-    config = parse_launch(sys.argv[1:], os.environ, description=(__doc__ or "").split("\n\n")[0])
+    config = parse_launch(sys.argv[1:], os.environ, description.split("\n\n")[0], parallel)
     # After the parser: --help and mistakes answer without loading the rest.
     with importing():
         from llm_fp8.run.run import run_training
         from llm_fp8.run.timeline import RunResults
 
     return run_training(config, RunResults(PhaseClock(IMPORTED_S)))
+
+
+def main() -> int:
+    """Train on one GPU, and return the exit code."""
+    return train(str(__doc__))
 
 
 if __name__ == "__main__":

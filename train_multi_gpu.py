@@ -11,25 +11,13 @@ The training is that of train_fp8.py; the options it adds say how model and data
 
 from __future__ import annotations
 
-import os
-import sys
-
-from llm_fp8.utils.script import CUDA_DEFAULTS, IMPORTED_S, PhaseClock, importing, run_script
-
-os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
+from llm_fp8.utils.script import run_script
+from train_fp8 import train
 
 
 def main() -> int:
-    """Parse the command line, train, and return the exit code."""
-    from llm_fp8.config.parser import parse_launch  # here, where `run_script` says what is not installed
-
-    config = parse_launch(sys.argv[1:], os.environ, description=(__doc__ or "").split("\n\n")[0], parallel=True)
-    # After the parser: --help and mistakes answer without loading the rest.
-    with importing():
-        from llm_fp8.run.run import run_training
-        from llm_fp8.run.timeline import RunResults
-
-    return run_training(config, RunResults(PhaseClock(IMPORTED_S)))
+    """Train on several GPUs, and return the exit code."""
+    return train(str(__doc__), parallel=True)
 
 
 if __name__ == "__main__":
