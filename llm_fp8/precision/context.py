@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +93,7 @@ class Precision:
         if not self.in_fp8:
             return {}
         in_bf16 = bf16_modules(self._options, model, decoder_layers)  # as converted
-        self._fp8_modules, misfits = self.backend.choose(self._linears, in_bf16, self.without_fp8)
+        self._fp8_modules, misfits = self.backend.choose(self._linears, in_bf16)
         if self._options.fp8_recast_weights:
             keep_weight_casts(model, keep=False)
         if not self._fp8_modules:
@@ -131,11 +131,6 @@ class Precision:
     def keep_casts_of_frozen_weights(self) -> None:
         """From now on frozen weights are cast to fp8 once; under delayed scaling again after the first pass."""
         self._num_casts_to_come = 2 if self.scales_lag else 1
-
-    def without_fp8(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call `forward` of a Transformer Engine module outside fp8."""
-        with self.backend.autocast(enabled=False):
-            return forward(*args, **kwargs)
 
     @contextlib.contextmanager
     def context(self, first_microbatch: bool | None) -> Iterator[None]:

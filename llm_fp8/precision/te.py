@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -97,17 +98,17 @@ class TEBackend:
         return left
 
     def choose(
-        self, linears: dict[str, nn.Module], in_bf16: Sequence[nn.Module], without_fp8: Callable[..., Any]
+        self, linears: dict[str, nn.Module], in_bf16: Sequence[nn.Module]
     ) -> tuple[dict[str, nn.Module], dict[str, str]]:
-        """Select those of `linears` that compute in fp8, and name -> why the recipe cannot compute it. `without_fp8`
-        calls the others' forward functions.
+        """Select those of `linears` that compute in fp8, and name -> why the recipe cannot compute it. The others, and
+        `in_bf16`, compute in bf16 from now on.
         """
         inside = {inner for module in in_bf16 for inner in module.modules()}
         multiple = row_of(self.scenario).size_multiple
         others = {name: module for name, module in linears.items() if module not in inside}
         misfits = {name: misfit for name, module in others.items() if (misfit := size_misfit(module, multiple))}
         for module in (*in_bf16, *(others[name] for name in misfits)):
-            wrap_forward(module, without_fp8)
+            wrap_forward(module, functools.partial(self.call_in_bf16, module))
         return {name: module for name, module in others.items() if name not in misfits}, misfits
 
     def state(self, modules: Iterable[nn.Module]) -> ModuleState:
@@ -135,7 +136,7 @@ class TEBackend:
         return te.autocast(enabled=enabled, recipe=self.recipe)
 
     def call_in_bf16(self, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call `forward` of a `module` of this library that computes in fp8, in bf16 instead."""
+        """Call `forward` of a `module` with parts in fp8 in bf16 instead."""
         with self.autocast(enabled=False):
             return forward(*args, **kwargs)
 

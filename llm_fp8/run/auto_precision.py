@@ -59,13 +59,14 @@ def measure_precisions(plan: RunPlan, data: PreparedData) -> dict[str, float]:
 
 
 def _tokens_per_s(setup: TrainingSetup, batches: list[Batch], name: str) -> float:
-    precision, model, device = setup.precision, setup.training_model, setup.plan.device
+    precision, backend = setup.precision, setup.precision.backend
+    model, device = setup.training_model, setup.plan.device
     clock, num_tokens = StepClock(device), 0
 
     def take(batch: Batch) -> None:
         with precision.context(first_microbatch=None):
             on_device = batch.to(device)
-            loss, _ = model(on_device) if name == "fp8" else precision.without_fp8(model, on_device)
+            loss, _ = model(on_device) if name == "fp8" else backend.call_in_bf16(model, model, on_device)
         loss.backward()
         model.zero_grad(set_to_none=True)
 

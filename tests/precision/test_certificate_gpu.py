@@ -90,7 +90,7 @@ from llm_fp8.precision.context import Precision as P
 original = P.attach
 def attach(self, model, layers, *more):
     reasons = original(self, model, layers, *more)
-    layers[1].forward = functools.partial(self.without_fp8, layers[1].forward)
+    layers[1].forward = functools.partial(self.backend.call_in_bf16, layers[1], layers[1].forward)
     return reasons
 P.attach = attach
 """
