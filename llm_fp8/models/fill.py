@@ -30,19 +30,16 @@ def build_model(
     hf_config: PretrainedConfig,
     stored: StoredCheckpoint | None,
     *,
-    parameter_dtype: torch.dtype,
     device: torch.device,
     seed: int = 0,
     keep_lower_bits: bool = False,
     **structure: Any,
 ) -> Model:
-    """The model on `device` with parameters of `parameter_dtype` and the weights `stored`, or without them random ones.
-
-    `structure` goes to `build_structure`. `keep_lower_bits`: bf16 parameters keep what stored fp32 or fp16 weights have
-    beyond bf16, in remainders for `llm_fp8.optim.adamw_master`.
+    """The model on `device` with the weights `stored`, or without them random ones; for `structure` see
+    `build_structure`. `keep_lower_bits`: bf16 parameters keep what stored fp32 or fp16 weights have beyond bf16, in
+    remainders for `llm_fp8.optim.adamw_master`.
     """
-    structure |= {"parameter_dtype": parameter_dtype, "device": device, "te_on_meta": False}
-    model = build_structure(options, hf_config, stored, **structure)
+    model = build_structure(options, hf_config, stored, device=device, te_on_meta=False, **structure)
     if not options.use_te:
         materialize_(model.module, device, device)
         model.module.tie_weights()  # undone by moving

@@ -88,7 +88,7 @@ def test_compressed_tensors_own_files_load_as_it_decompresses_them(tmp_path):
         weights = loaded(str(folder))
         dequantise = CompressedTensorsConfig(dequantize=True)
         theirs = AutoModelForCausalLM.from_pretrained(folder, quantization_config=dequantise, dtype=torch.bfloat16)
-        # To nearest even, as they round; `LocalShard.write` rounds ties away from zero.
+        # To nearest even, as they round; `LocalShard.fill` rounds ties away from zero.
         assert_same_bits({name: weight.bfloat16() for name, weight in weights.items()}, theirs.state_dict())
 
 
