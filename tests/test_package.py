@@ -60,16 +60,12 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_of_the_scripts(wh
 
 def test_dependencies_and_extras_are_the_requirements_files(wheel):
     lines = metadata(wheel, "METADATA").splitlines()
-    requirements = [
-        Requirement(line.removeprefix("Requires-Dist: ")) for line in lines if line.startswith("Requires-Dist: ")
-    ]
+    listed = [Requirement(line.removeprefix("Requires-Dist: ")) for line in lines if line.startswith("Requires-Dist: ")]
     for extra, file in REQUIREMENTS.items():
         text = [line.partition("#")[0].strip() for line in (ROOT / file).read_text().splitlines()]
         wanted = {(each.name, str(each.specifier)) for each in map(Requirement, filter(None, text))}
-        of_extra = [
-            each for each in requirements if (f'extra == "{extra}"' if extra else "extra") in str(each.marker or "")
-        ]
-        chosen = of_extra if extra else [each for each in requirements if each not in of_extra]
+        of_extra = [each for each in listed if (f'extra == "{extra}"' if extra else "extra") in str(each.marker or "")]
+        chosen = of_extra if extra else [each for each in listed if each not in of_extra]
         assert {(each.name, str(each.specifier)) for each in chosen} == wanted
 
 

@@ -90,7 +90,7 @@ class Torchrun(Launch):
 
 
 def _failed_ranks(printed: str, code: int | None) -> dict[int, int | None]:
-    failed: dict[int, int | None] = {int(rank): int(code) for rank, code in _FAILURE.findall(printed)}
+    failed: dict[int, int | None] = {int(rank): int(number) for rank, number in _FAILURE.findall(printed)}
     assert code == (1 if failed else 0), printed[-6000:]
     return failed
 
