@@ -164,9 +164,8 @@ def _as_the_template_takes_it(
 ) -> tuple[Conversation, str]:
     """Convert a conversation to the names and types that the template reads; return it and its text.
 
-    `developer` gets the role that the template knows, reasoning the entries that templates read (transformers 5.23 does
-    this itself, 5.17 does not). JSON text of a call's arguments (OpenAI's API) becomes an object, since most templates
-    write the JSON themselves and would quote text. A template that fails on objects (DeepSeek-V3's) gets text.
+    Reasoning gets the entries that templates read (transformers 5.23 does this itself, 5.17 does not). JSON text of a
+    call's arguments becomes an object, since most templates write JSON themselves; DeepSeek-V3's fails and gets text.
     """
     renamed = {} if "developer" in str(tokenizer.chat_template) else {"developer": "system"}
 
@@ -235,8 +234,7 @@ def _render(
         return texts[0], marked[0] if marked else []
 
 
-Spans = dict[int, tuple[int, int]]
-"""Number of a turn -> range of its supervised text."""
+Spans = dict[int, tuple[int, int]]  # number of a turn -> range of its supervised text
 
 
 def _marked_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Spans:

@@ -44,14 +44,10 @@ from llm_fp8.data.rows import read_row
 from llm_fp8.utils.errors import UserError, existing_part, reading
 
 FILE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-DEFAULT_SPLITS = ("train_1M", "train")
-"""Defaults of `--split_name`: the first that the dataset has."""
-VALIDATION_SPLIT = "validation"
+DEFAULT_SPLITS, VALIDATION_SPLIT = ("train_1M", "train"), "validation"
 DATA_FILE = re.compile(r"(\.(?:jsonl?|ndjson|parquet|csv|tsv|txt|arrow|zip))(?:\.(?:gz|bz2|xz|zst|lz4))?$")
-LIKE_DATA = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|arrow)(?![a-z])[^/]*$")
-"""Pattern of the names that are reported if they are not read."""
-FIRST_ROWS = 1000
-"""Number of rows of a JSON file whose columns decide how the file is read."""
+LIKE_DATA = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|arrow)(?![a-z])[^/]*$")  # named if they are not read
+FIRST_ROWS = 1000  # of a JSON file, whose columns decide how it is read
 ROW = "row of a JSON file"
 """Name of the only column of a JSON file: the text of each row."""
 _BETWEEN = re.compile(r"[\s,]*")

@@ -50,8 +50,7 @@ FEATURES = Features(
         "unused": Value("string"),  # JSON of what of the row is not used -> how often; few different ones
     }
 )
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-"""File of a cgroup's quota of CPU time and its period, in microseconds."""
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # quota of CPU time and its period, in microseconds
 ROWS_PER_WORKER = 10_000  # a few seconds of tokenising; a process takes half a second to start
 EVALUATION_COUNTS = ("num_eval_rows", "eval_rows_left_out", "nothing_held_out")
 FIGURES = ("length", "num_supervised", "outcome", "end", "problem_key", "document_key")
