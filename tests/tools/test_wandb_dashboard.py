@@ -14,9 +14,9 @@ import wandb_workspaces.workspaces as ws
 from llm_fp8.observability.metrics import MEDIANS, METRICS
 from llm_fp8.observability.trackers import LABELS
 from llm_fp8.precision.certificate import Certificate
-from llm_fp8.tools import wandb_dashboard
-from llm_fp8.tools.wandb_dashboard import COLUMNS, PRECISION, SECTIONS, TIME, build_workspace
 from llm_fp8.utils.errors import UserError
+from scripts import wandb_dashboard
+from scripts.wandb_dashboard import COLUMNS, PRECISION, SECTIONS, TIME, build_workspace
 from tests.support.small import train
 from tests.support.wandb_file import the_wandb_run
 
@@ -88,7 +88,7 @@ def views(monkeypatch) -> dict[str, ws.Workspace]:
     """Address -> the view on a stand-in for W&B's server, which saves every view at the same address."""
     address = "https://wandb.ai/team/llm-fp8?nw=abc"
     views: dict[str, ws.Workspace] = {}
-    monkeypatch.setattr(wandb_dashboard, "require_wandb_login", lambda program: None)
+    monkeypatch.setattr("llm_fp8.observability.trackers.require_wandb_login", lambda program: None)
     monkeypatch.setattr(ws.Workspace, "save", lambda view: views.update({address: view}))
     monkeypatch.setattr(ws.Workspace, "from_url", classmethod(lambda cls, url: views[url]))
     monkeypatch.setattr(ws.Workspace, "url", property(lambda view: address))
