@@ -1,9 +1,9 @@
 """Metrics and their formulas: pure functions, no state.
 
 **Floating-point operations (FLOPs).** A multiply-add counts as two. A weight matrix of `n` entries costs `2 n` per
-token in fprop and as much in dgrad and in wgrad: `6 n`. In causal attention the query at position `t` of its document
-reads `t` keys: over a document of `l` tokens `l**2 / 2` pairs, each a dot product of width `h` for the scores and one
-for the values, forward once and backward twice: `6 h l**2` per layer. One step costs
+token in each of fprop, dgrad and wgrad. In causal attention the query at position `t` of its document reads `t` keys:
+`l**2 / 2` pairs in a document of `l` tokens, each a dot product of width `h` for the scores and one for the values,
+forward once and backward twice: `6 h l**2` per layer. One step costs
 
     6 P num_tokens  +  6 L h sum(l**2 over documents)
 

@@ -144,9 +144,8 @@ class RunReporter:
         known: dict[str, Any] = read_json(path) if is_known else {"last_step": 0, "runs": {}}
         self._known_step = max(known["last_step"], self._known_step)
         for name in options.trackers:
-            self._trackers[name], known["runs"][name] = start_tracker(
-                name, options, self._folder, record, known["runs"].get(name)
-            )
+            run_id = known["runs"].get(name)
+            self._trackers[name], known["runs"][name] = start_tracker(name, options, self._folder, record, run_id)
         write_json_atomic(path, known | {"last_step": self._known_step})
 
     def _to_trackers(self, send: Callable[[str, Any], object]) -> None:
