@@ -51,6 +51,14 @@ def discard_output(descriptors: Iterable[int]) -> None:
     os.close(nowhere)
 
 
+def open_missing_output() -> None:
+    """Open /dev/null for descriptors that are closed at the start (`>&-`): an opened file would get their output."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    sys.stdout, sys.stderr = (each or open(os.devnull, "w") for each in (sys.stdout, sys.stderr))
+
+
 @surviving_closed_output()
 def say(text: str) -> None:
     """Print a line at once."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from llm_fp8.utils import errors
-from llm_fp8.utils.console import closed_outputs, discard_output
+from llm_fp8.utils.console import closed_outputs, discard_output, open_missing_output
 from llm_fp8.utils.ranks import first_to_end
 
 IMPORTED_S = time.perf_counter()
@@ -85,6 +85,7 @@ def run_script(main: Callable[[], int]) -> None:
     sentence, and the code is 2, or 1 for a `FailedCheck`. The code is 130 on Ctrl-C, 141 on a closed pipe (`| head`).
     `main` imports what it needs, so that a missing package is such an error.
     """
+    open_missing_output()
     if not faulthandler.is_enabled():
         faulthandler.enable(file=2)  # `sys.stderr` may have no descriptor
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -35,6 +35,16 @@ def test_output_into_a_pipe_that_is_closed_ends_without_a_traceback() -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_closed_output_is_no_error(tmp_path: Path) -> None:
+    """With `>&-` a file that the program opens would be its output."""
+    program = (
+        "import sys; from llm_fp8.utils.script import run_script; "
+        "run_script(lambda: print('a line', file=open(sys.argv[1], 'w')) or print('another') or 0)"
+    )
+    done = subprocess.run(["sh", "-c", '"$0" -c "$1" "$2" >&- 2>&-', sys.executable, program, str(tmp_path / "log")])
+    assert done.returncode == 0 and (tmp_path / "log").read_text() == "a line\n"
+
+
 def test_a_log_at_its_limit_of_size_ends_no_run(tmp_path: Path) -> None:
     program = (
         "import resource; from llm_fp8.utils import console; console.on_closed_pipe = lambda: None; "
