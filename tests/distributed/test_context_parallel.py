@@ -48,7 +48,7 @@ def _slices(batch: Batch, size: int) -> list[Batch]:
 
 
 def _bounds(batch: Batch) -> list[int]:
-    """Where the documents of a batch, packed or padded, begin and end in its tokens read line by line."""
+    """The bounds of the documents of a batch, packed or padded, in its tokens read line by line."""
     if batch.cu_seqlens is not None:
         return batch.cu_seqlens.tolist()
     rows, width = batch.input_ids.shape

@@ -103,7 +103,7 @@ class GivenScaleQuantizer:
 
 
 class StandInLinear(nn.Linear):
-    """What fp8_params asks of a TE module."""
+    """Has what fp8_params asks of a TE module."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH, device="meta")
@@ -229,7 +229,7 @@ def train_in_fp8(rank: int, mode: str, dtype: torch.dtype, sync_every_micro_batc
 
 
 def train_whole() -> tuple[list[float], dict[str, Tensor]]:
-    """The same in one process: gradients of the loss at the fp8 values move fp32 weights."""
+    """Train in one process: gradients of the loss at the fp8 values move fp32 weights."""
     master_weights = {name: nn.Parameter(initial(name, p.shape)) for name, p in SmallModel().named_parameters()}
     optimizer = build_optimizer(OPTIM, "adamw_fp32", master_weights.items())
     norms = []
@@ -280,7 +280,7 @@ def test_master_weights_follow_one_process(tmp_path, num_ranks, mode, sync_every
 
 
 def train_beside_frozen_weights(rank: int) -> dict[str, Any]:
-    """As LoRA does: the matrices are frozen, biases and norm are trained."""
+    """Train biases and norm beside frozen matrices, as LoRA does."""
     install_stand_in()
     strategy = Fp8ParamsStrategy("fsdp_full", Accelerator(cpu=True), ParallelConfig(fp8_params=True), torch.float32, 2)
     model = SmallModel()

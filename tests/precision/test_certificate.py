@@ -52,9 +52,9 @@ BF16_STEP = {
     "_update_kernel": (98, 0.006691),
 }
 RENAMED = {f"some_new_gemm_{number}": times for number, times in enumerate(FP8_GEMMS.values())} | HEAD_GEMMS | OTHERS
-"""The same fp8 step, as if the next cuBLAS gave its kernels names of another kind."""
+"""That fp8 step with kernels to which the next cuBLAS gives names of another kind."""
 NO_RULE = {f"device_kernel_{number}": times for number, times in enumerate(FP8_GEMMS.values())} | HEAD_GEMMS | OTHERS
-"""The same, as if these names did not even tell that they are GEMMs."""
+"""That step with names that do not even show GEMMs."""
 
 DELAYED = ExpectedKernels("fp8 delayed", "bf16", "delayed", num_fp8_gemms=192, fp8_linear_flop_share=0.787)
 NVFP4 = dataclasses.replace(DELAYED, precision="fp8 nvfp4", scenario="nvfp4")
@@ -63,7 +63,7 @@ IN_FP8 = ModuleState(48, 48, recipes={"DelayedScaling": 48})
 NOT_IN_FP8 = ModuleState(num_modules=48)
 BY_NVFP4 = ModuleState(48, 48, recipes={"NVFP4BlockScaling": 48})
 FP4_STEP = {"nvjet_sm100_ootst_128x128_256x7_4x1_2cta_v_bx_Avec16UE4M3_Bvec16UE4M3_TNT": (384, 0.02)} | HEAD_GEMMS
-"""As cuBLAS on a B200 names GEMMs of NVFP4."""
+"""GEMMs of NVFP4 have such names in cuBLAS on a B200."""
 
 
 def judge(expected=DELAYED, kernels=FP8_STEP, state=IN_FP8, num_micro_batches=2, **more):

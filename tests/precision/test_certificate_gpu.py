@@ -1,4 +1,4 @@
-"""What the GPU runs is certified in every precision, and set-ups that were broken on purpose are caught."""
+"""Every precision is certified on a GPU, and set-ups that are broken on purpose are caught."""
 
 from __future__ import annotations
 

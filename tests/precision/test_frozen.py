@@ -11,7 +11,7 @@ from llm_fp8.precision.frozen import keep_no_transposes
 
 
 class Weight:
-    """As Float8Tensor: its transpose, once there, is used as it is."""
+    """Stands for Float8Tensor, whose transpose is used as it is once it exists."""
 
     def __init__(self):
         self.data, self.transpose, self.usages, self._quantizer = torch.randn(4, 4), None, {}, self
