@@ -55,13 +55,8 @@ class Fp8Coverage:
     converted: dict[str, int]  # name pattern (layer numbers as *) -> number of modules in fp8
     skipped: dict[str, str]  # name pattern -> number of modules, what they compute in, and why
     num_fp8_gemms: int  # of a micro-batch, without recomputation: 3 per trained weight, fewer per frozen one
-    fp8_flops_per_token: float  # of these GEMMs
     linear_flops_per_token: float
-
-    @property
-    def fp8_linear_flop_share(self) -> float:
-        """0 to 1."""
-        return self.fp8_flops_per_token / self.linear_flops_per_token
+    fp8_linear_flop_share: float  # the part of these FLOPs that is in fp8, 0 to 1
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for run.json."""
@@ -88,8 +83,8 @@ def measure_coverage(
 ) -> Fp8Coverage:
     """Count the linear weights of `model`, converted already. GEMMs of `fp8_modules` run in fp8, others in `compute`.
 
-    `reasons`: name -> why a module is not in fp8, where known. `gemms`: see `gemms_per_weight`. Of a
-    trained weight's GEMMs the recipe computes `most_in_fp8` in fp8.
+    `reasons`: name -> why a module is not in fp8, where known. `gemms`: see `gemms_per_weight`. Of a trained weight's
+    GEMMs the recipe computes `most_in_fp8` in fp8.
     """
     in_fp8, routed, reasons = set(fp8_modules), routed_modules(model), never_in_fp8(model) | reasons
     converted: Counter[str] = Counter()
@@ -119,8 +114,8 @@ def measure_coverage(
         num_fp8_weights=num_fp8,
         num_linear_weights=num_all,
         num_fp8_gemms=num_fp8_gemms,
-        fp8_flops_per_token=2.0 * fp8_gemm_elements,
         linear_flops_per_token=2.0 * all_gemm_elements,
+        fp8_linear_flop_share=fp8_gemm_elements / all_gemm_elements,
         converted=dict(converted),
         skipped={pattern: f"{count} {reason}" for (pattern, reason), count in skipped.items()},
     )
