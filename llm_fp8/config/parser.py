@@ -169,11 +169,12 @@ def parse_launch(
     """
     parser = OptionsParser(parallel, description=description)
     typed, names = _read(argv, parser)
-    config, ranks, is_launched = typed, LaunchRanks.from_environment(environ), environ.keys() >= {*TORCHRUN_VARIABLES}
+    is_launched, ranks = environ.keys() >= {*TORCHRUN_VARIABLES}, LaunchRanks.from_environment(environ)
     if parallel and not is_launched:
         raise UserError("train_multi_gpu.py needs a launcher: torchrun --nproc_per_node=GPUS train_multi_gpu.py ...")
     for name in () if is_launched else TORCHRUN_VARIABLES:
         environ.pop(name, None)
+    config = typed
     if any(name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")) for name in environ):
         from llm_fp8.config.accelerate_env import LAUNCH_FILE, apply_launch_settings
 
