@@ -55,6 +55,8 @@ SYSTEM = ("system", "developer")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 Unused = Counter[str]
 """Unused part of a row -> number of times."""
+Turn = tuple[dict[str, Any], bool]
+"""Entries of a message, with `role` and `content` as text, and True if it may be supervised."""
 
 
 class Conversation(NamedTuple):
@@ -113,40 +115,45 @@ def conversation_of(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
     """Read a row's messages up to the last supervised turn; text without a template is a prompt and an answer."""
     unused = Unused()
     history = [_message(turn, unused) for entry in _structured(row, "history") for turn in _both(entry)]
-    if form in ("messages", "sharegpt"):
-        read = [_message(turn, unused) for turn in _structured(row, COLUMNS[form][0])]
-    elif form == "prompt_messages":
-        read = [(_message(turn, unused)[0], False) for turn in _messages_of(row, "prompt", "user")]
-        read += [_message(turn, unused) for turn in _messages_of(row, "completion", "assistant")]
-    else:
-        *questions, answer = (text_of(row, column) for column in COLUMNS[form])
-        if form not in AS_THEY_STAND:
-            questions += [text_of(row, "input")] if form == "alpaca" else []
-            questions, answer = ["\n\n".join(filter(None, map(str.strip, questions)))], answer.strip()
-        turns = [*({"role": "user", "content": text} for text in questions), {"role": "assistant", "content": answer}]
-        is_whole = answer.strip() and (form in AS_THEY_STAND or questions[0])
-        read = [(turn, True) for turn in turns] if is_whole else []
-    start = int(bool(read) and read[0][0]["role"] in SYSTEM)
-    read[start:start] = history if read else []
+    turns = _turns(row, form, unused)
+    start = int(bool(turns) and turns[0][0]["role"] in SYSTEM)
+    turns[start:start] = history if turns else []
     for column in ("system", "system_prompt"):
-        if (system := text_of(row, column)).strip() and read:
-            if read[0][0]["role"] in SYSTEM:
+        if (system := text_of(row, column)).strip() and turns:
+            if turns[0][0]["role"] in SYSTEM:
                 unused[f"text of '{column}' beside another system prompt"] += 1
             else:
-                read.insert(0, ({"role": "system", "content": system}, True))
+                turns.insert(0, ({"role": "system", "content": system}, True))
     tools = [_json(tool, "a tool") if isinstance(tool, str) else tool for tool in _structured(row, "tools")]
     functions = [{"type": "function", "function": function} for function in _structured(row, "functions")]
     unused["'functions' beside 'tools'"] += bool(tools and functions)
-    excluded = frozenset(turn for turn, (_, may_be_supervised) in enumerate(read) if not may_be_supervised)
+    excluded = frozenset(turn for turn, (_, may_be_supervised) in enumerate(turns) if not may_be_supervised)
     kwargs = _structured(row, "chat_template_kwargs", dict)
-    whole = Conversation([message for message, _ in read], unused, excluded, tools or functions or None, kwargs)
+    whole = Conversation([message for message, _ in turns], unused, excluded, tools or functions or None, kwargs)
     supervised = whole.supervised_turns()
     end = supervised[-1] + 1 if supervised else 0
     if supervised:
-        unused["turn after the last that is supervised"] += len(read) - end
+        unused["turn after the last that is supervised"] += len(turns) - end
         silent = set(range(end)) - set(supervised) - excluded
-        unused["assistant's turn that says nothing"] += sum(read[i][0]["role"] == "assistant" for i in silent)
+        unused["assistant's turn that says nothing"] += sum(turns[i][0]["role"] == "assistant" for i in silent)
     return whole.until(end)
+
+
+def _turns(row: Mapping[str, Any], form: ColumnForm, unused: Unused) -> list[Turn]:
+    """Read the turns of the form's own columns; none where a question or an answer is missing."""
+    if form in ("messages", "sharegpt"):
+        return [_message(turn, unused) for turn in _structured(row, COLUMNS[form][0])]
+    if form == "prompt_messages":
+        prompt = [(_message(turn, unused)[0], False) for turn in _messages_of(row, "prompt", "user")]
+        return prompt + [_message(turn, unused) for turn in _messages_of(row, "completion", "assistant")]
+    *questions, answer = (text_of(row, column) for column in COLUMNS[form])
+    if form not in AS_THEY_STAND:
+        questions += [text_of(row, "input")] if form == "alpaca" else []
+        questions, answer = ["\n\n".join(filter(None, map(str.strip, questions)))], answer.strip()
+    if not answer.strip() or (form not in AS_THEY_STAND and not questions[0]):
+        return []
+    turns = [*({"role": "user", "content": text} for text in questions), {"role": "assistant", "content": answer}]
+    return [(turn, True) for turn in turns]
 
 
 def read_row(text: str) -> Any:
@@ -218,8 +225,8 @@ def _both(entry: Any) -> Sequence[Any]:
     return [entry]
 
 
-def _message(message: Any, unused: Unused) -> tuple[dict[str, Any], bool]:
-    """Read a message: return its entries, with `role` and `content` as text, and True if it may be supervised."""
+def _message(message: Any, unused: Unused) -> Turn:
+    """Read a message, also as ShareGPT and OpenAI's API of 2023 write it."""
     if not isinstance(message, Mapping):
         raise _refused(message)
     turn = {name: value for name, value in message.items() if value is not None}
