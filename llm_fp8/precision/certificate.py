@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from llm_fp8.config.recipes import RECIPES
+from llm_fp8.config.recipes import row_of
 from llm_fp8.observability.kernel_trace import (
     LOW_PRECISION,
     KernelClass,
@@ -208,7 +208,7 @@ class _Judge:
 
     def judge_fp8(self) -> None:
         """Judge a run in fp8."""
-        state, row = self.state, RECIPES[self.expected.scenario or ""]
+        state, row = self.state, row_of(self.expected.scenario)
         num_expected = self.step.num_expected_fp8_gemm_kernels
         num_of_recipe = self.step.gemm_kernels_by_type.get("fp8" if row.has_fp8_peak else "fp4", 0)
         missing = num_expected - num_of_recipe

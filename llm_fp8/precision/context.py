@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from llm_fp8.config.options import PrecisionConfig
-from llm_fp8.config.recipes import RECIPES
+from llm_fp8.config.recipes import row_of
 from llm_fp8.models.experts import compute_experts
 from llm_fp8.precision.coverage import ModuleState, bf16_modules
 from llm_fp8.precision.plan import PrecisionPlan
@@ -54,7 +54,7 @@ def with_recipe(plan: PrecisionPlan, options: PrecisionConfig, device: torch.dev
     """
     if plan.effective_scenario is None:
         return plan
-    recipe = backend_class(plan.backend).build_recipe(options, RECIPES[plan.effective_scenario], device)
+    recipe = backend_class(plan.backend).build_recipe(options, row_of(plan.effective_scenario), device)
     return dataclasses.replace(plan, recipe=recipe)
 
 
@@ -121,8 +121,7 @@ class Precision:
     @property
     def scales_lag(self) -> bool:
         """A tensor's scale comes from earlier passes (delayed scaling)."""
-        scenario = self.plan.effective_scenario
-        return scenario is not None and RECIPES[scenario].scales_lag
+        return row_of(self.plan.effective_scenario).scales_lag
 
     def module_state(self) -> ModuleState:
         """State of the modules in fp8; in a run without fp8, of all linear ones of the back end."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from llm_fp8.config.recipes import RECIPES, Recipe, precision_name
+from llm_fp8.config.recipes import Recipe, precision_name, row_of
 
 MIN_FP8_CAPABILITY = (8, 9)
 
@@ -46,7 +46,7 @@ class PrecisionPlan:
     @property
     def has_fp8_peak(self) -> bool:
         """True where GEMMs are compared with the GPU's fp8 peak rate: in fp8, not in fp4."""
-        return self.recipe is not None and RECIPES[self.effective_scenario or ""].has_fp8_peak
+        return self.recipe is not None and row_of(self.effective_scenario).has_fp8_peak
 
     @property
     def name(self) -> str:
