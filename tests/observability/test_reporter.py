@@ -25,27 +25,15 @@ from llm_fp8.observability.metrics import throughput_summary
 from llm_fp8.observability.reporter import ProgressDisplay, RunReporter, truncate_metrics
 from llm_fp8.observability.trackers import LABELS, require_trackers, require_wandb_login
 from llm_fp8.utils.errors import UserError
+from tests.support.made_up_runs import PROVENANCE, precision_of
 from tests.support.small import forget_accelerator, records
 from tests.support.wandb_file import the_wandb_run, wandb_runs
 
 RUN_SECTIONS = {
-    "precision": {
-        "requested": "fp8",
-        "effective": "fp8",
-        "requested_scenario": "mxfp8",
-        "effective_scenario": "delayed",
-        "optimizer": "adamw_master",
-        "coverage": {"converted": {"layers.*.mlp": 2}},
-    },
+    "precision": precision_of("mxfp8", effective="delayed"),
     "effective": {"sharding_mode": "fsdp_full", "num_processes": 4, "tokens_per_step": 4096},
     "model": {"location": "here", "num_parameters": 1234},
     "data": {"num_rows": 10},
-}
-
-PROVENANCE = {
-    "gpus": [{"name": "NVIDIA H200"}],
-    "git": {"commit": "abc"},
-    "packages": {"torch": "2.11.0", "transformer-engine": "2.20.2"},
 }
 
 TOTAL_STEPS = 40
@@ -185,7 +173,7 @@ def test_wandb_offline_holds_the_same_numbers_and_the_configuration(
         "optimizer_name": "adamw_master",
         "num_parameters": 1234,
         "tokens_per_step": 4096,
-        "git_commit": "abc",
+        "git_commit": "0" * 40,
         "torch_version": "2.11.0",
         "transformer_engine_version": "2.20.2",
     }
