@@ -1,6 +1,6 @@
 """How much GPU memory a run takes, by part, from its options and the model's config: no GPU and no weights needed.
 
-`RunSize.estimate` is within 1.2% of recorded runs (tests/distributed/test_memory.py); `settle_memory` asks it first.
+`RunSize.estimate` is within 1.2% of recorded runs (tests/settle/test_memory.py); `settle_memory` asks it first.
 
 The peak is at the start of the last micro-batch's backward pass: every layer's saved tensors (of recomputed layers the
 inputs), the logits and the gradient of the lm_head exist at once, beside weights, optimizer state and the gradients of

@@ -6,7 +6,7 @@ A plain model trains without all but `_apply`, which classes are meant to overri
     nn.Module._apply                                      tests/models/test_model.py
     torch._dynamo.config.optimize_ddp                     tests/precision/test_torchao.py
     module._ddp_params_and_buffers_to_ignore              tests/distributed/test_modes_multi_gpu.py
-    WeightWithDynamicFloat8CastTensor._tensor             tests/distributed/test_torchao_modes_multi_gpu.py
+    WeightWithDynamicFloat8CastTensor._tensor             tests/precision/test_torchao.py
     FSDPModule._get_fsdp_state and its                    tests/distributed/test_wgrad_fusion_sharded.py; without them
       _fsdp_param_groups (2.13) or                        autograd and FSDP2 accumulate by themselves
       _fsdp_param_group (2.11), .fsdp_params
