@@ -39,13 +39,9 @@ class Fp8Format:
         return name.endswith((f".weight{self.suffix}", ".input_scale"))
 
 
-def fp8_format(config: PretrainedConfig) -> Fp8Format | None:
-    """How the weights that belong to `config` are stored in fp8; None where they are not quantised. Raises `UserError`
-    for any other quantisation.
-    """
-    entries: Any = getattr(config, "quantization_config", None)
-    if entries is None:
-        return None
+def fp8_format(config: PretrainedConfig) -> Fp8Format:
+    """How the quantised weights that belong to `config` are stored in fp8; `UserError` for any other quantisation."""
+    entries: Any = config.quantization_config
     advice = "Give the unquantised model, or one in fp8 that docs/data_and_checkpoints.md names."
     with reading("--model_name", config.name_or_path, "the quantised weights that its config.json describes", advice):
         if entries["quant_method"] == "compressed-tensors":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
@@ -14,8 +14,10 @@ import te_llama
 from llm_fp8.config.options import EMBEDDED, Config, ModelConfig
 from llm_fp8.data.embedded import MODEL_DIR as EMBEDDED_MODEL
 from llm_fp8.models import BUNDLED
-from llm_fp8.models.fp8_checkpoint import fp8_format
 from llm_fp8.utils.errors import UserError, reading
+
+if TYPE_CHECKING:
+    from llm_fp8.models.fp8_checkpoint import Fp8Format
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,19 @@ def load_config(source: ModelSource) -> PretrainedConfig:
     with reading_model("model's config.json", source.name):
         hf_config = AutoConfig.from_pretrained(source.location, trust_remote_code=False)
         text_config(hf_config)
-    fp8_format(hf_config)
+    stored_fp8(hf_config)
     return hf_config
+
+
+def stored_fp8(hf_config: PretrainedConfig) -> Fp8Format | None:
+    """How the stored weights are scaled; None where they are not quantised. `UserError` where they are in another way
+    than fp8.
+    """
+    if getattr(hf_config, "quantization_config", None) is None:
+        return None
+    from llm_fp8.models.fp8_checkpoint import fp8_format
+
+    return fp8_format(hf_config)
 
 
 def text_config(hf_config: PretrainedConfig) -> Any:

@@ -22,8 +22,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from llm_fp8.models.fp8_checkpoint import DequantisedRows, fp8_format
-from llm_fp8.models.source import ModelSource, reading_model, text_config
+from llm_fp8.models.source import ModelSource, reading_model, stored_fp8, text_config
 from llm_fp8.optim.adamw_master import remainder_of, split_master
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.torch_internals import local_of
@@ -95,7 +94,7 @@ class StoredCheckpoint:
     """The safetensors `files` of a model; fp8 tensors are read as fp32."""
 
     def __init__(self, files: list[Path], hf_config: PretrainedConfig) -> None:
-        self.files, self.fp8 = files, fp8_format(hf_config)
+        self.files, self.fp8 = files, stored_fp8(hf_config)
         self.stored: dict[str, StoredTensor] = {}
         self._scales: dict[str, Tensor] = {}  # weight -> its scale, which another file may hold
         for path in files:
@@ -137,6 +136,8 @@ class StoredCheckpoint:
             return rows
         if self.fp8 is None or name not in self._scales or dtype != "F8_E4M3" or len(shape) != 2:
             raise ValueError(f"'{name}' is {dtype} {list(shape)}, for which config.json gives no scales")
+        from llm_fp8.models.fp8_checkpoint import DequantisedRows
+
         return DequantisedRows(rows, self.fp8, self._scales[name].to(device))
 
 

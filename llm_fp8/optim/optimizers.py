@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from llm_fp8.config.options import OptimConfig, OptimizerKind
-from llm_fp8.optim.adamw import EightBitAdamW, GroupedAdamW, MasterAdamW
 from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE, draw_lower_bits_
 
 NamedParameters = Iterable[tuple[str, Parameter]]
@@ -85,6 +84,8 @@ def build_optimizer(
             sharded = (each for group in groups for each in group["params"] if isinstance(each, DTensor))
             draw_lower_bits_(sharded, config.seed)
         return torch.optim.AdamW(groups, fused=True, **shared)
+    from llm_fp8.optim.adamw import EightBitAdamW, MasterAdamW
+
     if kind == "adamw_8bit":
         return EightBitAdamW(groups, seed=config.seed, **shared)
     shared["seed"] = config.seed if draws_lower_bits else None
@@ -121,7 +122,7 @@ def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_nor
     if max_norm > 0:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         inner = unwrap(optimizer)
-        if isinstance(inner, GroupedAdamW):
+        if hasattr(inner, "gradient_scale"):  # a `GroupedAdamW`, which multiplies as it reads
             inner.gradient_scale = factor
         else:
             torch._foreach_mul_(gradients, factor)
@@ -133,7 +134,7 @@ def initialize_state(optimizer: Optimizer) -> None:
     """Create the state of every parameter that has none. Call it after `Accelerator.prepare`."""
     optimizer = unwrap(optimizer)
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        if isinstance(optimizer, GroupedAdamW):
+        if hasattr(optimizer, "state_of"):  # a `GroupedAdamW`
             optimizer.state_of(parameter)
         elif parameter not in optimizer.state:  # as torch's fused AdamW does in its first step
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -16,7 +16,6 @@ from llm_fp8.config.recipes import precision_name
 from llm_fp8.distributed.build import build_strategy
 from llm_fp8.distributed.process_group import device_of_process
 from llm_fp8.distributed.strategy import DistributedStrategy
-from llm_fp8.models.fp8_checkpoint import Fp8Format
 from llm_fp8.models.source import ModelSource, load_config, resolve_source, stored_dtype, text_config
 from llm_fp8.models.weights import StoredCheckpoint, checkpoint_of, untie
 from llm_fp8.precision.context import with_recipe
@@ -29,6 +28,9 @@ from llm_fp8.settle.settle import Settled, settle
 from llm_fp8.step.loss_model import PackedForm
 from llm_fp8.utils.console import say as print_line
 from llm_fp8.utils.ranks import LaunchRanks
+
+if TYPE_CHECKING:
+    from llm_fp8.models.fp8_checkpoint import Fp8Format
 
 
 @dataclass(frozen=True, kw_only=True)
