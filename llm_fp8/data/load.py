@@ -20,6 +20,7 @@ import dataclasses
 import glob
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ from llm_fp8.utils.errors import UserError, existing_part, reading
 FILE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 DEFAULT_SPLITS, VALIDATION_SPLIT = ("train_1M", "train"), "validation"
 DATA_FILE = re.compile(r"(\.(?:jsonl?|ndjson|parquet|csv|tsv|txt|arrow|zip))(?:\.(?:gz|bz2|xz|zst|lz4))?$")
+MOST_OTHER_FILES = 10_000  # beside those of data in a folder: `datasets` lists 1,000 a second
 LIKE_DATA = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|arrow)(?![a-z])[^/]*$")  # named if they are not read
 FIRST_ROWS = 1000  # of a JSON file, whose columns decide how it is read
 ROW = "row of a JSON file"
@@ -127,6 +129,7 @@ def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
     is_pattern = glob.has_magic(wanted) and not path.exists()
     builder, files = str(path) if path.is_dir() else wanted, dict[str, list[str]]()
     kind, beginning = DATA_FILE.search(path.name), existing_part(path)
+    others = (file for _, _, names in os.walk(path) for file in names if not DATA_FILE.search(file))
     advice = "If it is gated, use 'hf auth login' and accept its terms on the hub; else look at its name and files."
     with reading(flag, name, "the dataset", advice):
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
@@ -143,6 +146,9 @@ def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
         elif not path.is_dir():
             if wanted[0] in "./~" or kind is not None or wanted.count("/") > 1:
                 raise UserError(f"{flag} {name}: no such file or folder, and a hub id is OWNER/NAME.")
+        elif any(True for _ in itertools.islice(others, MOST_OTHER_FILES, None)):
+            what = f"{name}: the folder holds more than {MOST_OTHER_FILES} files that are no data"
+            raise UserError(f"{flag} {what}; name the folder of the data, or its files ('FOLDER/*.jsonl').")
         elif glob.has_magic(builder):
             raise UserError(f"{flag} {name}: `datasets` reads *, ? and [ in a folder's path as a pattern; rename it.")
         source = DatasetSource(name, builder, config=config, flag=flag)

@@ -46,6 +46,10 @@ AS_THEY_STAND: tuple[ColumnForm, ...] = ("prompt_completion", "text")
 OPTIONAL_COLUMNS = {form: () if form in AS_THEY_STAND else CONTEXT for form in COLUMNS} | {
     "alpaca": ("input", *CONTEXT)
 }
+QUESTIONS = "problem question query instruction prompt input user human".split()
+ANSWERS = "chosen answer response output assistant completion solution target gpt conversation dialogue chat".split()
+"""Other names of columns of questions and answers, in lower case, in order of preference."""
+
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function": "tool", "function_call": "assistant"}
 """ShareGPT's `from` -> `role`; a function call is the JSON text of one call or of several."""
 ROLES |= {role: role for role in ("system", "developer", "user", "assistant", "tool")}
@@ -107,8 +111,26 @@ def detect_columns(
         if row.keys() >= {*needed} and {*mapped} <= {*needed, *OPTIONAL_COLUMNS[form]}:
             return form
     understood = "; ".join(dict.fromkeys(" + ".join(needed) for needed in COLUMNS.values()))
-    advice = "Map them as in --columns problem=question,generated_solution=answer"
+    preferences = "Preferences are not trained on; for the chosen answers alone use"
+    advice = f"{preferences if 'rejected' in row else 'Use'} --columns {'' if mapped else _mapping(row)}".rstrip()
     raise UserError(f"{of} has the columns {', '.join(row)}; understood are: {understood}. {advice}.")
+
+
+def _mapping(row: Mapping[str, Any]) -> str:
+    """Suggest a --columns for a question and answer, or a conversation, under other names; '' for none."""
+    names = {name.lower(): name for name in row}
+    question, answer = (next((names[name] for name in each if name in names), "") for each in (QUESTIONS, ANSWERS))
+    turn = row[answer][0] if isinstance(row.get(answer), list) and row[answer] else None
+    ours = {"problem": question, "generated_solution": answer}
+    if isinstance(turn, Mapping) and not (question and turn.get("role", turn.get("from")) in ("assistant", "gpt")):
+        ours = {"conversations" if "from" in turn else "messages": answer}
+    elif turn is not None or isinstance(row.get(question), list):
+        ours = {"prompt": question, "completion": answer}
+    elif question.lower() == "instruction":
+        ours = {"instruction": question, "output": answer}
+    elif answer == "chosen" and not question:
+        ours = {"text": answer}
+    return ",".join(f"{name}={theirs}" for name, theirs in ours.items() if name != theirs) if all(ours.values()) else ""
 
 
 def conversation_of(row: Mapping[str, Any], form: ColumnForm) -> Conversation:

@@ -16,7 +16,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from llm_fp8.config.options import DataConfig
-from llm_fp8.data.load import ROW, find_splits, load_split, open_source
+from llm_fp8.data.load import MOST_OTHER_FILES, ROW, find_splits, load_split, open_source
 from llm_fp8.data.rows import read_row
 from llm_fp8.utils.errors import UserError
 from tests.support.small import write_jsonl
@@ -163,6 +163,11 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "card").mkdir()
     write_jsonl(tmp_path / "card" / "train.jsonl", ROWS)
     (tmp_path / "card" / "README.md").write_text("---\nconfigs: 3\n---\n")
+    (tmp_path / "home").mkdir()
+    for number in range(MOST_OTHER_FILES + 1):
+        (tmp_path / "home" / f"{number}.py").touch()
+    with pytest.raises(UserError, match=r"--dataset_name .*home: the folder holds more than"):
+        open_source(str(tmp_path / "home"))
     names = ("/no/such/folder", "./here", "missing.jsonl", "some/where/deep", "nobody/nothing")  # HF_HUB_OFFLINE=1
     for name in (*names, str(tmp_path / "a.txt"), str(tmp_path / "empty"), str(tmp_path / "card")):
         with pytest.raises(UserError, match=f"--dataset_name {name}"):

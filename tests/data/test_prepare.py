@@ -136,6 +136,22 @@ def test_a_dataset_to_evaluate_on(prepare: Any, tmp_path: Path, streaming: list[
         prepare(tmp_path / "a", f"--eval_dataset_name={long}", columns, *streaming)
 
 
+def test_the_columns_that_an_error_advises_work(prepare: Any, tmp_path: Path) -> None:
+    good = {"role": "assistant", "content": "good"}
+    for row in (
+        {"question": "q", "Answer": "good"},
+        {"instruction": "i", "response": "good"},
+        {"prompt": "p", "chosen": "good", "rejected": "bad"},
+        {"prompt": "p", "chosen": [good], "rejected": [good]},
+        {"prompt": "p", "chosen": [{"role": "user", "content": "p"}, good]},
+    ):
+        file = write_jsonl(tmp_path / "a.jsonl", [row])
+        with pytest.raises(UserError, match=r"se --columns \S+\.$") as error:
+            prepare(file)
+        columns = str(error.value).split("--columns ")[1].rstrip(".")
+        assert ">>>good<|eos|><<<" in prepare(file, "--columns", columns, "--validation_fraction=0").description
+
+
 MIXED = [
     _row("What is 1 + 1?", "2"),
     _row("What is 1 + 2?", ""),
