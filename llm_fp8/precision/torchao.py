@@ -1,10 +1,9 @@
 """torchao's fp8 training (--fp8_backend torchao): recipes, compiled layers, the modules' state.
 
-`Float8Linear` takes the place of `nn.Linear`. It keeps the weight and casts it, the input and the gradient of the
-output to fp8 for every GEMM; nothing is kept between steps. A cast is several small kernels, which torch.compile fuses
-with their neighbours, so on a GPU each decoder layer is compiled. On a CPU the GEMMs are emulated
-(`Float8LinearConfig.emulate`): operands are rounded to fp8 and multiplied in high precision, which shows fp8's effect
-on the loss and nothing of its speed.
+`Float8Linear` takes the place of `nn.Linear`. It casts its weight, the input and the gradient of the output to fp8 for
+every GEMM, and keeps nothing between steps. A cast is several small kernels, which torch.compile fuses with their
+neighbours, so on a GPU each decoder layer is compiled. On a CPU the GEMMs are emulated: operands are rounded to fp8 and
+multiplied in high precision, which shows fp8's effect on the loss and nothing of its speed.
 
 Tensorwise has one scale per tensor and gradients in e5m2, and is the only one whose weights FSDP2 can all-gather in
 fp8; rowwise has one per row, powers of two, all in e4m3; rowwise_with_gw_hp the same with wgrad in bf16.
