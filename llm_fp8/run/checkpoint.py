@@ -111,8 +111,12 @@ class Checkpoint:
 class CheckpointManager:
     """Writes, finds and prunes checkpoints in `output_dir`, `limit` of which are kept; `is_main` renames, deletes."""
 
-    def __init__(self, output_dir: str | os.PathLike[str], limit: int, *, is_main: bool = True) -> None:
-        self.folder, self.limit, self.is_main = Path(output_dir) / "checkpoints", limit, is_main
+    def __init__(
+        self, output_dir: Path, limit: int, is_main: bool = True, strategy: DistributedStrategy | None = None
+    ) -> None:
+        """`strategy`: one that saves weights and optimizer state itself."""
+        self.folder, self.limit = output_dir / "checkpoints", limit
+        self.is_main, self.strategy = is_main, strategy
         self._background: Future[None] | None = None
         self._group: Any = None  # of saves, once one was in the background
 
@@ -130,7 +134,6 @@ class CheckpointManager:
         step: int,
         tensors: Mapping[str, Tensor],
         meta: Mapping[str, Any],
-        strategy: DistributedStrategy | None = None,
         best_step: int | None = None,
         in_background: bool = False,
     ) -> Path:
@@ -139,7 +142,6 @@ class CheckpointManager:
         Args:
             tensors: name -> tensor of any dtype and device; DTensors are saved shard by shard.
             meta: the main process's entries for `meta.json`.
-            strategy: it saves weights and optimizer state itself.
             best_step: the step whose checkpoint is not deleted, whatever the limit.
             in_background: return once the tensors are copied to the host; the next `save` or `finish` raises failures.
 
@@ -151,7 +153,7 @@ class CheckpointManager:
                 # The thread's collectives must not meet training's.
                 self._group = dist.new_group(backend="gloo")
             tensors, meta = {name: _host_copy(tensor) for name, tensor in tensors.items()}, copy.deepcopy(meta)
-        save = functools.partial(self._save, step, tensors, meta, strategy, best_step)
+        save = functools.partial(self._save, step, tensors, meta, best_step)
         if in_background:
             self._background = _in_background(save)
         else:
@@ -168,15 +170,9 @@ class CheckpointManager:
         if background is not None:
             background.result()
 
-    def _save(
-        self,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        meta: Mapping[str, Any],
-        strategy: DistributedStrategy | None,
-        best_step: int | None,
-    ) -> None:
-        final, strategy_bytes = self.of_step(step), 0 if strategy is None else strategy.state_bytes()
+    def _save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], best_step: int | None) -> None:
+        final, strategy = self.of_step(step), self.strategy
+        strategy_bytes = 0 if strategy is None else strategy.state_bytes()
         needed_bytes = sum(tensor.nbytes for tensor in tensors.values()) + strategy_bytes
         temporary = self.folder / f"{_TEMPORARY_PREFIX}{final.name}"
 
@@ -192,7 +188,12 @@ class CheckpointManager:
             write_json_atomic(temporary / _META, {**meta, "step": step})
             manifest = {"format": FORMAT, "save_number": number, "files": _describe_files(temporary)}
             write_json_atomic(temporary / _MANIFEST, manifest)
-            self._publish(temporary, final)
+            _sync_folder(temporary)
+            if final.exists():  # a folder cannot be renamed onto another; `clean_up` renames this one back after a kill
+                final.rename(self.folder / f"{_REPLACED_PREFIX}{final.name}")
+            temporary.rename(final)
+            _sync_folder(self.folder)
+            self.clean_up()
             best = None if best_step is None else self.of_step(best_step)
             others = [checkpoint.folder for checkpoint in earlier if checkpoint.folder not in (final, best)]
             for path in others[self.limit - 1 :]:  # beyond the limit
@@ -212,15 +213,6 @@ class CheckpointManager:
             if reason is not None:
                 raise UserError(f"{final} ({needed_bytes / 2**30:.2g} GiB) was not written: {reason}.") from error
             raise cause from (None if cause is error else error)
-
-    def _publish(self, temporary: Path, final: Path) -> None:
-        """Give a complete checkpoint its name."""
-        _sync_folder(temporary)
-        if final.exists():  # a folder cannot be renamed onto another; `clean_up` renames this one back after a kill
-            final.rename(self.folder / f"{_REPLACED_PREFIX}{final.name}")
-        temporary.rename(final)
-        _sync_folder(self.folder)
-        self.clean_up()
 
     def paths(self) -> list[Path]:
         """The folders of all checkpoints, complete or not, by their steps."""

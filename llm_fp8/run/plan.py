@@ -19,7 +19,6 @@ from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.source import ModelSource, load_config, resolve_source, stored_dtype, text_config
 from llm_fp8.models.weights import StoredCheckpoint, checkpoint_of, untie
 from llm_fp8.precision.context import with_recipe
-from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.precision.te import prepare_te_decoder
 from llm_fp8.run.checkpoint import Checkpoint
 from llm_fp8.settle.machine import look
@@ -117,18 +116,11 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = No
     )
 
 
-def fallback_warning(precision: PrecisionPlan) -> str:
-    requested, effective = precision.requested_scenario, precision.effective_scenario
-    return f"WARNING: --fp8_scenario {requested} FELL BACK to {effective}: {precision.fallback_reason}"
-
-
 def announce(plan: RunPlan) -> None:
-    """Print sharding, precision and optimizer, with a warning where fp8 fell back."""
+    """Print what was settled: notes, precision and optimizer."""
     precision, say = plan.precision, plan.say
     for note in plan.notes:
         say(note)
-    if precision.fallback_reason:
-        say(fallback_warning(precision))
     say(f"precision: {precision.name} (asked for: {precision_name(precision.requested, precision.requested_scenario)})")
     if precision.backend not in (None, "te"):
         say(f"fp8 by {precision.backend}{', EMULATED on the CPU in higher precision' if precision.emulated else ''}")

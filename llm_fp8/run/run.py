@@ -10,6 +10,7 @@ import contextlib
 import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -26,33 +27,18 @@ from llm_fp8.models.source import check_model, load_config, load_tokenizer, reso
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.optim.optimizers import bytes_on_host, effective_warmup_steps
+from llm_fp8.run import run_dir, train_state
 from llm_fp8.run.checkpoint import Checkpoint, CheckpointManager
 from llm_fp8.run.evaluation import EvalHistory
 from llm_fp8.run.graceful_stop import GracefulStop
-from llm_fp8.run.plan import RunPlan, announce, fallback_warning, plan_run
+from llm_fp8.run.plan import announce, plan_run
 from llm_fp8.run.records import closing_words, export_final, record_run, record_stream, summary_of
-from llm_fp8.run.run_dir import (
-    begin_in,
-    check_free_space,
-    claim_folder,
-    default_folder,
-    explained_failures,
-    find_checkpoint,
-)
 from llm_fp8.run.setup import TrainingSetup, build_setup, build_stepper
 from llm_fp8.run.timeline import RunResults, Timeline
-from llm_fp8.run.train_state import (
-    RunState,
-    changed_options,
-    check_compatible,
-    refuse_finished,
-    run_fingerprint,
-    run_options,
-    total_steps,
-)
+from llm_fp8.run.train_state import RunState
 from llm_fp8.settle.machine import assume, look
 from llm_fp8.settle.probe import probe
-from llm_fp8.settle.settle import settle
+from llm_fp8.settle.settle import Settled, settle
 from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.errors import reading
 from llm_fp8.utils.ranks import LaunchRanks
@@ -72,26 +58,27 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
     is_own_group = not torch.distributed.is_initialized()
     start_process_group(ranks)
     with contextlib.ExitStack() as held:
-        claimed = claim_folder(config, ranks, held)
+        claimed = run_dir.claim_folder(config, ranks, held)
         folder = claimed.path or Path("runs")
-        resumed = find_checkpoint(*claimed, ranks)
+        resumed = run_dir.find_checkpoint(*claimed, ranks)
         plan = plan_run(config, ranks, resumed)
         phase_ends("devices")
 
-        held.enter_context(explained_failures(lambda: folder))
+        held.enter_context(run_dir.explained_failures(lambda: folder))
         set_seed(config.optim.seed)
         tokenizer, note = load_tokenizer(config.model, plan.source)
         if note:
             plan.say(note)
         check_model(config, plan.hf_config, tokenizer)
         if resumed is not None:
-            check_compatible(resumed, run_fingerprint(plan))
+            train_state.check_compatible(resumed, train_state.run_fingerprint(plan))
         phase_ends("config_and_tokenizer")
 
-        data = load_data(plan, tokenizer)
-        num_steps = total_steps(plan.config, data, resumed)
+        data = load_data(plan, tokenizer, plan.strategy.context_group)
+        plan.say(data.description)
+        num_steps = train_state.total_steps(plan.config, data, resumed)
         if resumed is not None:
-            refuse_finished(plan.config, claimed, resumed, num_steps)
+            train_state.refuse_finished(plan.config, claimed, resumed, num_steps)
         phase_ends("data")
 
         if plan.measures_precision:
@@ -99,10 +86,10 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
 
             plan, results.measured_tokens_per_s = choose_precision(config, plan, data)
             phase_ends("auto_precision")
-        folder = claimed.path or default_folder(plan, held)
+        folder = claimed.path or run_dir.default_folder(plan, held)
         announce(plan)
-        options = run_options(plan.config, data, num_steps)
-        if resumed is not None and (changed := changed_options(plan.config, resumed, options)):
+        options = train_state.run_options(plan.config, data, num_steps)
+        if resumed is not None and (changed := train_state.changed_options(plan.config, resumed, options)):
             plan.say(f"resuming with other options: {', '.join(changed)}")
         checks = config.model.use_te and plan.stored is not None and resumed is None
         setup = build_setup(plan, data.train.first_step()[0] if checks else None)
@@ -113,10 +100,11 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
         check_export(setup, folder, data, tokenizer)
         phase_ends("checks")
 
-        checkpoints = CheckpointManager(folder, plan.config.run.save_total_limit, is_main=ranks.rank == 0)
+        engine = plan.strategy if plan.strategy.saves_itself else None
+        checkpoints = CheckpointManager(folder, plan.config.run.save_total_limit, ranks.rank == 0, engine)
         if ranks.rank == 0:
-            begin_in(folder)  # nothing is written there before
-        state = RunState(setup, data, folder, checkpoints, run_fingerprint(plan), options)
+            run_dir.begin_in(folder)  # nothing is written there before
+        state = RunState(setup, data, folder, checkpoints, train_state.run_fingerprint(plan), options)
         timeline = build_timeline(state, resumed, results)
         phase_ends("optimizer")
 
@@ -141,22 +129,20 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
     return exit_code
 
 
-def load_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
-    """The run's data; ranks that share sequences have the same ones."""
-    context = plan.strategy.context_group
-    data = prepare_data(
-        plan.config,
+def load_data(settled: Settled, tokenizer: PreTrainedTokenizerBase, context: Any = None) -> PreparedData:
+    """The run's data; ranks of a `ContextGroup` share sequences."""
+    ranks, on_gpu = settled.machine.ranks, torch.cuda.is_available()
+    return prepare_data(
+        settled.config,
         tokenizer,
-        rank=plan.accelerator.process_index,
-        world_size=plan.accelerator.num_processes,
-        pin_memory=plan.device.type == "cuda",
-        main_process_first=plan.accelerator.local_main_process_first,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        pin_memory=on_gpu,
+        main_process_first=PartialState(cpu=not on_gpu).local_main_process_first,
         split_batch=None if context is None else context.split,
-        num_slices=plan.num_slices,
-        eval_batch_size=plan.requested_batch_size,
+        num_slices=settled.config.parallel.context_parallel_size,
+        eval_batch_size=settled.requested_batch_size,
     )
-    plan.say(data.description)
-    return data
 
 
 def check_export(setup: TrainingSetup, folder: Path, data: PreparedData, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -164,7 +150,7 @@ def check_export(setup: TrainingSetup, folder: Path, data: PreparedData, tokeniz
     plan, config = setup.plan, setup.plan.config
     if config.run.export and plan.accelerator.is_main_process:
         adapters_only = setup.exports_adapter
-        check_free_space(folder, export_size_bytes(setup.model, plan.export_dtype, adapters_only=adapters_only))
+        run_dir.check_free_space(folder, export_size_bytes(setup.model, plan.export_dtype, adapters_only=adapters_only))
         advice = "Correct its files, or train with --no_export."
         with reading("--model_name", plan.source.name, "what an export writes", advice), TemporaryDirectory() as place:
             origin = Origin(plan.source.location, data.eos_ids)
@@ -238,7 +224,7 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
     if machine.gpu is None and (asks_for_gpu or config.precision.mixed_precision in ("bf16", "fp8", "auto")):
         machine = assume(ranks)
     folder = None if config.run.output_dir is None else Path(config.run.output_dir)
-    resumed = find_checkpoint(folder, config.run.resume_from, ranks)
+    resumed = run_dir.find_checkpoint(folder, config.run.resume_from, ranks)
     settled = settle(config, hf_config, machine, None if resumed is None else resumed.meta)
     config, precision = settled.config, settled.precision
     tokenizer, note = load_tokenizer(config.model, source)
@@ -249,21 +235,12 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
         from llm_fp8.models.lora import add_adapters
 
         add_adapters(model_on_meta(hf_config), config.lora, torch.bfloat16)  # which knows the names of --lora_targets
-    data = prepare_data(
-        config,
-        tokenizer,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        main_process_first=PartialState(cpu=not torch.cuda.is_available()).local_main_process_first,
-        num_slices=settled.num_slices,
-    )
+    data = load_data(settled, tokenizer)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     if ranks.rank != 0:
         return 0
     lines = [*([note] if note else []), data.description, *settled.notes]
-    if precision.fallback_reason:
-        lines.append(fallback_warning(precision))
     if machine.gpu_gib is not None:
         estimate = settled.size.estimate()
         gpus = f"{machine.gpu}, assumed" if machine.is_assumed else "GPUs of this machine"
@@ -271,7 +248,7 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
         parts = estimate.parts | {"CUDA, allocator, communication": estimate.beside_gib}
         lines += [f"memory: {on_each}", *(f"  {part:32} {part_gib:8.2f} GiB" for part, part_gib in parts.items())]
         lines += [] if estimate.is_whole else ["  activations are not counted: they are known of TE decoders alone"]
-    num_steps, rows = total_steps(config, data, resumed), data.train.global_batch_size
+    num_steps, rows = train_state.total_steps(config, data, resumed), data.train.global_batch_size
     lines.append(f"dry run: {num_steps:,} steps of {rows:,} sequences; no weight was loaded and no run written")
     print("\n".join(lines), flush=True)
     return 0

@@ -163,7 +163,6 @@ class RunState:
             step,
             self.tensors(optimizer) | rng_state(plan.accelerator.process_index),
             meta,
-            plan.strategy if plan.strategy.saves_itself else None,
             history.kept_step,
             in_background=plan.config.parallel.async_save,
         )
@@ -196,8 +195,8 @@ class RunState:
 
     def held(self, step: int) -> Checkpoint | None:
         """The checkpoint of `step`, where every rank sees it complete. Collective."""
-        complete = {checkpoint.folder: checkpoint for checkpoint in self.checkpoints.newest_first()}
-        checkpoint = complete.get(self.checkpoints.of_step(step))
+        folder = self.checkpoints.of_step(step)
+        checkpoint = next((each for each in self.checkpoints.newest_first() if each.folder == folder), None)
         return None if largest(checkpoint is None) else checkpoint
 
 

@@ -48,7 +48,7 @@ class Settled:
     measures_precision: bool = False
     """True where --mixed_precision auto has to measure fp8, which `precision` is until then, against bf16."""
     notes: tuple[str, ...] = ()
-    """Sentences to print on memory, merged micro-batches and sharding."""
+    """Sentences to print on memory, merged micro-batches, sharding and a recipe that fp8 fell back from."""
 
     @property
     def parameter_dtype(self) -> torch.dtype:
@@ -69,11 +69,6 @@ class Settled:
         """Rows of a micro-batch before they were merged."""
         in_step = self.config.data.batch_size * self.config.optim.gradient_accumulation_steps
         return in_step // self.num_requested_micro_batches
-
-    @property
-    def num_slices(self) -> int:
-        """How many GPUs share the tokens of a sequence."""
-        return self.config.parallel.context_parallel_size
 
     @property
     def certifies(self) -> bool:
@@ -158,6 +153,9 @@ def settle(
         check_te_decoder(config, size.sizes, num_shards(mode, ranks))
     if ranks.world_size > 1:
         notes.append(f"sharding: {mode}{f', because {reason}' if reason else ''}")
+    if why := precision.fallback_reason:
+        names = f"{precision.requested_scenario} FELL BACK to {precision.effective_scenario}"
+        notes.append(f"WARNING: --fp8_scenario {names}: {why}")
     return Settled(
         config=config,
         machine=machine,

@@ -73,6 +73,7 @@ def build(plan: RunPlan) -> tuple[TrainingSetup, Stepper, TrainLoader]:
     tokenizer, _ = load_tokenizer(config.model, plan.source)
     check_model(config, plan.hf_config, tokenizer)
     data = load_data(plan, tokenizer)
+    plan.say(data.description)
     setup = build_setup(plan)
     num_steps = NUM_WARMUP_STEPS + NUM_TIMED_STEPS + 2  # and one for the memory, one for the kernels
     return setup, build_stepper(setup, data.train, num_steps), data.train
