@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from llm_fp8.config.recipes import row_of
 from llm_fp8.data.collate import Batch
@@ -70,21 +69,29 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
     holds = plan.holds_frozen_in_fp8 and not in_bf16
     built = _decoder_with_adapters(plan, on_meta=strategy.shards_parameters or holds)
     model, layers = built.module, built.layers
-    attention: str = "te" if config.model.use_te else chosen_attention(model.config)
+    attention = "te" if config.model.use_te else chosen_attention(model.config)
     if attention == "eager" and config.model.attn_implementation == "auto":
         plan.say("attention: eager, which is slow: transformers has no sdpa for this model")
-    precision, reasons = _attach_precision(plan, model, layers)
+    dtype = plan.precision.compute_dtype
+    # FSDP hands modules their parameters in the compute dtype.
+    module_dtype = dtype if strategy.shards_parameters else plan.parameter_dtype
+    precision = Precision(plan.precision, config.precision, plan.device, module_dtype)
+    reasons = precision.attach(model, layers, not config.model.use_te, config.parallel.fp8_params)
+    if config.trains_adapters and strategy.caches_weight_casts:
+        precision.keep_casts_of_frozen_weights()
     gemms = gemms_per_weight(built)
     num_gemms = row_of(plan.precision.effective_scenario).gemms_in_fp8
     coverage = measure_coverage(model, precision.fp8_modules, plan.precision.compute_name, reasons, gemms, num_gemms)
     plan.say(coverage.describe())
     recomputed = _recompute_layers(plan, layers)
-    dtype = plan.precision.compute_dtype
     training_model = TrainingModel(model, config.data.max_seq_length, dtype, plan.packed_form)
     if training_model.router_note:
         plan.say(training_model.router_note)
     strategy.shard(training_model, layers, precision.fp8_modules if holds else ())
-    _load_weights(plan, built, training_model, precision, first_batch, holds)
+    _load_weights(plan, built, precision, first_batch, holds)
+    if holds and not strategy.shards_parameters:
+        # DDP would send them to the other ranks, as torch sees them: in bf16.
+        ignore_in_ddp(training_model, [name for name, p in training_model.named_parameters() if not p.requires_grad])
     if config.trains_adapters:
         from llm_fp8.models.lora import initialize_adapters_
 
@@ -179,18 +186,6 @@ def _describe_rounding(plan: RunPlan) -> str:
     return f"WARNING: stored weights are {stored} and are rounded to bfloat16"
 
 
-def _attach_precision(plan: RunPlan, model: PreTrainedModel, layers: nn.ModuleList) -> tuple[Precision, dict[str, str]]:
-    """Convert a Hugging Face decoder for fp8; the precision, and name -> reason for each linear layer left alone."""
-    # FSDP hands modules their parameters in the compute dtype.
-    module_dtype = plan.precision.compute_dtype if plan.strategy.shards_parameters else plan.parameter_dtype
-    precision = Precision(plan.precision, plan.config.precision, plan.device, module_dtype)
-    converts, fp8_params = not plan.config.model.use_te, plan.config.parallel.fp8_params
-    reasons = precision.attach(model, layers, converts, fp8_params)
-    if plan.config.trains_adapters and plan.strategy.caches_weight_casts:
-        precision.keep_casts_of_frozen_weights()
-    return precision, reasons
-
-
 def _recompute_layers(plan: RunPlan, layers: nn.ModuleList) -> Sequence[nn.Module]:
     """Turn on activation checkpointing where --gradient_checkpointing asks for it; returns its decoder layers."""
     if (every := plan.config.model.gradient_checkpointing) == 0:
@@ -200,20 +195,11 @@ def _recompute_layers(plan: RunPlan, layers: nn.ModuleList) -> Sequence[nn.Modul
     return enable_gradient_checkpointing(layers, every, uses_te, reentrant, plan.graphs is not False)
 
 
-def _load_weights(
-    plan: RunPlan,
-    model: Model,
-    training_model: TrainingModel,
-    precision: Precision,
-    first_batch: Batch | None,
-    holds_in_fp8: bool,
-) -> None:
-    """Fill `model` where it is not yet, and with `first_batch` check its TE decoder and its stored weights against
-    Hugging Face's. With `holds_in_fp8` the modules in fp8 have no memory before, and fp8 weights afterwards.
-    `training_model` is the model with the loss. Collective.
+def _load_weights(plan: RunPlan, model: Model, precision: Precision, batch: Batch | None, holds_in_fp8: bool) -> None:
+    """Fill `model` where it is not yet, and with a `batch` check its TE decoder and its stored weights against
+    Hugging Face's. With `holds_in_fp8` the modules in fp8 have no memory before, and fp8 weights afterwards. Collective.
     """
-    where = plan.device, plan.config.optim.seed
-    shards_parameters = plan.strategy.shards_parameters
+    where, shards_parameters = (plan.device, plan.config.optim.seed), plan.strategy.shards_parameters
     full_layers: Iterable[nn.Module] = model.layers
     if holds_in_fp8:
         full_layers = _freed_again(filled_layers(model, model.layers, *where), precision)
@@ -221,14 +207,14 @@ def _load_weights(
             model.module.tie_weights()  # undone by moving
     elif shards_parameters:
         fill_weights(model, *where, plan.keeps_lower_bits)
-    if first_batch is not None:
+    if batch is not None:
         from llm_fp8.models.parity import check_parity
 
         context = plan.strategy.context_group
         comparison = check_parity(
             model,
             full_layers,
-            (first_batch if context is None else context.on_its_own(first_batch)).to(plan.device),
+            (batch if context is None else context.on_its_own(batch)).to(plan.device),
             plan.config.data.max_seq_length // (1 if context is None else context.size),
             dtype=plan.precision.compute_dtype if shards_parameters else plan.weight_dtype,
         )
@@ -245,13 +231,8 @@ def _load_weights(
             from llm_fp8.precision.frozen import hold_in_fp8
 
             dropped += hold_in_fp8(layer, precision)
-    if shards_parameters:
-        plan.say("frozen weights are sharded and gathered in fp8 only")
-        return
-    plan.say(f"frozen weights are held in fp8 only: {dropped / GIB:.1f} GiB of bf16 ones were cast as they were read")
-    # DDP would send them to the other ranks, as torch sees them: in bf16.
-    frozen = [name for name, parameter in training_model.named_parameters() if not parameter.requires_grad]
-    ignore_in_ddp(training_model, frozen)
+    cast = f"held in fp8 only: {dropped / GIB:.1f} GiB of bf16 ones were cast as they were read"
+    plan.say(f"frozen weights are {'sharded and gathered in fp8 only' if shards_parameters else cast}")
 
 
 def _freed_again(layers: Iterable[nn.Module], precision: Precision) -> Iterator[nn.Module]:

@@ -81,10 +81,10 @@ class Timeline:
             self.stepper.end_fp8()
         self.profile_step = self._next_profile_step()
         self._saved_s = time.monotonic()
+        self._profile_figures: dict[int, dict[str, float]] = {}  # by step
         self._size = decoder_size(plan.hf_config, self.setup.num_adapter_parameters)
         self._peak = device_peak_tflops(plan.device)
         self._pending: list[tuple[int, float, StepResult]] = []  # step, epoch, and what is still on the device
-        self._profile_figures: dict[int, dict[str, float]] = {}  # by step
 
     @property
     def precision_name(self) -> str:
@@ -219,13 +219,12 @@ class Timeline:
         self._certify(profile, num_micro_batches)
         if not self.precision.has_ended:
             self.results.recorded = profile
-        if self.stepper.may_take_graphs:
-            self._take_graphs_if_idle(profile, num_micro_batches)
+        self._take_graphs_if_idle(profile, num_micro_batches)
         return self.restart_clocks()
 
     def _take_graphs_if_idle(self, profile: StepProfile, num_micro_batches: int) -> None:
         """Let the stepper look whether graphs shorten steps, and print what it says. Collective."""
-        if self.step == self.total_steps:
+        if self.step == self.total_steps or not self.stepper.may_take_graphs:
             return
         # Two steps alone are measured by the recorded one, so a small share is looked at again when more are.
         asks_again, steps = self.step == self.profile_step, self.reporter.steps_of_process()
