@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -28,9 +28,6 @@ from llm_fp8.step.loss_model import PackedForm
 from llm_fp8.utils.console import say as print_line
 from llm_fp8.utils.ranks import LaunchRanks
 
-if TYPE_CHECKING:
-    from llm_fp8.models.fp8_checkpoint import Fp8Format
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan(Settled):
@@ -41,8 +38,7 @@ class RunPlan(Settled):
     strategy: DistributedStrategy
     export_dtype: torch.dtype  # that of the stored weights, else `parameter_dtype`
     stored: StoredCheckpoint | None  # the weights that are loaded; None where they are drawn
-    packed_form: PackedForm | None
-    """How packed documents are given to transformers' decoder; None where it is TE's, or nothing is packed."""
+    packed_form: PackedForm | None  # of documents for transformers' decoder; None: it is TE's, or nothing is packed
     say: Callable[[str], None]  # prints a line on the main process
 
     @property
@@ -50,14 +46,10 @@ class RunPlan(Settled):
         return self.accelerator.device
 
     @property
-    def stored_fp8(self) -> Fp8Format | None:
-        """How the stored weights are scaled; None where they are not fp8, or none are loaded."""
-        return None if self.stored is None else self.stored.fp8
-
-    @property
     def stores_lower_bits(self) -> bool:
         """True where weights begin with bits that bf16 lacks."""
-        return self.export_dtype in (torch.float32, torch.float16) or self.stored_fp8 is not None
+        stored_in_fp8 = self.stored is not None and self.stored.fp8 is not None
+        return stored_in_fp8 or self.export_dtype in (torch.float32, torch.float16)
 
     @property
     def draws_lower_bits(self) -> bool:

@@ -56,7 +56,7 @@ def record_run(timeline: Timeline) -> None:
         "resumed_after_step": timeline.step,
         "model": {
             "location": plan.source.location,
-            "dequantised_from": None if plan.stored_fp8 is None else plan.stored_fp8.describe(),
+            "dequantised_from": fp8.describe() if plan.stored and (fp8 := plan.stored.fp8) else None,
             "num_parameters": setup.num_parameters,
             "num_trainable_parameters": setup.num_trainable_parameters,
             "config": setup.model.module.config.to_dict(),

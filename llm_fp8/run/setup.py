@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,9 +29,6 @@ from llm_fp8.step.stepper import Stepper
 from llm_fp8.utils.hf_internals import chosen_attention
 from llm_fp8.utils.torch_internals import free_memory_, ignore_in_ddp
 
-if TYPE_CHECKING:
-    from llm_fp8.precision.certificate import ExpectedKernels
-
 
 @dataclass(frozen=True)
 class TrainingSetup:
@@ -47,12 +44,6 @@ class TrainingSetup:
     num_parameters: int
     num_trainable_parameters: int
     num_adapter_parameters: int
-
-    def expected_kernels(self) -> ExpectedKernels:
-        """The kernels of a step as they must be, by options and coverage."""
-        from llm_fp8.precision.certificate import ExpectedKernels
-
-        return ExpectedKernels.of_model(self.precision, self.coverage, self.recomputed)
 
     @property
     def exports_adapter(self) -> bool:
@@ -100,8 +91,8 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
         strategy.context_group.attach(layers)
     if left_out := built.describe_left_out():
         plan.say(left_out)
-    if plan.stored is not None and (plan.rounds_weights or plan.stored_fp8 is not None):
-        plan.say(_describe_rounding(plan))
+    if plan.stored is not None and (plan.rounds_weights or plan.stored.fp8 is not None):
+        plan.say(_describe_rounding(plan, plan.stored.fp8))
     precision.backend.compile_layers(layers, recomputed=bool(recomputed))
     return TrainingSetup(
         plan=plan,
@@ -175,11 +166,11 @@ def _decoder_with_adapters(plan: RunPlan, on_meta: bool) -> Model:
     return model
 
 
-def _describe_rounding(plan: RunPlan) -> str:
-    """Say how stored weights are rounded that the model's parameters cannot hold as they are."""
-    if plan.stored_fp8 is not None:
+def _describe_rounding(plan: RunPlan, fp8: Any) -> str:
+    """Say how stored weights are rounded that the model's parameters cannot hold as they are; `fp8`: their format."""
+    if fp8 is not None:
         rounded = ", rounded to bfloat16" if plan.rounds_weights and not plan.keeps_lower_bits else ""
-        return f"stored weights are {plan.stored_fp8.describe()}: training starts from value times scale{rounded}"
+        return f"stored weights are {fp8.describe()}: training starts from value times scale{rounded}"
     stored = str(plan.export_dtype).removeprefix("torch.")
     if plan.keeps_lower_bits:
         return f"stored weights are {stored}: training starts from their exact values"
@@ -197,7 +188,7 @@ def _recompute_layers(plan: RunPlan, layers: nn.ModuleList) -> Sequence[nn.Modul
 
 def _load_weights(plan: RunPlan, model: Model, precision: Precision, batch: Batch | None, holds_in_fp8: bool) -> None:
     """Fill `model` where it is not yet, and with a `batch` check its TE decoder and its stored weights against
-    Hugging Face's. With `holds_in_fp8` the modules in fp8 have no memory before, and fp8 weights afterwards. Collective.
+    Hugging Face's. With `holds_in_fp8` modules in fp8 have no memory before, and fp8 weights afterwards. Collective.
     """
     where, shards_parameters = (plan.device, plan.config.optim.seed), plan.strategy.shards_parameters
     full_layers: Iterable[nn.Module] = model.layers

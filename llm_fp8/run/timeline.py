@@ -245,15 +245,16 @@ class Timeline:
         """Judge the step's kernels and keep the verdict, as a file too; `FailedCheck` on every rank where any rank's
         step failed.
         """
-        from llm_fp8.precision.certificate import certify, worst
+        from llm_fp8.precision.certificate import ExpectedKernels, certify, worst
 
-        plan, expected = self.setup.plan, self.setup.expected_kernels()
+        setup, plan = self.setup, self.setup.plan
+        expected = ExpectedKernels.of_model(self.precision, setup.coverage, setup.recomputed)
         of_rank = certify(
             expected.without_fp8 if self.precision.has_ended else expected,
             profile.kernels,
             self.precision.module_state(),
             num_micro_batches=num_micro_batches,
-            attention=self.results.attention_backend or self.setup.attention,
+            attention=self.results.attention_backend or setup.attention,
             rank=self.accelerator.process_index,
         )
         name = "certificate_after_fp8" if self.precision.has_ended else "certificate"

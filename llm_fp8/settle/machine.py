@@ -22,16 +22,11 @@ class Machine:
     """A launch, its GPUs and its host. Without `gpu` everything computes on the CPU."""
 
     ranks: LaunchRanks = LaunchRanks()
-    gpu: str | None = None
-    """The GPU's name."""
-    gpu_gib: float | None = None
-    """Memory of the launch's smallest GPU, as torch reports it."""
-    capability: tuple[int, int] = (0, 0)
-    """The GPU's compute capability."""
-    lacking: Mapping[str, str] = field(default_factory=dict)
-    """Transformer Engine's recipe -> why this GPU does not have it."""
-    host_free_gib: float | None = None
-    """Free memory of the host; None where it is not known."""
+    gpu: str | None = None  # its name
+    gpu_gib: float | None = None  # memory of the launch's smallest GPU, as torch reports it
+    capability: tuple[int, int] = (0, 0)  # the GPU's compute capability
+    lacking: Mapping[str, str] = field(default_factory=dict)  # Transformer Engine's recipe -> why this GPU lacks it
+    host_free_gib: float | None = None  # free memory of the host; None where it is not known
     is_assumed: bool = False
 
     @property

@@ -55,6 +55,7 @@ from llm_fp8.step.activation_checkpoint import recomputed_layers
 from llm_fp8.utils.errors import UserError
 
 MODES_COUNTED = ("single", "ddp", "fsdp_grad", "fsdp_full")
+RECIPES_COUNTED = [name for name, row in RECIPES.items() if row.saved_bytes_per_element is not None]
 ERROR = 0.012  # of the estimate, at most, in recorded runs
 MARGIN = 0.05  # of the GPU, left free by what `settled` chooses: PyTorch stalls on a full one
 MOST_PADDED_TOKENS = 16384
@@ -62,18 +63,7 @@ MOST_PADDED_TOKENS = 16384
 MOST_TOKENS = 65536  # of a micro-batch of --batch_size auto: the longest recorded run's
 
 RECOMPUTED, OFFLOADED = {"gradient_checkpointing": "auto"}, {"offload_optimizer": 1.0}
-EIGHT_BIT, ADAPTED = {"optimizer": "adamw_8bit"}, {"lora_rank": 16}
-WAYS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "full, recomputed": RECOMPUTED,
-    "adamw_8bit": EIGHT_BIT,
-    "offload": OFFLOADED,
-    "offload, fp8 weights cast anew": OFFLOADED | {"fp8_recast_weights": True},
-    "adamw_8bit, recomputed": EIGHT_BIT | RECOMPUTED,
-    "LoRA": ADAPTED,
-    "LoRA, recomputed": ADAPTED | RECOMPUTED,
-}
-"""Way of training -> the options that lower its memory; the cheapest in time and quality comes first."""
+EIGHT_BIT = {"optimizer": "adamw_8bit"}
 
 STATE, CASTS, ACTIVATIONS, HEAD = "weights, gradients, optimizer", "fp8 casts of weights", "activations", "lm_head"
 _BF16, _FP32 = 2, 4
@@ -117,11 +107,6 @@ def saved_bytes(spec: te_llama.DecoderSizes, recipe: str, adapted: frozenset[str
     return always + row.saved_bytes_per_element * (3 * h + q + f * (2 if row.saves_fc2_input_twice else 1))
 
 
-def recipes_counted() -> list[str]:
-    """The fp8 recipes whose memory is measured."""
-    return [name for name, row in RECIPES.items() if row.saved_bytes_per_element is not None]
-
-
 @dataclass(frozen=True)
 class RunSize:
     """A run as its memory is counted, with what its options come to on a machine."""
@@ -144,7 +129,7 @@ class RunSize:
     @property
     def spec(self) -> te_llama.DecoderSizes | None:
         """The TE decoder's sizes; None where the run has none, or where its memory is not counted in whole."""
-        counted = self.recipe in ("bf16", *recipes_counted()) and self.mode in MODES_COUNTED
+        counted = self.recipe in ("bf16", *RECIPES_COUNTED) and self.mode in MODES_COUNTED
         counted = counted and self.config.model.use_te and not self.config.parallel.splits_sequences
         return self.sizes if counted and not (self.sharded and self.num_gpus == 1) else None
 
@@ -400,7 +385,7 @@ def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None)
     if automatic:
         if not estimate.is_whole:
             raise UserError(
-                f"--batch_size auto needs --use_te, --fp8_scenario {'|'.join(recipes_counted())} and --sharding_mode "
+                f"--batch_size auto needs --use_te, --fp8_scenario {'|'.join(RECIPES_COUNTED)} and --sharding_mode "
                 f"{'|'.join(MODES_COUNTED[1:])}: the memory of others is not known; give a number."
             )
         sizes = range(max(run.row_multiple, MOST_TOKENS // length), 0, -1)

@@ -37,18 +37,13 @@ class Settled:
     config: Config
     machine: Machine
     hf_config: PretrainedConfig
-    precision: PrecisionPlan
-    """Without the library's recipe object, which `llm_fp8.precision.context.with_recipe` makes."""
-    mode: str
-    """The sharding mode, 'single' for one process."""
+    precision: PrecisionPlan  # without the library's recipe object, which `precision.context.with_recipe` makes
+    mode: str  # of sharding; 'single' for one process
     optimizer_kind: OptimizerKind
     size: RunSize
-    num_requested_micro_batches: int
-    """Micro-batches of a step as the options have them; `config` has what they were merged to."""
-    measures_precision: bool = False
-    """True where --mixed_precision auto has to measure fp8, which `precision` is until then, against bf16."""
-    notes: tuple[str, ...] = ()
-    """Sentences to print on memory, merged micro-batches, sharding and a recipe that fp8 fell back from."""
+    num_requested_micro_batches: int  # of a step, as the options have them; `config` has what they were merged to
+    measures_precision: bool = False  # --mixed_precision auto has to measure fp8, which `precision` is until then
+    notes: tuple[str, ...] = ()  # sentences to print on memory, merged micro-batches, sharding and fp8's fallback
 
     @property
     def parameter_dtype(self) -> torch.dtype:

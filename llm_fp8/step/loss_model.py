@@ -29,7 +29,6 @@ from llm_fp8.utils.torch_internals import wrap_forward
 
 ROUTER_LOSS = "router_aux_loss"
 
-
 PackedForm = Literal["rows", "flash", "line"]
 """How packed documents are given to a Hugging Face decoder. rows: rows of max_seq_length, each with a mask that
 transformers derives from position ids. flash: one line with flash attention's `cu_seq_lens_q` and the like. line: the

@@ -102,8 +102,7 @@ class MicroBatchGraphs:
         micro-batch and never captured. `collective`: whether graphs hold communication.
         """
         self._run, self._capture, self._after_each = run, capture, after_each
-        self._collective = collective
-        self._parameters = parameters
+        self._collective, self._parameters = collective, parameters
         self._gradients = self._make_gradients()
         by_gemms = {id(weight) for weight in overwritten}
         self._summed = [g for p, g in zip(parameters, self._gradients, strict=False) if id(p) not in by_gemms]
@@ -211,11 +210,6 @@ class ShardedMicroBatchGraphs(MicroBatchGraphs):
     FSDP2 makes a step's gradients anew: those of the first graph are kept, and the other graphs copy theirs to them.
     """
 
-    def __init__(
-        self, run: RunMicroBatch, parameters: Sequence[Parameter], capture: Capture, after_each: Callable[[], None]
-    ) -> None:
-        super().__init__(run, parameters, (), capture, after_each, collective=True)
-
     def make_room(self) -> None:
         super().make_room()
         if not self._graphs:
@@ -238,7 +232,7 @@ class ShardedMicroBatchGraphs(MicroBatchGraphs):
             parameter.grad = None
 
     def _replay(self, graph: Graph) -> None:
-        graph()
+        super()._replay(graph)
         super()._lend_gradients()
 
 

@@ -147,7 +147,7 @@ class Stepper:
             self._graphs.are_dropped = self._drops_graphs
 
     def may_capture(self, may: bool) -> None:
-        """Allow or forbid the next step to capture graphs, which would show in a recording."""
+        """Let the next step capture graphs, which would show in a recording, or not."""
         if self._graphs is not None:
             self._graphs.may_capture = may
 
@@ -166,17 +166,14 @@ class Stepper:
     def _build_graphs(self) -> MicroBatchGraphs:
         from llm_fp8.step.micro_batch_graphs import Capture, MicroBatchGraphs, ShardedMicroBatchGraphs
 
-        sharded, update, capture = self.strategy.shards_parameters, self.precision.update_scales, Capture()
+        sharded, collective = self.strategy.shards_parameters, self.accelerator.num_processes > 1
 
         def run(batch: Batch, num_supervised: Tensor, first: bool, last: bool) -> Tensor:
             return self._micro_batch_by_old_scales(batch, num_supervised, None if sharded else first, last)
 
-        graphs: MicroBatchGraphs
-        if sharded:
-            graphs = ShardedMicroBatchGraphs(run, self.parameters, capture, update)
-        else:
-            overwritten, reduces = self.wgrad_accumulation.weights(), self.accelerator.num_processes > 1
-            graphs = MicroBatchGraphs(run, self.parameters, overwritten, capture, update, reduces)
+        overwritten = [] if sharded else self.wgrad_accumulation.weights()
+        build = ShardedMicroBatchGraphs if sharded else MicroBatchGraphs
+        graphs = build(run, self.parameters, overwritten, Capture(), self.precision.update_scales, collective)
         graphs.are_dropped = self._drops_graphs
         return graphs
 

@@ -36,6 +36,18 @@ GPUS = {
 }
 """A GPU's name -> its memory in GiB as torch reports it, the largest of several sizes, and its compute capability."""
 
+WAYS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "full, recomputed": {"gradient_checkpointing": "auto"},
+    "adamw_8bit": {"optimizer": "adamw_8bit"},
+    "offload": {"offload_optimizer": 1.0},
+    "offload, fp8 weights cast anew": {"offload_optimizer": 1.0, "fp8_recast_weights": True},
+    "adamw_8bit, recomputed": {"optimizer": "adamw_8bit", "gradient_checkpointing": "auto"},
+    "LoRA": {"lora_rank": 16},
+    "LoRA, recomputed": {"lora_rank": 16, "gradient_checkpointing": "auto"},
+}
+"""Way of training -> the options that lower its memory; the cheapest in time and quality comes first."""
+
 SIZES = ("batch_size", "max_seq_length", "gradient_accumulation_steps")
 HUB_OWNERS = {"Llama-3": "meta-llama", "Qwen": "Qwen"}  # start of a bundled model's name -> its owner on the hub
 
@@ -118,7 +130,7 @@ def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
 def rows_of(config: Config, hf_config: PretrainedConfig, machine: Machine) -> list[Row]:
     """Return the rows of every way of training in every sharding mode, the cheapest that fits first."""
     from llm_fp8.models.build import count_parameters
-    from llm_fp8.settle.memory import WAYS, RunSize
+    from llm_fp8.settle.memory import RunSize
     from llm_fp8.settle.settle import settle
 
     recipe = DEFAULTS["te"] if config.precision.mixed_precision == "fp8" else "bf16"

@@ -11,9 +11,8 @@ import pytest
 
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.embedded import MODEL_DIR
-from llm_fp8.settle.memory import WAYS
 from llm_fp8.tools import memory
-from llm_fp8.tools.memory import assumed_machine, find_model
+from llm_fp8.tools.memory import WAYS, assumed_machine, find_model
 from llm_fp8.tools.programs import wide_console
 from llm_fp8.utils.errors import UserError
 from tests.support.small import tiny_config

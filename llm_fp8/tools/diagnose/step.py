@@ -32,7 +32,7 @@ from llm_fp8.observability.kernel_trace import KernelTime, gemm_kernels, time_by
 from llm_fp8.observability.metrics import GIB, device_peak_tflops, speed_metrics
 from llm_fp8.observability.step_profile import profiled
 from llm_fp8.optim.optimizers import unwrap
-from llm_fp8.precision.certificate import certify
+from llm_fp8.precision.certificate import ExpectedKernels, certify
 from llm_fp8.run.plan import RunPlan, announce, plan_run
 from llm_fp8.run.run import load_data
 from llm_fp8.run.run_dir import explained_failures
@@ -102,7 +102,7 @@ def measure(setup: TrainingSetup, stepper: Stepper, loader: TrainLoader, trace: 
     kernels = profile.kernels
     busy_s = profile.work_s + profile.exposed_communication_s
     certificate = certify(
-        setup.expected_kernels(),
+        ExpectedKernels.of_model(setup.precision, setup.coverage, setup.recomputed),
         kernels,
         setup.precision.module_state(),
         num_micro_batches=len(batches),
