@@ -129,8 +129,9 @@ class GroupedAdamW(Optimizer):
     multiplies all gradients by `gradient_scale`, an fp32 scalar on their device, as it reads them.
     """
 
-    def __init__(self, params: Params, **adamw_arguments: Any) -> None:
-        """Set torch's lr, betas, eps and weight_decay from `adamw_arguments`."""
+    def __init__(self, params: Params, seed: int | None = None, **adamw_arguments: Any) -> None:
+        """Set torch's lr, betas, eps and weight_decay from `adamw_arguments`; a subclass has the use of `seed`."""
+        self.seed = seed
         self.gradient_scale: Tensor | None = None
         defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "step": 0}
         super().__init__(params, defaults | adamw_arguments)
@@ -183,10 +184,6 @@ class MasterAdamW(GroupedAdamW):
     without a seed they are zero. The state is sharded like the parameter.
     """
 
-    def __init__(self, params: Params, seed: int | None = None, **adamw_arguments: Any) -> None:
-        super().__init__(params, **adamw_arguments)
-        self.seed = seed
-
     def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:
         state = {
             "exp_avg": torch.zeros_like(parameter, dtype=masters.FIRST_MOMENT_DTYPE),
@@ -203,12 +200,8 @@ class MasterAdamW(GroupedAdamW):
 
 class EightBitAdamW(GroupedAdamW):
     """AdamW with 8-bit moments and stochastic rounding. A sharded parameter has fp32 moments if its rows are no whole
-    blocks, since blocks would straddle shards. All ranks pass the same `seed` for the random bits.
+    blocks, since blocks would straddle shards. All ranks pass the same `seed` (default: 0) for the random bits.
     """
-
-    def __init__(self, params: Params, seed: int = 0, **adamw_arguments: Any) -> None:
-        super().__init__(params, **adamw_arguments)
-        self.seed = seed
 
     def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:
         sharded, count = isinstance(parameter, DTensor), parameter.numel()
@@ -228,4 +221,4 @@ class EightBitAdamW(GroupedAdamW):
         if isinstance(parameter, DTensor):
             placed = enumerate(parameter.placements)
             shard = sum(parameter.device_mesh.get_local_rank(dim) for dim, placement in placed if placement.is_shard())
-        return rounding_key(self.seed, step, number + 2**20 * shard)
+        return rounding_key(self.seed or 0, step, number + 2**20 * shard)

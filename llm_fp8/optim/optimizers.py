@@ -15,8 +15,9 @@ the fraction (1 - beta2) (g^2 / v - 1), at beta2 = 0.999 often less than 2^-9: a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -30,33 +31,10 @@ from llm_fp8.config.options import OptimConfig, OptimizerKind
 from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE, draw_lower_bits_
 
 NamedParameters = Iterable[tuple[str, Parameter]]
+Groups = list[dict[str, Any]]
 
 
-class BytesPerParameter(NamedTuple):
-    """Bytes that one trainable parameter takes during training, without casts and activations."""
-
-    weight: float
-    gradient: float
-    state: float
-
-    @property
-    def total(self) -> float:
-        return sum(self)
-
-
-BYTES_PER_PARAMETER: dict[OptimizerKind, BytesPerParameter] = {
-    "adamw_fp32": BytesPerParameter(4, 4, 4 + 4),
-    "adamw_master": BytesPerParameter(2, 2, 2 + FIRST_MOMENT_DTYPE.itemsize + SECOND_MOMENT_DTYPE.itemsize),
-    "adamw_8bit": BytesPerParameter(2, 2, 2 * (1 + 4 / 256)),  # m and v: a code, and 1/256 of a block's fp32 scale
-}
-
-
-def parameter_dtype(kind: OptimizerKind) -> torch.dtype:
-    """Return the dtype of trainable parameters: fp32 for adamw_fp32, bf16 for the others (fp32 works there too)."""
-    return torch.float32 if kind == "adamw_fp32" else torch.bfloat16
-
-
-def parameter_groups(named_parameters: NamedParameters, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(named_parameters: NamedParameters, weight_decay: float) -> Groups:
     """Group trainable parameters, each tied one once: matrices (embeddings too) decay, norms and biases do not."""
     unique = dict.fromkeys(parameter for _, parameter in named_parameters if parameter.requires_grad)
     matrices = [parameter for parameter in unique if parameter.ndim > 1]
@@ -70,30 +48,67 @@ def adamw_arguments(config: OptimConfig) -> dict[str, Any]:
     return {"lr": config.learning_rate, "betas": (0.9, config.adam_beta2), "eps": 1e-8}
 
 
-def build_optimizer(
-    config: OptimConfig, kind: OptimizerKind, named_parameters: NamedParameters, draws_lower_bits: bool = False
-) -> Optimizer:
-    """Build the AdamW of `kind` over the trainable parameters; their dtype is `parameter_dtype(kind)` or fp32.
+def _adamw_fp32(groups: Groups, config: OptimConfig, draws_lower_bits: bool) -> Optimizer:
+    if draws_lower_bits:
+        sharded = (each for group in groups for each in group["params"] if isinstance(each, DTensor))
+        draw_lower_bits_(sharded, config.seed)
+    return torch.optim.AdamW(groups, fused=True, **adamw_arguments(config))
 
-    `draws_lower_bits` lets master weights begin between bf16 numbers; see `adamw_master`.
-    """
-    groups = parameter_groups(named_parameters, config.weight_decay)
-    shared = adamw_arguments(config)
-    if kind == "adamw_fp32":
-        if draws_lower_bits:
-            sharded = (each for group in groups for each in group["params"] if isinstance(each, DTensor))
-            draw_lower_bits_(sharded, config.seed)
-        return torch.optim.AdamW(groups, fused=True, **shared)
-    from llm_fp8.optim.adamw import EightBitAdamW, MasterAdamW
 
-    if kind == "adamw_8bit":
-        return EightBitAdamW(groups, seed=config.seed, **shared)
-    shared["seed"] = config.seed if draws_lower_bits else None
+def _adamw_master(groups: Groups, config: OptimConfig, draws_lower_bits: bool) -> Optimizer:
+    from llm_fp8.optim.adamw import MasterAdamW
+
+    arguments = {"seed": config.seed if draws_lower_bits else None, **adamw_arguments(config)}
     if config.offload_optimizer:
         from llm_fp8.optim.offload import OffloadedMasterAdamW
 
-        return OffloadedMasterAdamW(groups, share=config.offload_optimizer, **shared)
-    return MasterAdamW(groups, **shared)
+        return OffloadedMasterAdamW(groups, share=config.offload_optimizer, **arguments)
+    return MasterAdamW(groups, **arguments)
+
+
+def _adamw_8bit(groups: Groups, config: OptimConfig, draws_lower_bits: bool) -> Optimizer:
+    from llm_fp8.optim.adamw import EightBitAdamW
+
+    return EightBitAdamW(groups, seed=config.seed, **adamw_arguments(config))
+
+
+@dataclass(frozen=True)
+class OptimizerRow:
+    """What the run has to know of an optimizer. Bytes are per trainable parameter, without casts and activations."""
+
+    parameter_dtype: torch.dtype
+    """The dtype of trainable parameters and their gradients; fp32 works with every optimizer."""
+    state_bytes: float
+    build: Callable[[Groups, OptimConfig, bool], Optimizer]
+    """Takes parameter groups, and True to let master weights begin between bf16 numbers; see `adamw_master`."""
+    keeps_lower_bits: bool = False
+    """The state has the bits of an fp32 master weight that a bf16 parameter lacks."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.parameter_dtype.itemsize
+
+    @property
+    def total_bytes(self) -> float:
+        """Bytes of weight, gradient and state."""
+        return 2 * self.parameter_dtype.itemsize + self.state_bytes
+
+
+_MASTER_BYTES = 2 + FIRST_MOMENT_DTYPE.itemsize + SECOND_MOMENT_DTYPE.itemsize
+_EIGHT_BIT_BYTES = 2 * (1 + 4 / 256)  # m and v: a code, and 1/256 of a block's fp32 scale
+OPTIMIZERS: dict[OptimizerKind, OptimizerRow] = {
+    "adamw_fp32": OptimizerRow(torch.float32, 4 + 4, _adamw_fp32),
+    "adamw_master": OptimizerRow(torch.bfloat16, _MASTER_BYTES, _adamw_master, keeps_lower_bits=True),
+    "adamw_8bit": OptimizerRow(torch.bfloat16, _EIGHT_BIT_BYTES, _adamw_8bit),
+}
+"""Kind -> its row. To add an optimizer, add a row, and its name to `OptimizerKind`."""
+
+
+def build_optimizer(
+    config: OptimConfig, kind: OptimizerKind, named_parameters: NamedParameters, draws_lower_bits: bool = False
+) -> Optimizer:
+    """Build the optimizer of `kind` over the trainable parameters."""
+    return OPTIMIZERS[kind].build(parameter_groups(named_parameters, config.weight_decay), config, draws_lower_bits)
 
 
 def unwrap(optimizer: Optimizer) -> Optimizer:

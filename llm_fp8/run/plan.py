@@ -18,6 +18,7 @@ from llm_fp8.distributed.process_group import device_of_process
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.source import ModelSource, load_config, resolve_source, stored_dtype, text_config
 from llm_fp8.models.weights import StoredCheckpoint, checkpoint_of, untie
+from llm_fp8.optim.optimizers import OPTIMIZERS
 from llm_fp8.precision.context import with_recipe
 from llm_fp8.precision.te import prepare_te_decoder
 from llm_fp8.run.checkpoint import Checkpoint
@@ -64,7 +65,8 @@ class RunPlan(Settled):
     @property
     def keeps_lower_bits(self) -> bool:
         """True where those bits go into the remainders of the optimizer."""
-        return self.rounds_weights and self.optimizer_kind == "adamw_master" and not self.config.trains_adapters
+        optimizer = OPTIMIZERS[self.optimizer_kind]
+        return self.rounds_weights and optimizer.keeps_lower_bits and not self.config.trains_adapters
 
     @property
     def parallel_record(self) -> dict[str, Any]:

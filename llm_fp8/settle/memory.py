@@ -44,7 +44,7 @@ from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE, RECIPES, row_of
 from llm_fp8.kernels.cross_entropy import default_chunk_tokens
 from llm_fp8.models.source import text_config
 from llm_fp8.observability.metrics import GIB, RESERVE_GIB
-from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER
+from llm_fp8.optim.optimizers import OPTIMIZERS
 from llm_fp8.settle.sharding_mode import (
     holds_frozen_in_fp8,
     keeps_unsharded_gradients,
@@ -219,16 +219,16 @@ class RunSize:
         if recomputed:  # one after the other, when what the head took is free
             head = max(head, tokens * working + transposed)
 
-        per_parameter, unsharded = BYTES_PER_PARAMETER[self.optimizer], keeps_unsharded_gradients(mode, config)
+        optimizer, unsharded = OPTIMIZERS[self.optimizer], keeps_unsharded_gradients(mode, config)
         trained = self.num_adapter_parameters(spec) if self.adapted else self.num_parameters
         shards = num_gpus if self.sharded else 1
         if self.adapted:
-            state += per_parameter.total / shards * trained
-        all_gradients = 0.0 if unsharded else per_parameter.gradient / shards * trained
+            state += optimizer.total_bytes / shards * trained
+        all_gradients = 0.0 if unsharded else optimizer.gradient_bytes / shards * trained
         if unsharded:
-            state -= per_parameter.gradient / num_gpus * trained  # the shards of gradients come with the reduction
+            state -= optimizer.gradient_bytes / num_gpus * trained  # the shards of gradients come with the reduction
         if mode == "ddp" and not config.always_graphs:
-            state += per_parameter.gradient * trained  # buckets
+            state += optimizer.gradient_bytes * trained  # buckets
         # In place of frozen weights of two bytes, or beside their masters.
         state += (-1 if self.adapted else 1) * fp8_weights / num_gpus
         if mode == "fsdp_grad":
@@ -253,9 +253,8 @@ class RunSize:
             if beside_layer:  # torch's `foreach_reduce` lays the outermost unit's gradients out in fp32, beside bf16
                 moments.append((state + 3 * outermost, 0.0, 0.0))
             if beside_layer and layers - 2 not in recomputes:  # the layer below the last, as fc1's gradient is made
-                made = (
-                    gathered + beside_layer + (_BF16 + per_parameter.gradient / num_gpus) * layer_linear - all_gradients
-                )
+                of_layer = (_BF16 + optimizer.gradient_bytes / num_gpus) * layer_linear
+                made = gathered + beside_layer + of_layer - all_gradients
                 made += h * spec.intermediate_size * (4 if recipe == "bf16" else 7)  # and fp8 weights for the dgrad
                 below, saved = activations - 2 * tokens * per_layer, per_layer + 4 * h + spec.intermediate_size
                 moments.append((state + made, below, tokens * saved))
@@ -272,7 +271,7 @@ class RunSize:
             if graphs:
                 beside += activations + head  # of an eager micro-batch beside those of the graphs
             if one_micro_batch:
-                beside += _SHARDS_WITHOUT_ROOM * per_parameter.gradient * trained / num_gpus
+                beside += _SHARDS_WITHOUT_ROOM * optimizer.gradient_bytes * trained / num_gpus
         elif mode == "ddp":
             beside = 2 * trained  # on the first GPU in 3 of 10 recorded runs
         sizes = {STATE: parts[0], CASTS: casts, ACTIVATIONS: parts[1], HEAD: parts[2]}
@@ -294,7 +293,8 @@ class RunSize:
         """True where its memory has an upper bound: not for Hugging Face's decoder in fp32 or by torch.autocast, or
         with eager attention, nor in a mode that holds master weights itself, with buffers of its own.
         """
-        casts = self.optimizer == "adamw_fp32" and not self.sharded and not self.config.model.use_te
+        in_fp32 = OPTIMIZERS[self.optimizer].parameter_dtype == torch.float32
+        casts = in_fp32 and not self.sharded and not self.config.model.use_te
         eager = self.config.model.attn_implementation == "eager"
         if self.sizes is not None and self.sizes.zero_centered_gain and not self.config.model.use_te:
             return False  # transformers computes these norms in fp32 and keeps what they computed

@@ -21,8 +21,7 @@ from llm_fp8.config.recipes import DEFAULTS, EMULATING, chosen, recipe_names, ro
 from llm_fp8.config.validation import check_declared, check_tokens
 from llm_fp8.models.build import count_parameters
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER
-from llm_fp8.optim.optimizers import parameter_dtype as trained_dtype
+from llm_fp8.optim.optimizers import OPTIMIZERS
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.settle.machine import Machine
 from llm_fp8.settle.memory import RunSize, settle_memory
@@ -48,7 +47,8 @@ class Settled:
     @property
     def parameter_dtype(self) -> torch.dtype:
         """The dtype of trained parameters; a mode may keep fp32 master weights beside them."""
-        return self.precision.compute_dtype if MODES[self.mode].holds_masters else trained_dtype(self.optimizer_kind)
+        own_masters = MODES[self.mode].holds_masters
+        return self.precision.compute_dtype if own_masters else OPTIMIZERS[self.optimizer_kind].parameter_dtype
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -214,7 +214,7 @@ def check_machine(config: Config, machine: Machine, mode: str, precision: Precis
         if needs_gpu and machine.gpu is None:
             raise UserError(f"{flag} needs an NVIDIA GPU, and none is found; drop it.")
     for flag, needs_bf16 in {
-        f"--optimizer {kind}": kind in ("adamw_master", "adamw_8bit"),
+        f"--optimizer {kind}": kind != "auto" and OPTIMIZERS[kind].parameter_dtype == torch.bfloat16,
         "--offload_optimizer with --optimizer auto": offloads_auto,
     }.items():
         if needs_bf16 and compute != "bf16":
@@ -229,7 +229,7 @@ def check_machine(config: Config, machine: Machine, mode: str, precision: Precis
     if mode == "fsdp_hybrid" and ranks.local_world_size >= ranks.world_size:
         raise UserError("--sharding_mode fsdp_hybrid replicates over hosts, and there is one; use fsdp_full.")
     if (share := config.optim.offload_optimizer) and machine.host_free_gib is not None:
-        state_bytes = share * size.num_parameters * BYTES_PER_PARAMETER["adamw_master"].state
+        state_bytes = share * size.num_parameters * OPTIMIZERS[size.optimizer].state_bytes
         needed_gib = ranks.local_world_size * state_bytes / GIB
         if needed_gib > machine.host_free_gib:
             free = f"{machine.host_free_gib:.1f} free on this host"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from llm_fp8.config.options import MODES, Config, OptimizerKind
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER
+from llm_fp8.optim.optimizers import OPTIMIZERS
 from llm_fp8.utils.ranks import LaunchRanks
 
 STATE_SHARE = 0.6  # of a GPU's memory, for weights, gradients and optimizer state
@@ -58,7 +58,7 @@ def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config)
     """Bytes per parameter of weights, gradients and optimizer state on one of `num_shards` GPUs that share a copy,
     between micro-batches; of frozen weights alone where adapters are trained.
     """
-    row, of_kind = MODES[mode], BYTES_PER_PARAMETER[kind]
+    row, optimizer = MODES[mode], OPTIMIZERS[kind]
     if row.on_host:
         return 0.0
     if config.trains_adapters:
@@ -66,9 +66,9 @@ def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config)
             return _FROZEN_WEIGHT_BYTES
         return _FROZEN_WEIGHT_BYTES / num_shards + row.unsharded_bytes
     if row.engine == "copies":
-        return of_kind.total - config.optim.offload_optimizer * of_kind.state
+        return optimizer.total_bytes - config.optim.offload_optimizer * optimizer.state_bytes
     gradients = _ACCUMULATED_GRADIENT_BYTES if keeps_unsharded_gradients(mode, config) else 0
-    return (row.sharded_bytes or of_kind.total) / num_shards + row.unsharded_bytes + gradients
+    return (row.sharded_bytes or optimizer.total_bytes) / num_shards + row.unsharded_bytes + gradients
 
 
 def keeps_unsharded_gradients(mode: str, config: Config) -> bool:

@@ -11,7 +11,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from llm_fp8.config.options import OptimConfig, OptimizerKind
 from llm_fp8.optim.adamw import EightBitAdamW, MasterAdamW
 from llm_fp8.optim.optimizers import (
-    BYTES_PER_PARAMETER,
+    OPTIMIZERS,
     build_optimizer,
     build_scheduler,
     clip_and_step,
@@ -19,7 +19,6 @@ from llm_fp8.optim.optimizers import (
     initialize_state,
     learning_rate_factor,
     optimizer_tensors,
-    parameter_dtype,
     parameter_groups,
     set_completed_steps,
 )
@@ -67,19 +66,19 @@ def test_groups_hold_each_trainable_parameter_once():
 
 @pytest.mark.parametrize("kind", get_args(OptimizerKind))
 def test_bytes_per_parameter_match_allocated_bytes(kind):
-    parameter = torch.nn.Parameter(torch.zeros(256, 256, dtype=parameter_dtype(kind)))
+    parameter = torch.nn.Parameter(torch.zeros(256, 256, dtype=OPTIMIZERS[kind].parameter_dtype))
     optimizer = build_optimizer(OptimConfig(), kind, [("weight", parameter)])
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     held = [parameter, parameter.grad, *optimizer.state[parameter].values()]
     allocated = sum(tensor.nbytes for tensor in held) / parameter.numel()
-    assert allocated == pytest.approx(BYTES_PER_PARAMETER[kind].total, abs=0.01)
+    assert allocated == pytest.approx(OPTIMIZERS[kind].total_bytes, abs=0.01)
 
 
 @pytest.mark.parametrize("kind", get_args(OptimizerKind))
 def test_options_reach_the_optimizer(kind):
     config = OptimConfig(learning_rate=3e-4, weight_decay=0.2, adam_beta2=0.9, seed=7)
-    optimizer = build_optimizer(config, kind, named(TinyModel().to(parameter_dtype(kind))))
+    optimizer = build_optimizer(config, kind, named(TinyModel().to(OPTIMIZERS[kind].parameter_dtype)))
     classes = {"adamw_fp32": torch.optim.AdamW, "adamw_master": MasterAdamW, "adamw_8bit": EightBitAdamW}
     assert type(optimizer) is classes[kind]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
@@ -126,7 +125,7 @@ def test_scheduler_follows_the_function_and_resumes_anywhere(kind):
 
 
 def fresh(config=None, seed=0, kind="adamw_fp32"):
-    model = TinyModel(seed).to(parameter_dtype(kind))
+    model = TinyModel(seed).to(OPTIMIZERS[kind].parameter_dtype)
     return model, build_optimizer(config or OptimConfig(learning_rate=1e-2), kind, named(model))
 
 

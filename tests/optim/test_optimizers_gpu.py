@@ -7,7 +7,7 @@ from llm_fp8.config.options import OptimConfig
 from llm_fp8.optim.adamw import Coefficients, update_with_torch_
 from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK, SMALLEST_ENCODED, code_tables, encode, rounding_key
 from llm_fp8.optim.adamw_master import split_master
-from llm_fp8.optim.optimizers import BYTES_PER_PARAMETER, build_optimizer, clip_and_step, initialize_state
+from llm_fp8.optim.optimizers import OPTIMIZERS, build_optimizer, clip_and_step, initialize_state
 
 pytestmark = pytest.mark.gpu
 
@@ -151,7 +151,7 @@ def test_allocated_memory_matches_bytes_per_parameter(kind):
         parameter.grad = torch.ones_like(parameter)
     initialize_state(optimizer)
     at_rest = torch.cuda.memory_allocated() - before
-    assert at_rest / count == pytest.approx(BYTES_PER_PARAMETER[kind].total, rel=0.001)
+    assert at_rest / count == pytest.approx(OPTIMIZERS[kind].total_bytes, rel=0.001)
     torch.cuda.reset_peak_memory_stats()
     clip_and_step(optimizer, list(matrices.values()), max_norm=1.0)
     extra = torch.cuda.max_memory_allocated() - before - at_rest
