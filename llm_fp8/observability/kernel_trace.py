@@ -1,28 +1,31 @@
-"""CUDA kernels that the GPU ran, classified by name.
+"""CUDA kernels that the GPU ran in a step, classified by name, and how long the GPU communicates and is idle.
 
-    with record_kernels() as recorded:
+    with profiled() as profile:
         ...one step...
-    times = kernel_times(recorded)
-    time_by_class(times)   ->   {"gemm": KernelTime(count=387, time_s=0.05, names={...}), "attention": ...}
-    gemm_kernels(times)    ->   {"fp8": KernelTime(count=384, ...), "bf16": ...}
+    time_by_class(profile.kernels)   ->   {"gemm": KernelTime(count=387, time_s=0.05, names={...}), "attention": ...}
+    gemm_kernels(profile.kernels)    ->   {"fp8": KernelTime(count=384, ...), "bf16": ...}
 
 The names come from profiles of PyTorch, torch.compile and the back ends of fp8 on an H200. A GEMM whose name does not
 tell its operand types is "unknown"; a kernel that no rule matches is "other", possibly a GEMM. A norm or activation of
-TE that writes fp8 is no cast.
+TE that writes fp8 is no cast. NCCL's kernels are communication; a rank that waits for another waits inside one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from llm_fp8.observability.metrics import throughput_summary
 
 _Model = Literal["gemm", "attention", "cast", "norm", "activation", "rope", "loss"]
 KernelClass = Literal[_Model, Literal["optimizer", "communication", "copy", "elementwise", "other"]]
@@ -32,6 +35,7 @@ concatenation and casts between floating-point types. elementwise: also what tor
 GemmKind = Literal["fp4", "fp8", "bf16", "fp16", "fp32", "unknown"]
 """Operand type of a GEMM (not of its result); fp32 includes TF32."""
 LOW_PRECISION: tuple[GemmKind, ...] = ("fp8", "fp4")  # of the fp8 recipes
+WORTH_A_WORD = 0.2  # idle share of a step from which on a run reports it
 
 Interval = tuple[float, float]
 KernelTimes: TypeAlias = Mapping[str, tuple[int, float]]
@@ -162,21 +166,108 @@ def kernel_times(recorded: Any) -> KernelTimes:
 
 def time_by_class(times: KernelTimes) -> dict[KernelClass, KernelTime]:
     """Group all kernels by class, the longest first."""
-    return _grouped((kernel_class(name), name, *counted) for name, counted in times.items())
+    return _grouped(times, kernel_class)
 
 
 def gemm_kernels(times: KernelTimes) -> dict[GemmKind, KernelTime]:
     """Group the GEMM kernels by operand type, the longest first."""
-    kinds = ((gemm_kind(name), name, *counted) for name, counted in times.items())
-    return _grouped(kernel for kernel in kinds if kernel[0] is not None)
+    return _grouped(times, gemm_kind)
 
 
-def _grouped(kernels: Iterable[tuple[Any, str, int, float]]) -> dict[Any, KernelTime]:
-    """Sum (group, name, count, seconds) of kernels by group, the longest first."""
+def _grouped(times: KernelTimes, group_of: Callable[[str], Any]) -> dict[Any, KernelTime]:
+    """Sum the kernels by group, the longest first, without those of the group None."""
     groups: dict[Any, KernelTime] = {}
-    for group, name, count, time_s in sorted(kernels, key=lambda kernel: -kernel[3]):
-        total = groups.setdefault(group, KernelTime())
-        total.count += count
-        total.time_s += time_s
-        total.names[name] = time_s
+    for name, (count, time_s) in sorted(times.items(), key=lambda kernel: -kernel[1][1]):
+        if (group := group_of(name)) is not None:
+            total = groups.setdefault(group, KernelTime())
+            total.count += count
+            total.time_s += time_s
+            total.names[name] = time_s
     return dict(sorted(groups.items(), key=lambda group: -group[1].time_s))
+
+
+def covered_s(intervals: Iterable[Interval]) -> float:
+    """Measure the union of the intervals, in seconds."""
+    total_s, reached = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total_s += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total_s
+
+
+@dataclass
+class StepProfile:
+    """The GPU's work in one step; times in seconds. `profiled` fills it at its end."""
+
+    span_s: float = 0.0  # from the first kernel's start to the last one's end
+    communication_s: float = 0.0  # in which communication kernels ran
+    exposed_communication_s: float = 0.0  # the part of it in which no other kernel ran
+    work_s: float = 0.0  # in which other kernels ran
+    kernels: KernelTimes = field(default_factory=dict)
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures by keys of `metrics.METRICS`, without those that the step did not show."""
+        gemms = gemm_kernels(self.kernels)
+        in_fp8 = [times for kind, times in gemms.items() if kind in LOW_PRECISION]
+        figures: dict[str, float] = {
+            "num_gemm_kernels": sum(times.count for times in gemms.values()),
+            "num_fp8_gemm_kernels": sum(times.count for times in in_fp8),
+            "num_unknown_gemm_kernels": gemms["unknown"].count if "unknown" in gemms else 0,
+        }
+        if gemms:
+            time_s = sum(times.time_s for times in gemms.values())
+            figures["fp8_gemm_time_share"] = sum(times.time_s for times in in_fp8) / time_s
+        if self.communication_s:
+            figures["communication_share"] = self.communication_s / self.span_s
+            figures["exposed_communication_share"] = self.exposed_communication_s / self.span_s
+        return figures
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for summary.json; `time_s_by_class` counts overlapping kernels each."""
+        return {
+            **{name: value for name, value in vars(self).items() if name != "kernels"},
+            "gemm_kernels": {kind: times.count for kind, times in gemm_kernels(self.kernels).items()},
+            "time_s_by_class": {name: times.time_s for name, times in time_by_class(self.kernels).items()},
+        }
+
+    def gpu_idle(self, steps: list[dict[str, Any]]) -> dict[str, float] | None:
+        """Return the entry `gpu_idle` of a summary; None without a recorded kernel or a measured one of `steps`.
+
+        work_s: kernels of the recorded step other than communication. step_time_s: median of the measured steps in its
+        precision, or of all without one, since recording slows the host. share: of step_time_s without such a kernel.
+        """
+        in_fp8 = self.figures()["num_fp8_gemm_kernels"] > 0
+        alike = [step for step in steps if (step.get("fp8_linear_flop_share", 0.0) > 0) == in_fp8]
+        step_time_s = throughput_summary(alike or steps).get("median_step_time_s")
+        if not self.work_s or not step_time_s:
+            return None
+        share = max(0.0, 1 - self.work_s / step_time_s)
+        return {"work_s": self.work_s, "step_time_s": step_time_s, "share": share}
+
+
+@contextlib.contextmanager
+def profiled(trace: Path | None = None) -> Iterator[StepProfile]:
+    """Record the CUDA kernels of the enclosed step, also in the file `trace`, in Chrome's format."""
+    result = StepProfile()
+    torch.cuda.synchronize()
+    with record_kernels() as recorded:
+        yield result
+    if trace is not None:
+        recorded.export_chrome_trace(str(trace))
+    intervals = kernel_intervals(recorded)
+    everything = [span for _, span in intervals]
+    if everything:
+        result.span_s = max(end for _, end in everything) - min(start for start, _ in everything)
+    result.communication_s = covered_s(span for name, span in intervals if kernel_class(name) == "communication")
+    result.work_s = covered_s(span for name, span in intervals if kernel_class(name) != "communication")
+    result.exposed_communication_s = covered_s(everything) - result.work_s
+    result.kernels = kernel_times(recorded)
+
+
+def describe_gpu_idle(idle: dict[str, Any] | None, mode: str) -> str | None:
+    """Describe an idle GPU, with what helps; None if the idle share is small or unknown."""
+    if idle is None or idle["share"] < WORTH_A_WORD:
+        return None
+    more = "" if mode in ("single", "ddp") else ", or try --sharding_mode fsdp_grad or ddp"
+    share = f"the GPU computes nothing during {idle['share']:.0%} of a step, which fp8 cannot shorten"
+    return f"{share}: raise --batch_size or --max_seq_length, recompute less{more}"

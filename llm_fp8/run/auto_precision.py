@@ -18,7 +18,7 @@ from llm_fp8.config.options import Config
 from llm_fp8.data.collate import Batch
 from llm_fp8.data.prepare import PreparedData
 from llm_fp8.distributed.process_group import gathered
-from llm_fp8.observability.step_profile import profiled
+from llm_fp8.observability.kernel_trace import profiled
 from llm_fp8.precision.context import with_recipe
 from llm_fp8.run.plan import RunPlan
 from llm_fp8.run.setup import TrainingSetup, build_setup

@@ -159,7 +159,7 @@ def closing_words(timeline: Timeline, exported: Path | None) -> None:
     if "stopped_early" in summary:
         say(f"stopped early: {summary['stopped_early']}")
     if certificates := timeline.results.certificates.values():
-        from llm_fp8.observability.step_profile import describe_gpu_idle
+        from llm_fp8.observability.kernel_trace import describe_gpu_idle
 
         if idle := describe_gpu_idle(summary["gpu_idle"], plan.strategy.mode):
             say(idle)

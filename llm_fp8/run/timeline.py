@@ -31,7 +31,7 @@ from llm_fp8.utils.script import PhaseClock
 from llm_fp8.utils.te_internals import attention_backend
 
 if TYPE_CHECKING:
-    from llm_fp8.observability.step_profile import StepProfile
+    from llm_fp8.observability.kernel_trace import StepProfile
     from llm_fp8.precision.certificate import Certificate
 
 STEPS_BEFORE_PROFILE = 4
@@ -313,6 +313,6 @@ class Timeline:
 
 def _profiled() -> contextlib.AbstractContextManager[StepProfile]:
     """Record the kernels of the enclosed step."""
-    from llm_fp8.observability.step_profile import profiled
+    from llm_fp8.observability.kernel_trace import profiled
 
     return profiled()

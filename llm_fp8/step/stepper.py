@@ -27,7 +27,7 @@ from llm_fp8.step.loss_model import TrainingModel
 from llm_fp8.step.wgrad_fusion import FusedWgradAccumulation
 
 if TYPE_CHECKING:
-    from llm_fp8.observability.step_profile import StepProfile
+    from llm_fp8.observability.kernel_trace import StepProfile
     from llm_fp8.step.micro_batch_graphs import MicroBatchGraphs
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.parser import parse_config
-from llm_fp8.observability.step_profile import StepProfile
+from llm_fp8.observability.kernel_trace import StepProfile
 from llm_fp8.precision.certificate import ExpectedKernels, certify, worst
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import ModuleState
@@ -221,7 +221,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, tuple[int, f
     def profiled():
         yield profile
 
-    monkeypatch.setattr("llm_fp8.observability.step_profile.profiled", profiled)
+    monkeypatch.setattr("llm_fp8.observability.kernel_trace.profiled", profiled)
     monkeypatch.setattr(RunPlan, "certifies", property(lambda plan: plan.config.run.certify is not False))
 
 

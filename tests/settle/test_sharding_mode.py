@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llm_fp8.config.parser import parse_config
-from llm_fp8.observability.step_profile import StepProfile, covered_s
+from llm_fp8.observability.kernel_trace import StepProfile, covered_s
 from llm_fp8.settle.sharding_mode import choose_mode, resolve_optimizer, state_bytes
 from llm_fp8.utils.ranks import LaunchRanks
 

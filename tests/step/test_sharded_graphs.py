@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from llm_fp8.observability.step_profile import StepProfile
+from llm_fp8.observability.kernel_trace import StepProfile
 from llm_fp8.run.timeline import Timeline
 from llm_fp8.step import micro_batch_graphs, stepper
 from tests.support.processes import run_ranks

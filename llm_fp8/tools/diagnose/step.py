@@ -28,9 +28,8 @@ from llm_fp8.data.loader import TrainLoader
 from llm_fp8.distributed.process_group import start_process_group
 from llm_fp8.models.build import decoder_size
 from llm_fp8.models.source import check_model, load_tokenizer
-from llm_fp8.observability.kernel_trace import KernelTime, gemm_kernels, time_by_class
+from llm_fp8.observability.kernel_trace import KernelTime, gemm_kernels, profiled, time_by_class
 from llm_fp8.observability.metrics import GIB, device_peak_tflops, speed_metrics
-from llm_fp8.observability.step_profile import profiled
 from llm_fp8.optim.optimizers import unwrap
 from llm_fp8.precision.certificate import ExpectedKernels, certify
 from llm_fp8.run.plan import RunPlan, announce, plan_run
