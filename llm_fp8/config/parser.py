@@ -69,7 +69,7 @@ def with_underscores(word: str) -> str:
     return f"--{name[2:].replace('-', '_')}{sign}{value}" if name.startswith("--") else word
 
 
-def _add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hint: Any) -> None:
+def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hint: Any) -> None:
     """Add `--name value` and its alias. A boolean can be a bare flag, and has `--no_name` unless it is off anyway."""
     kind = next(each for each in get_args(hint) if each is not NoneType) if NoneType in get_args(hint) else hint
     text, bare, bounds = (field.metadata[key] for key in ("help", "bare", "bounds"))
@@ -103,7 +103,7 @@ class OptionsParser(OneSentenceParser):
             group = self.add_argument_group(str(section.__doc__).rstrip("."))
             hints = get_type_hints(section)
             for each in dataclasses.fields(section):
-                _add_option(group, each, hints[each.name])
+                add_option(group, each, hints[each.name])
         others = (f"--{action.dest}" for action in self._actions if action.dest not in (*MOST_USED, "help"))
         self.epilog = f"Further options, which --help_all explains: {', '.join(dict.fromkeys(others))}"
         self.add_argument("--help_all", nargs=0, action=_HelpAll, help="Explain every option and exit.")

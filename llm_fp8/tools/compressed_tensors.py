@@ -8,6 +8,7 @@ converted one after the other, so that memory holds about one of them.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterable, Iterator
@@ -19,12 +20,16 @@ from transformers import PreTrainedModel
 from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_INDEX_NAME
 
 from llm_fp8.config.options import ModelConfig
+from llm_fp8.data.prepare import PreparedData
+from llm_fp8.distributed.process_group import device_of_process
 from llm_fp8.models.build import model_on_meta
 from llm_fp8.models.experts import expert_weights
 from llm_fp8.models.export import replaced_folder, write_weights
+from llm_fp8.models.fill import build_model
 from llm_fp8.models.side_files import add_older_keys
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.models.weights import checkpoint_of, finite, untie
+from llm_fp8.tools import evaluate
 from llm_fp8.utils.errors import UserError, listed
 from llm_fp8.utils.hf_internals import renaming_on_load
 from llm_fp8.utils.json_files import read_json
@@ -121,3 +126,20 @@ def _in_fp8(tensors: Iterable[tuple[str, Tensor]], weights: set[str]) -> Iterato
         values, scale = fp8_rows(tensor, torch.bfloat16 if tensor.dtype == torch.bfloat16 else torch.float32)
         yield name, values
         yield f"{name}_scale", scale
+
+
+def eval_loss(folder: Path, data: PreparedData, round_inputs: bool = False) -> tuple[float, int, str]:
+    """Return the mean cross entropy over the supervised tokens of the validation split of `data` (without one, of all
+    rows), their number, and the compute dtype. `round_inputs`: linear layers round their inputs to fp8 too.
+    """
+    options, device = ModelConfig(model_name=str(folder)), device_of_process()
+    source, dtype = resolve_source(options), torch.bfloat16 if device.type == "cuda" else torch.float32
+    hf_config = load_config(source)
+    stored = checkpoint_of(source, hf_config)
+    untie(hf_config, stored)
+    model = build_model(options, hf_config, stored, parameter_dtype=dtype, compute_dtype=dtype, device=device).module
+    if round_inputs:
+        round_inputs_(model)
+    epoch = itertools.islice(data.train, data.train.steps_per_epoch)
+    rows = itertools.chain.from_iterable(epoch) if data.eval is None else data.eval
+    return *evaluate.eval_loss(model.eval(), rows), str(dtype).removeprefix("torch.")

@@ -19,10 +19,11 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
 from llm_fp8.config.options import Config, DataConfig
-from llm_fp8.utils.errors import OneSentenceParser, UserError, number, positive, reading
+from llm_fp8.config.parser import add_option
+from llm_fp8.utils.errors import OneSentenceParser, UserError, positive, reading
 from llm_fp8.utils.json_files import read_json, writable, write_json_atomic
 
 if TYPE_CHECKING:
@@ -30,20 +31,19 @@ if TYPE_CHECKING:
 
     from llm_fp8.data.collate import Batch
 
-_TEXTS = ("dataset_name", "eval_dataset_name", "split_name", "validation_split_name")
-DATA_OPTIONS = {**dict.fromkeys(_TEXTS, str), "validation_fraction": float, "max_seq_length": int}
-"""Option of the training scripts that decides which rows are held out -> its type."""
+_DATASETS = ("dataset_name", "eval_dataset_name", "split_name", "validation_split_name")
+DATA_OPTIONS = (*_DATASETS, "validation_fraction", "max_seq_length")
+"""Options of the training scripts that decide which rows are held out."""
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse the command line."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     add, where = parser.add_argument, "exported folder, other Hugging Face folder, or hub id"
     add("--model_name", "--model", type=os.path.expanduser, required=True, help=where)
-    fields = {field.name: field.metadata for field in dataclasses.fields(DataConfig)}
-    for name, kind in DATA_OPTIONS.items():
-        bounds, text = fields[name]["bounds"], fields[name]["help"].replace("%", "%%")
-        add(f"--{name}", type=number(kind, **bounds) if bounds else kind, help=f"in place of the run's: {text}")
+    group, types = parser.add_argument_group("in place of the run's"), get_type_hints(DataConfig)
+    for field in dataclasses.fields(DataConfig):
+        if field.name in DATA_OPTIONS:
+            add_option(group, field, types[field.name])
     add("--num_problems", type=positive, default=500, help="rows to answer at most (default %(default)s)")
     add("--max_new_tokens", type=positive, default=512, help="where an answer is cut off (default %(default)s)")
     add("--batch_size", type=positive, default=64, help="rows answered at a time (default %(default)s)")
@@ -53,7 +53,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def data_options(options: argparse.Namespace) -> DataConfig:
     """Return the data options of the model's run (for another dataset, only the general ones) and the command line."""
-    typed = {name: value for name in DATA_OPTIONS if (value := getattr(options, name)) is not None}
+    typed = {name: value for name, value in vars(options).items() if name in DATA_OPTIONS}
     record, recorded = Path(options.model_name).absolute().parent / "run.json", {}
     if record.is_file() and Path(options.model_name).is_dir():
         known = {field.name for field in dataclasses.fields(DataConfig)}

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from llm_fp8.utils.errors import OneSentenceParser, UserError, positive
-
-if TYPE_CHECKING:
-    from llm_fp8.data.prepare import PreparedData
 
 
 def main() -> int:
@@ -31,7 +26,7 @@ def main() -> int:
     from llm_fp8.data.prepare import prepare_data
     from llm_fp8.models.source import load_tokenizer, resolve_source
     from llm_fp8.observability.metrics import GIB
-    from llm_fp8.tools.compressed_tensors import export_fp8
+    from llm_fp8.tools.compressed_tensors import eval_loss, export_fp8
     from llm_fp8.utils.console import quiet_libraries
 
     quiet_libraries()
@@ -51,30 +46,3 @@ def main() -> int:
         print(f"eval loss over {num_tokens} tokens of {options.data}: {was:.5f} before, {now:.5f} in fp8")
         print(f"  computed in {dtype}, with weights and each token's input of a linear layer rounded to fp8 and back")
     return 0
-
-
-def eval_loss(folder: Path, data: PreparedData, round_inputs: bool = False) -> tuple[float, int, str]:
-    """Return the mean cross entropy over the supervised tokens of the validation split of `data` (without one, of all
-    rows), their number, and the compute dtype. `round_inputs`: linear layers round their inputs to fp8 too.
-    """
-    import torch
-
-    from llm_fp8.config.options import ModelConfig
-    from llm_fp8.distributed.process_group import device_of_process
-    from llm_fp8.models.fill import build_model
-    from llm_fp8.models.source import load_config, resolve_source
-    from llm_fp8.models.weights import checkpoint_of, untie
-    from llm_fp8.tools.compressed_tensors import round_inputs_
-    from llm_fp8.tools.evaluate import eval_loss as mean_loss
-
-    options, device = ModelConfig(model_name=str(folder)), device_of_process()
-    source, dtype = resolve_source(options), torch.bfloat16 if device.type == "cuda" else torch.float32
-    hf_config = load_config(source)
-    stored = checkpoint_of(source, hf_config)
-    untie(hf_config, stored)
-    model = build_model(options, hf_config, stored, parameter_dtype=dtype, compute_dtype=dtype, device=device).module
-    if round_inputs:
-        round_inputs_(model)
-    epoch = itertools.islice(data.train, data.train.steps_per_epoch)
-    rows = itertools.chain.from_iterable(epoch) if data.eval is None else data.eval
-    return *mean_loss(model.eval(), rows), str(dtype).removeprefix("torch.")

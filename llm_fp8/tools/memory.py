@@ -12,6 +12,8 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rich.table import Column, Table
+
 from llm_fp8.config.options import EMBEDDED, Config, ModelConfig, PrecisionConfig
 from llm_fp8.config.recipes import DEFAULTS
 from llm_fp8.config.validation import check_declared
@@ -84,8 +86,8 @@ class Row(NamedTuple):
     def to_dict(self, model_words: list[str]) -> dict[str, Any]:
         estimate = self.run.estimate()
         figures = {"parts_gib": estimate.parts, "total_gib": estimate.total_gib, "needed_gib": estimate.needed_gib}
-        outcome = {"training": self.way, "sharding_mode": self.run.mode, "fits": self.fits}
-        return {**outcome, **figures, "command": self.command(model_words)}
+        settings = {"training": self.way, "sharding_mode": self.run.mode, "fits": self.fits}
+        return {**settings, **figures, "command": self.command(model_words)}
 
 
 def assumed_machine(gpu: str | None, num_gpus: int) -> Machine:
@@ -178,8 +180,6 @@ def main() -> int:
         raise UserError(f"--mixed_precision fp8: {machine.gpu} has no fp8; drop it for bf16.")
     precision = options.mixed_precision or ("fp8" if machine.has_fp8 else "bf16")
     hf_config, model_words = find_model(options.model_name)
-
-    from rich.table import Column, Table
 
     from llm_fp8.models.source import require_positions
 

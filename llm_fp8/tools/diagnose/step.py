@@ -61,21 +61,15 @@ def diagnose(config: Config, trace: Path | None = None) -> dict[str, Any]:
     """
     plan = plan_without_output(config)
     with explained_failures(lambda: Path(os.devnull)):
-        findings = measure(*build(plan), trace)
+        set_seed(plan.config.optim.seed)
+        tokenizer, _ = load_tokenizer(plan.config.model, plan.source)
+        check_model(plan.config, plan.hf_config, tokenizer)
+        data = load_data(plan, tokenizer)
+        plan.say(data.description)
+        setup = build_setup(plan)
+        num_steps = NUM_WARMUP_STEPS + NUM_TIMED_STEPS + 2  # and one for the memory, one for the kernels
+        findings = measure(setup, build_stepper(setup, data.train, num_steps), data.train, trace)
     return findings | {"problems": problems(findings)}
-
-
-def build(plan: RunPlan) -> tuple[TrainingSetup, Stepper, TrainLoader]:
-    """Build the run's parts, stepper and data, without reporter and checkpoints."""
-    config = plan.config
-    set_seed(config.optim.seed)
-    tokenizer, _ = load_tokenizer(config.model, plan.source)
-    check_model(config, plan.hf_config, tokenizer)
-    data = load_data(plan, tokenizer)
-    plan.say(data.description)
-    setup = build_setup(plan)
-    num_steps = NUM_WARMUP_STEPS + NUM_TIMED_STEPS + 2  # and one for the memory, one for the kernels
-    return setup, build_stepper(setup, data.train, num_steps), data.train
 
 
 def measure(setup: TrainingSetup, stepper: Stepper, loader: TrainLoader, trace: Path | None) -> dict[str, Any]:
@@ -84,7 +78,7 @@ def measure(setup: TrainingSetup, stepper: Stepper, loader: TrainLoader, trace: 
     stepper.model.train()
 
     def take(num_steps: int = 1) -> tuple[float, list[Batch]]:
-        """Take steps; returns the mean seconds of a step and the micro-batches of the last one."""
+        """Take steps; return the mean seconds of a step and the last one's micro-batches."""
         torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(num_steps):

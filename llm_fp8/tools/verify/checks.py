@@ -1,4 +1,4 @@
-"""A check (`Check`), its input (`Setup`) and its result (`Result`); the checks of packages, variables and GPUs.
+"""The input (`Setup`) and the result (`Result`) of a check; the checks of packages, variables and GPUs.
 
 The rules for variables cover settings that guides to fp8 training recommend, and settings that silently break or slow a
 run (read in torch 2.13, accelerate 1.15, Transformer Engine 2.20); docs/multi_gpu.md explains these and useful ones.
@@ -93,15 +93,6 @@ class Setup:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-class Check(NamedTuple):
-    """A row of the table of checks; --quick runs it if `quick`."""
-
-    name: str
-    function: Callable[[Setup], Result]
-    needs_gpus: int = 0
-    quick: bool = True
-
-
 def pins_of(text: str) -> list[Requirement]:
     """Parse the requirements in a file's text whose markers hold here, with normalised names."""
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
@@ -169,8 +160,7 @@ class Rule(NamedTuple):
 
 
 _LAUNCH = "WORLD_SIZE|RANK|LOCAL_RANK"
-_ACCELERATE = "(ACCELERATE_(USE|FP8|DEEPSPEED|DYNAMO)|FSDP|PARALLELISM_CONFIG)_.*"
-_ACCELERATE += "|ACCELERATE_(MIXED_PRECISION|GRADIENT_ACCUMULATION_STEPS)"
+_ACCELERATE = "(ACCELERATE_(USE|FP8|DEEPSPEED|DYNAMO|MIXED|GRADIENT_ACCUMULATION)|FSDP|PARALLELISM_CONFIG)_.*"
 LAUNCHED = re.compile(f"{_LAUNCH}|{_ACCELERATE}")
 """Variables that a launcher sets for its processes; they should not be in a shell."""
 
@@ -204,7 +194,7 @@ def judge_variables(environ: Mapping[str, str]) -> list[Rule]:
 
 
 def check_variables(setup: Setup) -> Result:
-    """Fail for harmful variables in the user's environment; warn of variables that slow or have no effect."""
+    """Fail for harmful variables in the user's environment; warn of others."""
     findings = judge_variables(setup.environ)
     result = Result("" if findings else "none that is harmful or has no effect")
     for rule in findings:
@@ -242,7 +232,7 @@ def check_gpu(setup: Setup) -> Result:
 
 def measure_tflops(device: torch.device) -> dict[str, float]:
     """Measure TFLOP/s of cubic GEMMs of `GEMM_SIZE` in bf16 and, if the GPU has it, fp8 (e4m3, one scale per tensor,
-    bf16 result). The data are random normal, since zeros draw less power and clocks would stay higher than in training.
+    bf16 result). The data are random normal: zeros draw less power, so clocks stay higher than in training.
     """
     import torch
     from torch.nn.functional import ScalingType, scaled_mm
@@ -284,11 +274,3 @@ def check_rates(setup: Setup) -> Result:
 
     device = torch.device("cuda", 0)
     return judge_tflops(measure_tflops(device), torch.cuda.get_device_name(device))
-
-
-CHECKS = (
-    Check("packages", check_packages),
-    Check("gpu", check_gpu),
-    Check("variables", check_variables),
-    Check("rates", check_rates, needs_gpus=1, quick=False),
-)

@@ -11,9 +11,10 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -21,7 +22,7 @@ from rich.table import Column, Table
 
 from llm_fp8.tools.programs import wide_console
 from llm_fp8.tools.verify import checks, runs
-from llm_fp8.tools.verify.checks import Check, Result, Setup
+from llm_fp8.tools.verify.checks import Result, Setup
 from llm_fp8.utils.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU, OneSentenceParser, UserError, positive
 from llm_fp8.utils.json_files import writable, write_json_atomic
 from llm_fp8.utils.packages import VERIFY
@@ -30,7 +31,25 @@ from llm_fp8.utils.script import CUDA_DEFAULTS
 
 _STYLES = {"failed": "bold red", "warning": "yellow", "skipped": "dim", "passed": "green"}
 
-CHECKS = (*checks.CHECKS, *runs.CHECKS)  # in the order of execution
+
+class Check(NamedTuple):
+    """A row of the table of checks; --quick runs it if `quick`."""
+
+    name: str
+    function: Callable[[Setup], Result]
+    needs_gpus: int = 0
+    quick: bool = True
+
+
+CHECKS = (  # in the order of execution
+    Check("packages", checks.check_packages),
+    Check("gpu", checks.check_gpu),
+    Check("variables", checks.check_variables),
+    Check("rates", checks.check_rates, needs_gpus=1, quick=False),
+    Check("steps", runs.check_steps),
+    Check("torchao_steps", runs.check_torchao_steps, quick=False),
+    Check("several_gpus", runs.check_several_gpus, needs_gpus=2, quick=False),
+)
 
 
 def run_check(check: Check, setup: Setup) -> Result:

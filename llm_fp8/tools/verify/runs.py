@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from llm_fp8.config.recipes import DEFAULTS, recipe_names, recipe_words
 from llm_fp8.tools.programs import Ended, run_program, training_command
-from llm_fp8.tools.verify.checks import Check, Result, Setup
+from llm_fp8.tools.verify.checks import Result, Setup
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_json, read_jsonl
 from llm_fp8.utils.packages import TRANSFORMER_ENGINE
@@ -157,10 +157,3 @@ def check_several_gpus(setup: Setup) -> Result:
     if not result.failures:
         result.summary = f"fsdp_full trains in fp8 on {setup.num_gpus} GPUs"
     return result
-
-
-CHECKS = (
-    Check("steps", check_steps),
-    Check("torchao_steps", check_torchao_steps, quick=False),
-    Check("several_gpus", check_several_gpus, needs_gpus=2, quick=False),
-)

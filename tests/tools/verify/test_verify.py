@@ -14,8 +14,8 @@ from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.source import load_config, load_tokenizer, resolve_source
 from llm_fp8.tools.programs import Ended
 from llm_fp8.tools.verify import checks, cli, runs
-from llm_fp8.tools.verify.checks import Check, Result, Setup, judge_variables
-from llm_fp8.tools.verify.cli import CHECKS, main, run_check
+from llm_fp8.tools.verify.checks import Result, Setup, judge_variables
+from llm_fp8.tools.verify.cli import CHECKS, Check, main, run_check
 from llm_fp8.tools.verify.runs import Run
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import REPOSITORY
