@@ -51,8 +51,7 @@ logger = logging.getLogger(__name__)
 
 LATEST = "latest"  # value of --resume_from for the checkpoint that was saved last
 STRATEGY_STATE = "engine"  # folder in a checkpoint for what a strategy saves itself
-FORMAT = 2
-"""Raised whenever what a checkpoint holds changes, so that it is not read as something else."""
+FORMAT = 2  # raised whenever what a checkpoint holds changes, so that it is not read as something else
 _META, _MANIFEST = "meta.json", "manifest.json"
 _STEP_PREFIX, _TEMPORARY_PREFIX = "step-", ".tmp-"
 _REPLACED_PREFIX = f"{_TEMPORARY_PREFIX}replaced-"
@@ -68,8 +67,7 @@ class Checkpoint:
 
     folder: Path
     meta: dict[str, Any]
-    save_number: int
-    """Its place in the order of the folder's saves. Clocks of hosts differ, and a resumed run may go back by steps."""
+    save_number: int  # in the order of saves: clocks of hosts differ, and a resumed run may go back by steps
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:

@@ -1,6 +1,4 @@
-"""The eval loss, in the same precision as training, and what the eval losses of a run come to: its best step so far
-(--keep_best), and whether to stop early (--early_stopping_patience).
-"""
+"""The eval loss, in the precision of training; a run's best step (--keep_best) and end (--early_stopping_patience)."""
 
 from __future__ import annotations
 
@@ -59,8 +57,7 @@ class EvalHistory:
     patience: int = 0  # evaluations without improvement that end the run; 0: none do
     data: str | None = None
     last_step: int | None = None  # after which the model was evaluated last
-    best_step: int | None = None
-    """The optimizer step after which the eval loss was lowest, the first of several; None before an evaluation."""
+    best_step: int | None = None  # after which the eval loss was lowest, the first of several
     best_loss: float = math.inf
     num_without_improvement: int = 0  # evaluations since then
 

@@ -18,26 +18,16 @@ from llm_fp8.distributed.process_group import decided_by_main, gathered, is_loss
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.run.checkpoint import LATEST, Checkpoint, CheckpointManager
 from llm_fp8.run.plan import RunPlan
+from llm_fp8.utils import errors
 from llm_fp8.utils.console import say
-from llm_fp8.utils.errors import (
-    UserError,
-    existing_part,
-    is_out_of_memory,
-    listed,
-    lost_worker,
-    reading,
-    reason_not_written,
-)
+from llm_fp8.utils.errors import UserError, existing_part, listed, reading
 from llm_fp8.utils.ranks import LaunchRanks, agree_on
 
-LOCK = ".lock"
-"""The file that a run's main process locks; empty until the run begins to write, and then it stays."""
-_SAVED = ("summary.json", "final", "checkpoints/step-*")
-"""Results of a run that are worth keeping: where there are none, a later run begins anew in its folder."""
+LOCK = ".lock"  # held by a run's main process; empty until the run begins to write, and then it stays
+_SAVED = ("summary.json", "final", "checkpoints/step-*")  # without these a later run begins anew in the folder
 _WRITTEN = ("run.json", "metrics.jsonl", "certificate.json", "certificate_after_fp8.json", "checkpoints")
 """Other files that a run writes or clears away: it is refused where they may be somebody else's."""
-_UNFINISHED = ".*.[0-9]*.tmp"
-"""Files and exports that a killed process did not finish (`write_text_atomic`, `export_hf`)."""
+_UNFINISHED = ".*.[0-9]*.tmp"  # what a killed process did not finish (`write_text_atomic`, `export_hf`)
 
 
 class ClaimedFolder(NamedTuple):
@@ -59,8 +49,8 @@ def claim_folder(config: Config, ranks: LaunchRanks, held: contextlib.ExitStack)
 
 
 def _claimed(run: RunConfig, ranks: LaunchRanks, held: contextlib.ExitStack) -> ClaimedFolder:
-    output_dir, resume_from = run.output_dir, run.resume_from
-    if output_dir is None and ranks.restart_count > 0:
+    output_dir, resume_from, restarted = run.output_dir, run.resume_from, ranks.restart_count > 0
+    if output_dir is None and restarted:
         output_dir = agree_on("output_dir", "") or None
     folder = Path(output_dir or "runs")
     with reading("--output_dir", folder, "the folder"):
@@ -69,11 +59,11 @@ def _claimed(run: RunConfig, ranks: LaunchRanks, held: contextlib.ExitStack) -> 
             raise UserError(f"--output_dir {folder}: {existing} is not a folder that can be written.")
         if output_dir is not None:
             held.enter_context(run_lock(folder))  # what is looked at from here on stays as it is
-            if ranks.restart_count == 0:
+            if not restarted:
                 _refuse_other_run(folder, resume_from)
             checkpoints = CheckpointManager(folder, limit=1)
             checkpoints.clean_up()
-            if ranks.restart_count > 0 and checkpoints.newest_first():
+            if restarted and checkpoints.newest_first():
                 resume_from = LATEST
     return ClaimedFolder(None if output_dir is None else folder, resume_from)
 
@@ -151,7 +141,7 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def _sign(folder: Path) -> None:
-    """Write into the lock who holds it, by which the folder is one of ours from then on."""
+    """Write into the lock who holds it; from then on the folder is that of a run."""
     (folder / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}")
 
 
@@ -176,12 +166,12 @@ def explained_failures(folder_of_run: Callable[[], Path]) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        if isinstance(error, OSError) and (reason := reason_not_written(error)):
+        if isinstance(error, OSError) and (reason := errors.reason_not_written(error)):
             named = isinstance(error.filename, str)  # libraries' caches name no file
             what = f"{error.filename if named else folder_of_run()} (--output_dir, HF_HOME or TMPDIR): {reason}"
-        elif is_loss_of_a_peer(error) and not is_out_of_memory(error):
+        elif is_loss_of_a_peer(error) and not errors.is_out_of_memory(error):
             what = f"another process of this run is gone, see what it said: {str(error).splitlines()[0][:200]}"
-        elif reason := lost_worker(error):
+        elif reason := errors.lost_worker(error):
             raise UserError(f"{reason}.") from error
         else:
             raise

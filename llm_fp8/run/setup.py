@@ -135,15 +135,9 @@ def build_stepper(setup: TrainingSetup, loader: TrainLoader | None, num_steps: i
     model, optimizer = strategy.prepare(setup.training_model, optimizer, setup.precision)
     if loader is not None and strategy.shards_parameters:
         warm_up_scales(setup, loader)
+    scheduler = build_scheduler(optimizer, options, num_steps, step)
     return Stepper(
-        setup.training_model,
-        model,
-        optimizer,
-        build_scheduler(optimizer, options, num_steps, step),
-        strategy,
-        setup.precision,
-        max_grad_norm=options.max_grad_norm,
-        graphs=plan.graphs,
+        setup.training_model, model, optimizer, scheduler, strategy, setup.precision, options.max_grad_norm, plan.graphs
     )
 
 

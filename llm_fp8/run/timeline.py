@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from llm_fp8.observability.kernel_trace import StepProfile
     from llm_fp8.precision.certificate import Certificate
 
-STEPS_BEFORE_PROFILE = 4
-"""Steps of a process before the one whose kernels are recorded: soon, but after those that compile and allocate."""
+STEPS_BEFORE_PROFILE = 4  # steps of a process before the recorded one, which compile and allocate
 SAVE_AFTER_S = 1800.0  # the age of a checkpoint at which another is due
 
 
@@ -48,8 +47,7 @@ class RunResults:
     attention_backend: str | None = None  # Transformer Engine's choice; known after the first step
     measured_tokens_per_s: dict[str, float] | None = None  # by precision (--mixed_precision auto)
     recorded: StepProfile | None = None
-    certificates: dict[str, Certificate] = field(default_factory=dict)
-    """'certificate', and 'certificate_after_fp8' of the steps after --fp8_until; as their files are named."""
+    certificates: dict[str, Certificate] = field(default_factory=dict)  # as files: 'certificate', '..._after_fp8'
     summary: dict[str, Any] = field(default_factory=dict)  # of summary.json, once it is written
     last_loss: float | None = None  # of the last step that was read, on every rank
 
@@ -73,8 +71,7 @@ class Timeline:
         plan = self.setup.plan
         self.accelerator = plan.accelerator
         self.energy = EnergyMeter(self.accelerator)
-        self.fp8_steps = self.total_steps
-        """Steps of the run in fp8, if it is in fp8 (--fp8_until)."""
+        self.fp8_steps = self.total_steps  # in fp8, where the run is (--fp8_until)
         if self.precision.in_fp8:
             self.fp8_steps = max(1, round(plan.config.precision.fp8_until * self.total_steps))
         if self.step >= self.fp8_steps < self.total_steps:

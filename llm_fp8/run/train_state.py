@@ -1,6 +1,4 @@
-"""A run's state in a checkpoint: weights, optimizer, fp8 scales, random states, position in the data; and what a run
-that continues from one must share with it.
-"""
+"""A run's state in a checkpoint, and what a run that continues from one must share with it."""
 
 from __future__ import annotations
 
@@ -76,14 +74,12 @@ def total_steps(config: Config, data: PreparedData, resumed: Checkpoint | None) 
 
 
 def check_compatible(checkpoint: Checkpoint, fingerprint: Mapping[str, Any]) -> None:
-    """Raise `UserError` naming every entry in which a checkpoint's fingerprint differs from the resuming run's."""
+    """Raise `UserError` where a checkpoint's fingerprint is not the resuming run's."""
     saved = checkpoint.meta["fingerprint"]
     current = json.loads(json.dumps(fingerprint))  # tuples become lists, as they did in the file
     if names := [name for name in {**saved, **current} if saved.get(name) != current.get(name)]:
-        raise UserError(
-            f"--resume_from {checkpoint.folder} does not belong to this run: "
-            f"{'; '.join(f'{name} was {saved.get(name)!r} and is {current.get(name)!r}' for name in names)}."
-        )
+        differences = "; ".join(f"{name} was {saved.get(name)!r} and is {current.get(name)!r}" for name in names)
+        raise UserError(f"--resume_from {checkpoint.folder} does not belong to this run: {differences}.")
 
 
 def changed_options(config: Config, checkpoint: Checkpoint, options: Mapping[str, Any]) -> list[str]:
@@ -96,12 +92,10 @@ def changed_options(config: Config, checkpoint: Checkpoint, options: Mapping[str
     names = [name for name, value in options.items() if name in saved and saved[name] != value]
     changed = {name: f"{name} {saved[name]} -> {options[name]}" for name in names}
     if refused := [name for name in dict.fromkeys(SETTINGS.values()) if name in changed and name not in allowed]:
-        deciding = {name: [option for option in changed if SETTINGS.get(option) == name] or [name] for name in refused}
-        raise UserError(
-            f"--resume_from {checkpoint.folder} was trained with other options ("
-            f"{', '.join(changed[name] for name in refused)}); "
-            f"add --allow_changed {','.join(itertools.chain(*deciding.values()))}."
-        )
+        deciding = ([option for option in changed if SETTINGS.get(option) == name] or [name] for name in refused)
+        what = f"was trained with other options ({', '.join(changed[name] for name in refused)})"
+        advice = f"add --allow_changed {','.join(itertools.chain(*deciding))}"
+        raise UserError(f"--resume_from {checkpoint.folder} {what}; {advice}.")
     return list(changed.values())
 
 
@@ -211,7 +205,5 @@ def rng_state(rank: int) -> dict[str, Tensor]:
 def restore_rng_state(states: Mapping[str, Tensor]) -> None:
     """Put the random generators into the states that `rng_state` gave."""
     for name, state in states.items():
-        if name.endswith("torch_cpu"):
-            torch.set_rng_state(state)
-        elif torch.cuda.is_available():
-            torch.cuda.set_rng_state(state)
+        library = torch if name.endswith("torch_cpu") else torch.cuda
+        library.set_rng_state(state)

@@ -88,6 +88,8 @@ class MicroBatchGraphs:
     Transformer Engine allocate what it keeps, and from then on by its graph.
     """
 
+    makes_gradients = False  # eager passes make gradients themselves, and none is lent to them
+
     def __init__(
         self,
         run: RunMicroBatch,
@@ -103,7 +105,9 @@ class MicroBatchGraphs:
         """
         self._run, self._capture, self._after_each = run, capture, after_each
         self._collective, self._parameters = collective, parameters
-        self._gradients = self._make_gradients()
+        self._gradients: list[Tensor] = []
+        if not self.makes_gradients:
+            self._gradients = [torch.zeros_like(p, memory_format=torch.contiguous_format) for p in parameters]
         by_gemms = {id(weight) for weight in overwritten}
         self._summed = [g for p, g in zip(parameters, self._gradients, strict=False) if id(p) not in by_gemms]
         device = parameters[0].device
@@ -119,7 +123,7 @@ class MicroBatchGraphs:
         """`RunMicroBatch` for a packed batch, on the host or the device. The losses, fp32, are overwritten by the next
         call.
         """
-        if first:
+        if first and not self.makes_gradients:
             self._lend_gradients()
         self._num_supervised.copy_(num_supervised)
         self._take(batch, first, last)
@@ -149,7 +153,9 @@ class MicroBatchGraphs:
         if key not in self._graphs and key in self._seen and self.may_capture:
             self._graphs[key] = self._capture_or_explain(lambda: self._captured(inputs, first, last))
         if key in self._graphs:
-            self._replay(self._graphs[key])
+            self._graphs[key]()
+            if self.makes_gradients:
+                self._lend_gradients()
         else:
             self.make_room()
             self._eager(inputs, first, last)
@@ -157,26 +163,19 @@ class MicroBatchGraphs:
 
     def _capture_or_explain(self, work: Callable[[], None]) -> Graph:
         """The graph of `work`. A capture that failed leaves the libraries in its middle: `UserError`, on every rank."""
-        graph, failures = None, list[str | None]([None])
+        graph, failure = None, None
         try:
             graph = self._capture(work)
         except RuntimeError as error:  # as torch raises those of CUDA, and that memory is out
-            failures = [str(error.__context__ or error).partition("\n")[0]]  # the first one; another ends the capture
-        if self._collective:
-            failures = gathered(failures[0])
+            failure = str(error.__context__ or error).partition("\n")[0]  # the first one; another ends the capture
+        failures = gathered(failure) if self._collective else [failure]
         if (failure := next(filter(None, failures), None)) is not None or graph is None:
             what = f"no CUDA graph of a micro-batch could be captured ({failure})"
             raise UserError(f"{what}; add --no_cuda_graphs, and continue with --resume_from latest.")
         return graph
 
-    def _make_gradients(self) -> list[Tensor]:
-        return [torch.zeros_like(p, memory_format=torch.contiguous_format) for p in self._parameters]
-
     def _captured(self, inputs: Batch, first: bool, last: bool) -> None:
         self._eager(inputs, first, last)
-
-    def _replay(self, graph: Graph) -> None:
-        graph()
 
     def _eager(self, batch: Batch, first: bool, last: bool) -> None:
         if first and self._summed:  # begin the gradients anew
@@ -210,16 +209,12 @@ class ShardedMicroBatchGraphs(MicroBatchGraphs):
     FSDP2 makes a step's gradients anew: those of the first graph are kept, and the other graphs copy theirs to them.
     """
 
+    makes_gradients = True
+
     def make_room(self) -> None:
         super().make_room()
         if not self._graphs:
             self._gradients = []  # the first graph's
-
-    def _make_gradients(self) -> list[Tensor]:
-        return []
-
-    def _lend_gradients(self) -> None:
-        """Eager passes let FSDP2 make them."""
 
     def _captured(self, inputs: Batch, first: bool, last: bool) -> None:
         self._eager(inputs, first, last)
@@ -230,10 +225,6 @@ class ShardedMicroBatchGraphs(MicroBatchGraphs):
             torch._foreach_copy_([local_of(each) for each in self._gradients], [local_of(each) for each in made])
         for parameter in self._parameters:
             parameter.grad = None
-
-    def _replay(self, graph: Graph) -> None:
-        super()._replay(graph)
-        super()._lend_gradients()
 
 
 def bucket_of(batch: Batch) -> int | None:

@@ -63,34 +63,28 @@ class StepResult:
     end: Any
 
 
+@dataclass(eq=False)
 class Stepper:
     """Takes optimizer steps, eagerly or in CUDA graphs."""
 
-    def __init__(
-        self,
-        training_model: TrainingModel,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scheduler: LRScheduler,
-        strategy: DistributedStrategy,
-        precision: Precision,
-        *,
-        max_grad_norm: float,
-        graphs: bool | None,
-    ) -> None:
-        """`model` and `optimizer` are what the strategy made of `training_model` and its optimizer. `graphs`: whether
-        micro-batches run as CUDA graphs; None: from `take_graphs_if_idle` on.
-        """
-        self.training_model, self.model, self.optimizer, self.scheduler = training_model, model, optimizer, scheduler
-        self.strategy, self.precision, self.accelerator = strategy, precision, strategy.accelerator
-        self.max_grad_norm = max_grad_norm
+    training_model: TrainingModel
+    model: nn.Module  # `training_model` and its optimizer as the strategy prepared them
+    optimizer: Optimizer
+    scheduler: LRScheduler
+    strategy: DistributedStrategy
+    precision: Precision
+    max_grad_norm: float
+    graphs: bool | None  # whether micro-batches run as CUDA graphs; None: from `take_graphs_if_idle` on
+
+    def __post_init__(self) -> None:
+        self.accelerator = self.strategy.accelerator
         self.clock = StepClock(self.accelerator.device)
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.wgrad_accumulation = FusedWgradAccumulation(model, strategy)
-        self.may_take_graphs = graphs is None
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.wgrad_accumulation = FusedWgradAccumulation(self.model, self.strategy)
+        self.may_take_graphs = self.graphs is None
         self._graph_note = ""
         self._drops_graphs = False  # whether eager passes have no memory beside graphs
-        self._graphs = self._build_graphs() if graphs else None
+        self._graphs = self._build_graphs() if self.graphs else None
 
     @property
     def uses_graphs(self) -> bool:
