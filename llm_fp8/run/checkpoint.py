@@ -96,9 +96,7 @@ class Checkpoint:
         return {name: (entry.properties.dtype, entry.size) for name, entry in tensors.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Read the tensors of these names in place and bit for bit; collective. `UserError`, before anything changes,
-        where the checkpoint has none of a name, dtype and shape.
-        """
+        """Read tensors in place, by name and to the bit; `UserError` before that where it lacks one. Collective."""
         wanted = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
         if names := [name for name, kind in wanted.items() if self.kinds.get(name) != kind]:
             what = f"lacks {listed(names)} of this run, or in this dtype and shape"

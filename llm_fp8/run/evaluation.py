@@ -22,9 +22,7 @@ _STATE = ("last_step", "best_step", "best_loss", "num_without_improvement", "dat
 def evaluate_loss(
     accelerator: Accelerator, model: nn.Module, precision: Precision, loader: Iterable[Batch]
 ) -> dict[str, float]:
-    """Mean cross entropy over all supervised tokens of `loader`, which gives every rank the same number of batches,
-    under the `eval_` keys of `metrics.METRICS`. Restores the model's training mode.
-    """
+    """Mean cross entropy (nats) over the supervised tokens of `loader`, which has as many batches on every rank."""
     started = time.perf_counter()
     was_training = model.training
     model.eval()
@@ -48,14 +46,11 @@ def evaluate_loss(
 
 @dataclass
 class EvalHistory:
-    """The evaluations of a run, updated with the same eval losses (nats per token) on every rank; part of a checkpoint.
-
-    `data` identifies what is evaluated on: losses on different data do not compare.
-    """
+    """The evaluations of a run, updated with the same eval losses on every rank; part of a checkpoint."""
 
     keeps_best: bool = False
     patience: int = 0  # evaluations without improvement that end the run; 0: none do
-    data: str | None = None
+    data: str | None = None  # identifies what is evaluated on: losses on other data do not compare
     last_step: int | None = None  # after which the model was evaluated last
     best_step: int | None = None  # after which the eval loss was lowest, the first of several
     best_loss: float = math.inf

@@ -21,9 +21,7 @@ _REASONS = (None, *(number.name for number in (signal.SIGPIPE, *SIGNALS)))  # of
 
 
 class GracefulStop:
-    """Turns the first of `SIGNALS` into `requested`, its name, or SIGPIPE. In a thread that is not the main one Python
-    takes no signal handlers, so signals stay with the program.
-    """
+    """Turns the first of `SIGNALS` into `requested`, its name or SIGPIPE; in the main thread alone."""
 
     def __init__(self) -> None:
         self.requested: str | None = None

@@ -76,8 +76,6 @@ class RunPlan(Settled):
 def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = None) -> RunPlan:
     """Settle the run on this machine and build what comes before its model; `UserError` for what the machine, its
     packages or its memory do not allow. Collective.
-
-    `config` passed `check_options`, and the process group exists.
     """
     device = device_of_process()
     source = resolve_source(config.model)

@@ -45,9 +45,7 @@ from llm_fp8.utils.ranks import LaunchRanks
 
 
 def run_training(config: Config, results: RunResults | None = None) -> int:
-    """Train, fill `results`, and return the exit code: 0, or that of the signal that stopped the run. `config` passed
-    `check_options`.
-    """
+    """Train, fill `results`, and return the exit code: 0, or that of the signal that stopped the run."""
     results = results or RunResults()
     phase_ends = results.clock.end
     phase_ends("imports")
@@ -211,10 +209,8 @@ def finish(timeline: Timeline, stop: GracefulStop, tokenizer: PreTrainedTokenize
 
 
 def dry_run(config: Config, ranks: LaunchRanks) -> int:
-    """Print the data, the number of steps and the memory of a run that does not take place; returns the exit code.
-
-    It needs neither a GPU nor Transformer Engine: where the options ask for what only a GPU has, one is assumed.
-    Collective.
+    """Print data, steps and memory of a run that does not take place; returns the exit code. Without a GPU, one
+    is assumed where the options ask for it, and Transformer Engine is not needed. Collective.
     """
     start_process_group(ranks)
     source = resolve_source(config.model)

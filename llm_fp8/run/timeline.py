@@ -239,9 +239,7 @@ class Timeline:
         self.reporter.print(f"attention: {backend}{' (WARNING: slow)' if backend == 'unfused' else ''}")
 
     def _certify(self, profile: StepProfile, num_micro_batches: int) -> None:
-        """Judge the step's kernels and keep the verdict, as a file too; `FailedCheck` on every rank where any rank's
-        step failed.
-        """
+        """Judge the step's kernels and keep the verdict, in a file too; `FailedCheck` on all ranks if one failed."""
         from llm_fp8.precision.certificate import ExpectedKernels, certify, worst
 
         setup, plan = self.setup, self.setup.plan

@@ -100,9 +100,7 @@ def changed_options(config: Config, checkpoint: Checkpoint, options: Mapping[str
 
 
 def refuse_finished(config: Config, claimed: ClaimedFolder, resumed: Checkpoint, num_steps: int) -> None:
-    """Raise `UserError` where the run has come to its end and `num_steps` add nothing to it, or where `latest` would
-    go back before that end.
-    """
+    """Raise `UserError` where the run is at its end and `num_steps` add nothing, or `latest` goes back before it."""
     step, patience = resumed.step, config.run.early_stopping_patience
     path = (claimed.path or resumed.folder) / "summary.json"
     summary = read_json(path) if path.exists() else {}

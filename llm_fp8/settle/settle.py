@@ -166,9 +166,7 @@ def settle(
 
 
 def resolve_precision(config: Config, machine: Machine) -> PrecisionPlan:
-    """The precision that runs on a machine, with the reason where it is not the one of `config`; `UserError` where
-    there is none.
-    """
+    """The precision that runs, with the reason where it is not the one of `config`; `UserError` where none can."""
     options = config.precision
     requested = options.mixed_precision or ("bf16" if machine.has_bf16 else "no")
     if requested != "fp8":
@@ -200,9 +198,7 @@ def resolve_precision(config: Config, machine: Machine) -> PrecisionPlan:
 
 
 def check_machine(config: Config, machine: Machine, mode: str, precision: PrecisionPlan, size: RunSize) -> None:
-    """Raise `UserError` where options cannot take effect on this machine or in this launch, with the sharding `mode`
-    that 'auto' came to ('single' for one process).
-    """
+    """Raise `UserError` where options cannot take effect on this machine, in this launch or in the settled `mode`."""
     ranks, compute, scenario = machine.ranks, precision.compute_name, precision.effective_scenario
     kind, group_size = config.optim.optimizer, config.parallel.context_parallel_size
     offloads_auto = config.optim.offload_optimizer > 0 and kind == "auto"

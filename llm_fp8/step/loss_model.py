@@ -72,10 +72,8 @@ class TrainingModel(nn.Module):
             raise UserError(f"--model_name {model.config.name_or_path}: {kind} has no linear lm_head without bias.")
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Cross entropy summed over the supervised tokens of `batch` (fp32 scalar), and auxiliary losses by name.
-
-        An auxiliary loss is a weighted sum over tokens too, so that the training loss is the sum of all of them. There
-        is none in evaluation.
+        """Cross entropy summed over the supervised tokens of `batch` (fp32 scalar), and while training the auxiliary
+        losses by name: weighted sums over tokens too, to be added.
         """
         hidden, head = self._scaled(self.hidden(batch)), self.model.get_output_embeddings().weight
         dtype = self.compute_dtype
@@ -154,10 +152,8 @@ def _rope_by_document(rope: Any, forward: Any, hidden: Tensor, position_ids: Ten
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """transformers' load balancing loss of each document alone, as in DeepSeek-V3 (arXiv 2412.19437, equation 17).
-
-    It multiplies each expert's share of the choices by its mean probability: the loss of a whole micro-batch would
-    depend on how the batch is cut.
+    """transformers' load balancing loss of each document alone, as in DeepSeek-V3 (arXiv 2412.19437, equation 17): each
+    expert's share of the choices times its mean probability. Of a whole micro-batch it would depend on the cut.
     """
 
     coefficient: float
@@ -179,10 +175,7 @@ class RouterLoss:
 
 
 def router_loss(model: PreTrainedModel) -> tuple[RouterLoss | None, str | None]:
-    """The auxiliary loss that the model's config asks for, and a sentence on what it says of one; None for neither.
-
-    As in transformers and TRL `output_router_logits` asks for it.
-    """
+    """The auxiliary loss that the config's `output_router_logits` asks for, as in transformers and a sentence on it."""
     decoder = text_config(model.config)
     coefficient = getattr(decoder, "router_aux_loss_coef", None) or 0.0
     function = vars(sys.modules[type(model).__module__]).get("load_balancing_loss_func")

@@ -120,9 +120,7 @@ class MicroBatchGraphs:
         self.may_capture = True  # False: what has no graph yet runs eagerly
 
     def __call__(self, batch: Batch, num_supervised: Tensor, first: bool, last: bool) -> Tensor:
-        """`RunMicroBatch` for a packed batch, on the host or the device. The losses, fp32, are overwritten by the next
-        call.
-        """
+        """`RunMicroBatch` for a packed batch, on host or device; the next call overwrites the losses (fp32)."""
         if first and not self.makes_gradients:
             self._lend_gradients()
         self._num_supervised.copy_(num_supervised)

@@ -96,8 +96,8 @@ class Stepper:
         """Run micro-batches as CUDA graphs from the next step on, where that shortens steps; returns a sentence on it,
         if anything changed. Collective.
 
-        `profile` is a step's of this run; `steps`, which the main rank has, are the records of all steps up to number
-        `step`. `asks_again`: a small idle share decides nothing yet.
+        `profile`: a recorded step's. `steps`, on the main rank: the records of those up to number `step`. `asks_again`:
+        a small idle share decides nothing yet.
         """
         from llm_fp8.step.micro_batch_graphs import WORTH_GRAPHS, memory_beside_graphs
 
@@ -206,10 +206,8 @@ class Stepper:
 
     def micro_batch(self, batch: Batch, num_supervised: Tensor, first: bool | None, last: bool = True) -> Tensor:
         """Forward and backward of a micro-batch; its losses, parts of the step's means, in the order of
-        `TrainingModel.loss_names` (fp32, detached).
-
-        `first`: as in `Precision.context`. `last`: whether it is the last of its step, after which ranks reduce
-        gradients.
+        `TrainingModel.loss_names` (fp32, detached). `first`: see `Precision.context`. After the `last` one of a step
+        ranks reduce gradients.
         """
         with self.strategy.micro_batch(self.model, last=last), self.wgrad_accumulation.micro_batch(last):
             with self.precision.context(first_microbatch=first):

@@ -49,9 +49,7 @@ class FusedWgradAccumulation:
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Enclose forward and backward of a micro-batch; `last`: of its step. Afterwards gradients are where autograd
-        would put them.
-        """
+        """Enclose a micro-batch's passes; `last`: of its step. Afterwards gradients are where autograd puts them."""
         if self._find_main_grad is None or self._strategy.reduces_by_hooks(last):
             yield
             return
