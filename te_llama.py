@@ -647,7 +647,7 @@ def build_te_model(
 
     On "meta" the parameters have no memory; the rotary table is on `table_device` (default: `device`). For
     `unfused_mlp` see `LayerSpec`. `model`: Hugging Face's, without memory, that is given the layers (default: a new
-    one). Fill the parameters with `llm_fp8.models.fill.fill_weights`. Raises `UnsupportedArchitecture`.
+    one). Fill the parameters with `llm_fp8.models.build.fill_weights`. Raises `UnsupportedArchitecture`.
     """
     import transformer_engine.pytorch as te
 

@@ -43,8 +43,7 @@ def main() -> int:
     options = parse(sys.argv[1:])
     # After the parser: --help and mistakes answer without loading these.
     from llm_fp8.models.build import model_on_meta, without_towers
-    from llm_fp8.models.export import export_hf
-    from llm_fp8.models.exported import adapter_base, load_exported, merged_by_peft, tokenizer_of
+    from llm_fp8.models.export import adapter_base, export_hf, load_exported, merged_by_peft, tokenizer_of
     from llm_fp8.models.model import Model
     from llm_fp8.models.side_files import Origin
     from llm_fp8.models.source import ModelSource

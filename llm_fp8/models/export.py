@@ -1,12 +1,11 @@
-"""The final weights as an ordinary Hugging Face checkpoint: safetensors, config, tokenizer and a model card.
+"""The final weights as an ordinary Hugging Face checkpoint, and the model of such a folder (or hub id) again.
 
-Written to a temporary folder and renamed, so that `final/` is complete or absent. A TE model is written in Hugging
-Face's layout (`te_llama.parameter_map`). Adapters are merged into the weights; `export_adapter` writes them alone.
+An export is written to a temporary folder and renamed, so that `final/` is complete or absent. A TE model is written in
+Hugging Face's layout (`te_llama.parameter_map`). Adapters are merged into the weights; `export_adapter` writes them
+alone. The files besides weights and model card are those of side_files.py.
 
 The files are planned from names and shapes, parameters gathered one by one, and each file written as soon as its
 tensors are there: host memory holds about one file of `MAX_FILE_SIZE`, the GPU one unsharded parameter.
-
-All other files are the source's own, in which only that is changed that training changed (side_files.py).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import itertools
 import json
 import os
 import shutil
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,15 +25,18 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
-from llm_fp8.config.options import EMBEDDED, LoraConfig
+from llm_fp8.config.options import EMBEDDED, LoraConfig, ModelConfig
 from llm_fp8.models.build import auto_class
 from llm_fp8.models.model import Model, is_adapter, saved_tensors
 from llm_fp8.models.side_files import NO_SOURCE, Origin, save_side_files
-from llm_fp8.utils.errors import UserError
+from llm_fp8.models.source import ModelSource, is_adapter_folder, load_tokenizer, resolve_source
+from llm_fp8.models.weights import finite
+from llm_fp8.utils.errors import UserError, listed, reading
 from llm_fp8.utils.hf_internals import ignored_on_save
+from llm_fp8.utils.json_files import read_json
 
 MAX_FILE_SIZE = "5GB"  # of a safetensors file, unless a single tensor is larger
 _ADVICE = "Make room; where a checkpoint was saved, --resume_from latest then writes the model from it."
@@ -192,3 +194,55 @@ def model_card(card: dict[str, Any], reader: str, library: str = "transformers")
     of_base = "" if base == EMBEDDED or Path(base).is_dir() else f"base_model: {base}\n"
     text = f"Trained with the llm-fp8 scripts. Load it with `{reader}`.\n\n| | |\n|---|---|\n{rows}\n"
     return f"---\nlibrary_name: {library}\n{of_base}---\n\n# {base}, fine-tuned\n\n{text}"
+
+
+def adapter_base(folder: str | Path) -> str | None:
+    """Return the folder or hub id of the base model of the adapter in `folder`; None without an adapter."""
+    if not is_adapter_folder(folder):
+        return None
+    with reading("--model_name", folder, "the base model's name in adapter_config.json"):
+        name = read_json(Path(folder) / "adapter_config.json")["base_model_name_or_path"]
+        return resolve_source(ModelConfig(model_name=name)).location
+
+
+def load_exported(folder: str | Path, base: str | None, dtype: torch.dtype | str) -> PreTrainedModel:
+    """Load the model in `folder`, or the `base` model with the adapter of `folder` added to its weights."""
+    with reading("--model_name", folder, "the model", "Give an exported folder, such as runs/x/final, or a hub id."):
+        config = AutoConfig.from_pretrained(base or folder)
+        model: PreTrainedModel = auto_class(config).from_pretrained(base or folder, dtype=dtype)
+        if base is None:
+            return model
+        model = merged_by_peft(model, folder, "--model_name")
+        if (Path(folder) / GENERATION_CONFIG_NAME).is_file():  # which knows the EOS that was trained
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        return model
+
+
+def tokenizer_of(folder: str | Path, base: str | None) -> PreTrainedTokenizerBase:
+    """Load the tokenizer in `folder`, or that of the `base` model if an adapter has none."""
+    has_tokenizer = base is None or (Path(folder) / "tokenizer_config.json").is_file()
+    source = ModelSource(str(folder), str(folder) if has_tokenizer else str(base), is_random=False)
+    return load_tokenizer(ModelConfig(model_name=str(folder)), source)[0]
+
+
+def merged_by_peft(model: PreTrainedModel, folder: str | Path, flag: str) -> PreTrainedModel:
+    """Add the PEFT adapter in `folder`, of any kind, to the weights of `model`. Raises `UserError`, which names `flag`,
+    where it does not fit them, or makes them infinite.
+    """
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    advice = "Give the base model that it was trained on, or use it with PEFT, unmerged."
+    with reading(flag, folder, "the adapter into the model's weights", advice):
+        adapted: Any = PeftModel.from_pretrained(model, str(folder))  # matrices in fp32, so that sums are rounded once
+        result = adapted.load_adapter(str(folder), "default")  # again, as the first time does not tell what fits
+        if misfits := [*result.missing_keys, *result.unexpected_keys]:
+            raise ValueError(f"model and adapter do not both have {listed(misfits)}")
+        uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+        tuners: list[Any] = [module for module in adapted.modules() if isinstance(module, BaseTunerLayer)]
+        for layer in (tuner.get_base_layer() for tuner in tuners):
+            if uses[id(getattr(layer, "weight", None))] > 1:  # tied: PEFT adds to one, and would merge into both
+                layer.weight = nn.Parameter(layer.weight.detach().clone())
+        merged: PreTrainedModel = adapted.merge_and_unload()
+    deque(finite(merged.named_parameters(), f"{flag} {folder}, merged"), maxlen=0)
+    return merged

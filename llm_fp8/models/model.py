@@ -1,6 +1,6 @@
 """A causal language model and its facts: its layers, the layout of its files, where they are, and what was left out.
 
-`llm_fp8.models.build` makes it from a config, `llm_fp8.models.fill` gives it weights; nothing is set on Hugging Face's
+`llm_fp8.models.build` makes it from a config, `llm_fp8.models.build` gives it weights; nothing is set on Hugging Face's
 modules. Every parameter is one or more tensors of the files stacked along dim 0 (`te_llama.Part`).
 """
 

@@ -15,8 +15,7 @@ from torch import nn
 from llm_fp8.config.recipes import row_of
 from llm_fp8.data.collate import Batch
 from llm_fp8.data.loader import TrainLoader
-from llm_fp8.models.build import build_structure
-from llm_fp8.models.fill import build_model, fill_weights, filled_layers
+from llm_fp8.models.build import build_model, build_structure, fill_weights, filled_layers
 from llm_fp8.models.model import Model, is_adapter
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import build_optimizer, build_scheduler

@@ -22,10 +22,9 @@ from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_INDEX_NAME
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.data.prepare import PreparedData
 from llm_fp8.distributed.process_group import device_of_process
-from llm_fp8.models.build import model_on_meta
+from llm_fp8.models.build import build_model, model_on_meta
 from llm_fp8.models.experts import expert_weights
 from llm_fp8.models.export import replaced_folder, write_weights
-from llm_fp8.models.fill import build_model
 from llm_fp8.models.side_files import add_older_keys
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.models.weights import checkpoint_of, finite, untie

@@ -131,7 +131,7 @@ def main() -> int:
     from scipy.stats import binomtest
 
     from llm_fp8.data.prepare import prepare_data
-    from llm_fp8.models.exported import adapter_base, load_exported, tokenizer_of
+    from llm_fp8.models.export import adapter_base, load_exported, tokenizer_of
     from llm_fp8.utils.console import quiet_libraries
 
     quiet_libraries()

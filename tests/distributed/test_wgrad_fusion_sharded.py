@@ -19,7 +19,7 @@ import te_llama
 from llm_fp8.config.options import ParallelConfig
 from llm_fp8.distributed.fsdp import FsdpStrategy
 from llm_fp8.distributed.strategy import DistributedStrategy, PlainCopiesStrategy
-from llm_fp8.models.fill import fill_weights
+from llm_fp8.models.build import fill_weights
 from llm_fp8.models.model import Model, decoder_layers
 from llm_fp8.models.parity import relative_difference
 from llm_fp8.step.wgrad_fusion import FusedWgradAccumulation

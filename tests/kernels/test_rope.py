@@ -16,7 +16,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import te_llama
-from llm_fp8.models.fill import fill_weights
+from llm_fp8.models.build import fill_weights
 from llm_fp8.models.model import Model
 from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.step.loss_model import TrainingModel

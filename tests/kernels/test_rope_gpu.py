@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import te_llama
-from llm_fp8.models.fill import fill_weights
+from llm_fp8.models.build import fill_weights
 from llm_fp8.models.model import Model
 from llm_fp8.models.parity import relative_difference
 from llm_fp8.observability.kernel_trace import kernel_class, kernel_times, record_kernels

@@ -19,9 +19,8 @@ from llm_fp8.config.options import ModelConfig
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.collate import Batch
 from llm_fp8.models import BUNDLED, build
-from llm_fp8.models.build import choose_attention, decoder_size, model_from_config
+from llm_fp8.models.build import build_model, choose_attention, decoder_size, model_from_config
 from llm_fp8.models.export import export_hf
-from llm_fp8.models.fill import build_model
 from llm_fp8.models.model import decoder_layers
 from llm_fp8.models.source import load_config, load_tokenizer, require_positions, resolve_source, stored_dtype
 from llm_fp8.settle.probe import probe

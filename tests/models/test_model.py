@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import llm_fp8.models.export
 import te_llama
+from llm_fp8.models.build import fill_weights, filled_layers
 from llm_fp8.models.export import export_hf
-from llm_fp8.models.fill import fill_weights, filled_layers
 from llm_fp8.models.model import Model
 from llm_fp8.models.parity import check_weights
 from llm_fp8.models.source import EMBEDDED_MODEL, ModelSource, load_config

@@ -20,8 +20,7 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from llm_fp8.models.export import export_hf
-from llm_fp8.models.exported import load_exported, tokenizer_of
+from llm_fp8.models.export import export_hf, load_exported, tokenizer_of
 from llm_fp8.models.model import Model
 from llm_fp8.models.side_files import Origin, save_side_files, source_folder
 from llm_fp8.models.source import EMBEDDED_MODEL

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import te_llama
 from llm_fp8.models import BUNDLED
-from llm_fp8.models.fill import fill_weights
+from llm_fp8.models.build import fill_weights
 from llm_fp8.models.model import Model
 from llm_fp8.models.parity import check_parity
 from llm_fp8.models.weights import LocalShard

@@ -19,7 +19,7 @@ import te_llama
 from llm_fp8.config.options import ParallelConfig, PrecisionConfig
 from llm_fp8.data.collate import Batch, Layout
 from llm_fp8.distributed.strategy import PlainCopiesStrategy
-from llm_fp8.models.fill import fill_weights
+from llm_fp8.models.build import fill_weights
 from llm_fp8.models.model import Model, decoder_layers
 from llm_fp8.models.parity import relative_difference
 from llm_fp8.precision.context import Precision

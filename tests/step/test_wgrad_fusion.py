@@ -17,7 +17,7 @@ from torch import nn
 import te_llama
 from llm_fp8.config.options import LoraConfig, ParallelConfig
 from llm_fp8.distributed.strategy import DistributedStrategy
-from llm_fp8.models.fill import fill_weights
+from llm_fp8.models.build import fill_weights
 from llm_fp8.models.lora import add_adapters, initialize_adapters_, needs_unfused_mlp
 from llm_fp8.models.model import Model, decoder_layers
 from llm_fp8.models.parity import relative_difference

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import te_llama
-from llm_fp8.models.fill import fill_weights
+from llm_fp8.models.build import fill_weights
 from llm_fp8.models.model import Model
 from llm_fp8.models.source import EMBEDDED_MODEL
 from llm_fp8.models.weights import StoredCheckpoint

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 import te_llama
 from llm_fp8.config.options import LoraConfig, PrecisionConfig
-from llm_fp8.models.fill import fill_weights
+from llm_fp8.models.build import fill_weights
 from llm_fp8.models.lora import adapters_of, add_adapters, initialize_adapters_, needs_unfused_mlp
 from llm_fp8.models.model import Model, decoder_layers
 from llm_fp8.observability.kernel_trace import kernel_times, record_kernels

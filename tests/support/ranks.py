@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from llm_fp8.config.options import ParallelConfig
 from llm_fp8.distributed.fsdp import FsdpStrategy
-from llm_fp8.models.fill import fill_weights
+from llm_fp8.models.build import fill_weights
 from llm_fp8.models.model import Model
 from tests.support.processes import DEADLINE_S
 from tests.support.small import model_structure

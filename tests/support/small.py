@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from llm_fp8.config.options import Config, ModelConfig, PrecisionConfig
 from llm_fp8.config.parser import parse_launch
 from llm_fp8.data.embedded import DATASET_DIR
-from llm_fp8.models.build import build_structure
-from llm_fp8.models.fill import build_model
+from llm_fp8.models.build import build_model, build_structure
 from llm_fp8.models.model import Model
 from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
 from llm_fp8.models.weights import checkpoint_of
