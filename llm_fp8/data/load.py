@@ -57,15 +57,15 @@ _BETWEEN = re.compile(r"[\s,]*")
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """A dataset, its splits, and the one that is read."""
+    """A dataset, its splits, and the one that is read. The same data under another name, or flag, are equal."""
 
-    name: str
+    name: str = field(compare=False)
     path: str
     """Path argument of `datasets.load_dataset`."""
+    config: str | None = None
+    flag: str = field(default="--dataset_name", compare=False)
     files: dict[str, list[str]] = field(default_factory=dict)
     """Split -> its data files, absolute or addresses of the hub; empty where they are unknown."""
-    config: str | None = None
-    flag: str = "--dataset_name"
     split: str = ""
     is_json: bool = False
     left_out: tuple[str, ...] = ()
@@ -105,9 +105,8 @@ def find_splits(data: DataConfig) -> tuple[list[DatasetSource], list[DatasetSour
         if data.validation_fraction is not None or not free:
             return train, []
     evaluation = [source.with_split(wanted, "--validation_split_name", defaults) for source in sources]
-    places = [(source.path, source.config, source.files[source.split], source.split) for source in train]
     for source in evaluation:
-        if (source.path, source.config, source.files[source.split], source.split) in places:
+        if source in train:
             raise UserError(f"{source.flag} {source.name}: split {source.split} is trained on.")
     return train, evaluation
 
@@ -122,9 +121,8 @@ def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
     """Find the dataset called `name` and list its splits; reads no row. `flag` names it."""
     if not name:  # to Path the current folder
         raise UserError(f"{flag} has an empty name between two commas or at an end.")
-    wanted, config = name, None
-    if not Path(name).expanduser().exists() and ":" in name:
-        wanted, _, config = name.rpartition(":")
+    is_whole = ":" not in name or Path(name).expanduser().exists()
+    wanted, config = (name, None) if is_whole else name.rsplit(":", 1)
     path = (DATASET_DIR if wanted == EMBEDDED else Path(wanted).expanduser()).absolute()
     is_pattern = glob.has_magic(wanted) and not path.exists()
     builder, files = str(path) if path.is_dir() else wanted, dict[str, list[str]]()
@@ -151,23 +149,22 @@ def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
             raise UserError(f"{flag} {what}; name the folder of the data, or its files ('FOLDER/*.jsonl').")
         elif glob.has_magic(builder):
             raise UserError(f"{flag} {name}: `datasets` reads *, ? and [ in a folder's path as a pattern; rename it.")
-        source = DatasetSource(name, builder, config=config, flag=flag)
-        if files:
-            return _of_builder(source, data_files=files)
+        source = DatasetSource(name, builder, config, flag)
         try:
-            return _of_builder(source)
+            return _of_builder(source, files or None)
         except Exception:  # without the hub, what an earlier run or `hf download` left in its cache
-            card = None if path.is_dir() else try_to_load_from_cache(wanted, "README.md", repo_type="dataset")
+            is_here = files or path.is_dir()
+            card = None if is_here else try_to_load_from_cache(wanted, "README.md", repo_type="dataset")
             if not isinstance(card, str):
                 raise
             source = dataclasses.replace(source, path=str(Path(card).parent))
             # Its card may name splits that were never downloaded.
-            return _of_builder(source, data_files=None if config else get_data_patterns(source.path))
+            return _of_builder(source, None if config else get_data_patterns(source.path))
 
 
-def _of_builder(source: DatasetSource, **options: Any) -> DatasetSource:
-    """Let `datasets` find the files of the splits of a hub dataset or of a folder with that layout."""
-    builder = datasets.load_dataset_builder(source.path, source.config, **options)
+def _of_builder(source: DatasetSource, data_files: Any) -> DatasetSource:
+    """Let `datasets` find the files of the splits, in a hub dataset or a folder with that layout if none are given."""
+    builder = datasets.load_dataset_builder(source.path, source.config, data_files=data_files)
     if builder.config.data_files is None:
         # Without the hub `datasets` opens what an earlier run left in its cache.
         return dataclasses.replace(source, files={split: [] for split in builder.info.splits or {}})

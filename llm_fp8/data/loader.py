@@ -5,8 +5,8 @@ an order drawn from (seed, number of the buffer). A global batch depends on its 
 gradient_accumulation_steps * world_size). With it comes the position after it, a dict that JSON can hold, from which
 the sequences continue exactly.
 
-`MapSequences` has one buffer, of all sequences, in every epoch; the last global batch of an epoch may be smaller.
-`StreamSequences` (`--streaming`) reads and packs a buffer of tokenised rows at a time. At its end the stream begins
+`epochs` has one buffer, of all sequences, in every epoch; the last global batch of an epoch may be smaller.
+`stream_buffers` (`--streaming`) reads and packs a buffer of tokenised rows at a time. At its end the stream begins
 anew, and no global batch is smaller. Every rank reads the full stream. A position has the state of the `datasets`
 stream before its buffer (None at the beginning) and a hash of the buffer's documents (None before it was read): a
 resumed run fills the buffer again.
@@ -47,22 +47,16 @@ STEPS_AHEAD = 2  # optimizer steps, or evaluation batches, that are prefetched
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences with the identity `data`."""
+    """Sequences with the identity `data`, in the buffers that `buffers` yields without end from a position on."""
 
     seed: int
     data: str
-
-    @property
-    def num_sequences(self) -> int | None:
-        """Number of sequences of an epoch; None if unknown."""
-        return None
+    buffers: Callable[[Position], Iterator[Buffer]]
+    num_sequences: int | None = None
+    """Number of sequences of an epoch; None for a stream."""
 
     def start(self) -> Position:
         return {"data": self.data, "epoch": 0, "buffer": 0, "next_row": 0, "source": None, "content": None}
-
-    def buffers(self, position: Position) -> Iterator[Buffer]:
-        """Yield buffers without end, beginning with the position's."""
-        raise NotImplementedError
 
     def order(self, buffer: int, num_sequences: int) -> Any:
         """Return the shuffled numbers of a buffer's sequences."""
@@ -82,60 +76,48 @@ class Sequences:
             next_row = 0
 
 
-@dataclass(frozen=True)
-class MapSequences(Sequences):
-    """Sequences of a prepared dataset: a plan over the documents that `read` returns."""
-
-    plan: PackingPlan
-    read: ReadDocuments
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self.plan)
-
-    def buffers(self, position: Position) -> Iterator[Buffer]:
-        for epoch in count(position["epoch"]):
-            begin, after = ({**self.start(), "epoch": number, "buffer": number} for number in (epoch, epoch + 1))
-            yield self.plan, self.read, begin, after
+def epochs(plan: PackingPlan, read: ReadDocuments, position: Position) -> Iterator[Buffer]:
+    """Yield all sequences of a prepared dataset as the buffer of each epoch."""
+    for epoch in count(position["epoch"]):
+        begin, after = ({**position, "epoch": number, "buffer": number, "next_row": 0} for number in (epoch, epoch + 1))
+        yield plan, read, begin, after
 
 
-@dataclass(frozen=True)
-class StreamSequences(Sequences):
-    """Sequences of the tokenised rows of `sources`.
+def stream_buffers(
+    sources: Sequence[DatasetSource],
+    open_stream: Callable[[], IterableDataset],
+    is_held_out: Callable[[Any], Any],
+    plan_of: Callable[[Any, Any], PackingPlan],
+    report: DataReport,
+    position: Position,
+) -> Iterator[Buffer]:
+    """Yield buffers of the tokenised rows of `sources`.
 
-    `open_stream` opens the stream at its beginning; `is_held_out` masks keys of problems; `plan` takes the lengths
+    `open_stream` opens the stream at its beginning; `is_held_out` masks keys of problems; `plan_of` takes the lengths
     of all documents and the numbers of those to train on; `report` is updated.
     """
-
-    sources: Sequence[DatasetSource]
-    open_stream: Callable[[], IterableDataset]
-    is_held_out: Callable[[Any], Any]
-    plan: Callable[[Any, Any], PackingPlan]
-    report: DataReport
-
-    def buffers(self, position: Position) -> Iterator[Buffer]:
-        begin, ended = {**position, "next_row": 0}, True
-        self.report.forget_rows()
-        while True:
-            if ended:
-                stream = self.open_stream()
-                if begin["source"] is not None:
-                    stream.load_state_dict(copy.deepcopy(begin["source"]))
-                rows = iter(stream)
-            with reading_of(*self.sources):
-                buffer = next_rows(rows, STREAM_BUFFER_ROWS)
-            figures, ended = figures_of(buffer), len(buffer) < STREAM_BUFFER_ROWS
-            content = content_key(figures["document_key"])
-            if begin["content"] not in (None, content):
-                raise UserError("--resume_from: the stream's rows are not those that the checkpoint's run read.")
-            held_out = self.is_held_out(figures["problem_key"])
-            self.report.count(buffer, figures, held_out)
-            plan = self.plan(figures["length"], np.flatnonzero((figures["length"] > 0) & ~held_out))
-            self.report.num_rows_of_batches += len(plan)
-            after = {**begin, "epoch": begin["epoch"] + ended, "buffer": begin["buffer"] + 1, "content": None}
-            after["source"] = None if ended else stream.state_dict()
-            yield plan, document_reader(buffer), {**begin, "content": content}, after
-            begin = after
+    begin, ended = {**position, "next_row": 0}, True
+    report.forget_rows()
+    while True:
+        if ended:
+            stream = open_stream()
+            if begin["source"] is not None:
+                stream.load_state_dict(copy.deepcopy(begin["source"]))
+            rows = iter(stream)
+        with reading_of(*sources):
+            buffer = next_rows(rows, STREAM_BUFFER_ROWS)
+        figures, ended = figures_of(buffer), len(buffer) < STREAM_BUFFER_ROWS
+        content = content_key(figures["document_key"])
+        if begin["content"] not in (None, content):
+            raise UserError("--resume_from: the stream's rows are not those that the checkpoint's run read.")
+        held_out = is_held_out(figures["problem_key"])
+        report.count(buffer, figures, held_out)
+        plan = plan_of(figures["length"], np.flatnonzero((figures["length"] > 0) & ~held_out))
+        report.num_rows_of_batches += len(plan)
+        after = {**begin, "epoch": begin["epoch"] + ended, "buffer": begin["buffer"] + 1, "content": None}
+        after["source"] = None if ended else stream.state_dict()
+        yield plan, document_reader(buffer), {**begin, "content": content}, after
+        begin = after
 
 
 @dataclass(frozen=True)
@@ -153,12 +135,12 @@ class Share:
         return mine + [rows[:0]] * (rounds - len(mine))
 
 
-def prefetch(items: Iterator[T], depth: int) -> Generator[T]:
-    """Yield `items`. A thread makes up to `depth` ahead; it ends with this generator and passes exceptions on."""
+def prefetch(items: Iterator[T]) -> Generator[T]:
+    """Yield `items`. A thread makes up to `STEPS_AHEAD` ahead; it ends with this generator and passes exceptions on."""
     end: Any = object()
     thread = ThreadPoolExecutor(1, "data-prefetch")
     try:
-        ahead = deque(thread.submit(next, items, end) for _ in range(depth))
+        ahead = deque(thread.submit(next, items, end) for _ in range(STEPS_AHEAD))
         while (item := ahead.popleft().result()) is not end:
             ahead.append(thread.submit(next, items, end))
             yield item
@@ -221,7 +203,7 @@ class TrainLoader:
         return state["rows"]
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        with closing(prefetch(self._steps(self._position), STEPS_AHEAD)) as steps:
+        with closing(prefetch(self._steps(self._position))) as steps:
             for batches, self._position in steps:
                 yield batches
 
@@ -244,5 +226,5 @@ class EvalLoader:
         """Identity of the evaluated sequences."""
 
     def __iter__(self) -> Iterator[Batch]:
-        with closing(prefetch(map(self._layout.read, self._micro_batches), STEPS_AHEAD)) as batches:
+        with closing(prefetch(map(self._layout.read, self._micro_batches))) as batches:
             yield from batches

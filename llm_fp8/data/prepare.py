@@ -31,7 +31,7 @@ from llm_fp8.config.options import Config
 from llm_fp8.data.chat import trained_eos
 from llm_fp8.data.collate import Batch, Layout
 from llm_fp8.data.load import DatasetSource, find_splits, first_row, load_split, reading_of
-from llm_fp8.data.loader import EvalLoader, MapSequences, Sequences, Share, StreamSequences, TrainLoader
+from llm_fp8.data.loader import EvalLoader, Sequences, Share, TrainLoader, epochs, stream_buffers
 from llm_fp8.data.rows import AS_THEY_STAND, COLUMNS, OPTIONAL_COLUMNS, detect_columns
 from llm_fp8.data.tokenise import (
     DataReport,
@@ -181,10 +181,10 @@ class _Job:
         identity = hashlib.sha256(content.encode()).hexdigest()[:16]
         if data.streaming:
             how = (partial(self.open_stream, parts), partial(is_held_out, fraction=share), self.layout.plan, report)
-            sequences: Sequences = StreamSequences(seed, identity, self.train, *how)
+            sequences = Sequences(seed, identity, partial(stream_buffers, self.train, *how))
         else:
             plan = self.layout.plan(figures["length"], chosen)
-            sequences = MapSequences(seed, identity, plan, document_reader(rows))
+            sequences = Sequences(seed, identity, partial(epochs, plan, document_reader(rows)), len(plan))
             order = sequences.order(0, len(plan))
             report.num_rows_of_batches = len(plan)
             num_positions = self.layout.num_positions(figures["length"][plan.samples][order])

@@ -177,7 +177,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_of_a_hub_dataset_only_the_files_of_the_split_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {split: [f"hf://datasets/own/math@0a1b/data/{split}-00000.parquet"] for split in ("train", "train_1M")}
     builder = SimpleNamespace(name="parquet", config=SimpleNamespace(data_files=files))
-    monkeypatch.setattr(datasets, "load_dataset_builder", lambda path, config: builder)
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *name, **files: builder)
     monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: (names, options["data_files"]))
     ((source,), _) = find_splits(DataConfig(dataset_name="own/math:main"))
     wanted = ("own/math", "main"), {"train_1M": ["data/train_1M-00000.parquet"]}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from llm_fp8.data.collate import Batch, Layout, PackingPlan, pack
-from llm_fp8.data.loader import EvalLoader, MapSequences, Share, TrainLoader
+from llm_fp8.data.loader import EvalLoader, Sequences, Share, TrainLoader, epochs
 from llm_fp8.data.tokenise import Document
 from tests.support.batches import assert_same_steps, next_steps
 
@@ -24,8 +24,9 @@ def _read(indices: Any) -> list[Document]:
     return [Document(np.arange(LENGTHS[i]) + i, np.arange(LENGTHS[i]) > 0, int(i)) for i in indices]
 
 
-def _sequences(packed: bool = False) -> MapSequences:
-    return MapSequences(0, f"packed {packed}", pack(LENGTHS, 32) if packed else ONE_PER_SEQUENCE, _read)
+def _sequences(packed: bool = False) -> Sequences:
+    plan = pack(LENGTHS, 32) if packed else ONE_PER_SEQUENCE
+    return Sequences(0, f"packed {packed}", partial(epochs, plan, _read), len(plan))
 
 
 def _loader(
@@ -54,7 +55,7 @@ def test_a_global_batch_does_not_know_how_it_is_cut(packed: bool) -> None:
     by_cut = []
     for batch_size, accumulate, world_size in cuts:
         ranks = [_loader(batch_size, accumulate, rank, world_size, packed) for rank in range(world_size)]
-        assert ranks[0].steps_per_epoch == -(-len(_sequences(packed).plan) // 8)
+        assert ranks[0].steps_per_epoch == -(-_sequences(packed).num_sequences // 8)
         steps = list(zip(*(_ids(next_steps(loader, 9)) for loader in ranks), strict=True))
         for of_ranks in steps:
             assert len(set(map(len, of_ranks))) == 1, "every rank has as many micro-batches"
