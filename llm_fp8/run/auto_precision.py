@@ -37,8 +37,7 @@ def choose_precision(requested: Config, plan: RunPlan, data: PreparedData) -> tu
     fastest = max(tokens_per_s, key=tokens_per_s.__getitem__)
     figures = ", ".join(f"{name} {figure:,.0f} tokens/s" for name, figure in tokens_per_s.items())
     plan.say(f"auto: {figures}: {fastest}")
-    num_parameters = plan.size.num_parameters
-    settled = settle(requested, plan.hf_config, plan.machine, measured=fastest, num_parameters=num_parameters)
+    settled = settle(requested, plan.hf_config, plan.machine, None, fastest, plan.size.num_parameters)
     precision = with_recipe(settled.precision, settled.config.precision, plan.device)
     return dataclasses.replace(plan, **vars(settled) | {"precision": precision, "notes": plan.notes}), tokens_per_s
 

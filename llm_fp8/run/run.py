@@ -56,9 +56,9 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
     is_own_group = not torch.distributed.is_initialized()
     start_process_group(ranks)
     with contextlib.ExitStack() as held:
-        claimed = run_dir.claim_folder(config, ranks, held)
-        folder = claimed.path or Path("runs")
-        resumed = run_dir.find_checkpoint(*claimed, ranks)
+        claimed, resume_from = run_dir.claim_folder(config, ranks, held)
+        folder = claimed or Path("runs")
+        resumed = run_dir.find_checkpoint(folder, resume_from, ranks)
         plan = plan_run(config, ranks, resumed)
         phase_ends("devices")
 
@@ -76,7 +76,7 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
         plan.say(data.description)
         num_steps = train_state.total_steps(plan.config, data, resumed)
         if resumed is not None:
-            train_state.refuse_finished(plan.config, claimed, resumed, num_steps)
+            train_state.refuse_finished(plan.config, claimed, resume_from, resumed, num_steps)
         phase_ends("data")
 
         if plan.measures_precision:
@@ -84,7 +84,7 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
 
             plan, results.measured_tokens_per_s = choose_precision(config, plan, data)
             phase_ends("auto_precision")
-        folder = claimed.path or run_dir.default_folder(plan, held)
+        folder = claimed or run_dir.default_folder(plan, held)
         announce(plan)
         options = train_state.run_options(plan.config, data, num_steps)
         if resumed is not None and (changed := train_state.changed_options(plan.config, resumed, options)):
@@ -219,8 +219,7 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
     asks_for_gpu = config.model.use_te or config.data.batch_size == AUTO_BATCH_SIZE
     if machine.gpu is None and (asks_for_gpu or config.precision.mixed_precision in ("bf16", "fp8", "auto")):
         machine = assume(ranks)
-    folder = None if config.run.output_dir is None else Path(config.run.output_dir)
-    resumed = run_dir.find_checkpoint(folder, config.run.resume_from, ranks)
+    resumed = run_dir.find_checkpoint(Path(config.run.output_dir or "runs"), config.run.resume_from, ranks)
     settled = settle(config, hf_config, machine, None if resumed is None else resumed.meta)
     config, precision = settled.config, settled.precision
     tokenizer, note = load_tokenizer(config.model, source)

@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from llm_fp8.config.options import Config, RunConfig
 from llm_fp8.distributed.process_group import decided_by_main, gathered, is_loss_of_a_peer
@@ -30,17 +29,10 @@ _WRITTEN = ("run.json", "metrics.jsonl", "certificate.json", "certificate_after_
 _UNFINISHED = ".*.[0-9]*.tmp"  # what a killed process did not finish (`write_text_atomic`, `export_hf`)
 
 
-class ClaimedFolder(NamedTuple):
-    """A run's folder, None until `default_folder` names one, and the value of --resume_from that it continues by."""
-
-    path: Path | None
-    resume_from: str | None
-
-
-def claim_folder(config: Config, ranks: LaunchRanks, held: contextlib.ExitStack) -> ClaimedFolder:
-    """The main process's output folder, locked until `held` closes; `UserError` where it cannot be written, is in use
-    or holds another run, or processes have other options. Those that the launcher restarted continue from the newest
-    checkpoint. Collective.
+def claim_folder(config: Config, ranks: LaunchRanks, held: contextlib.ExitStack) -> tuple[Path | None, str | None]:
+    """The main process's output folder, locked until `held` closes (None: `default_folder` names it), and what the run
+    resumes from: the newest checkpoint after a restart by the launcher. `UserError` where the folder cannot be written,
+    is in use or holds another run, or processes have other options. Collective.
     """
     first, *others = gathered(config.options)
     if differing := [f"--{name}" for name in first if any(other[name] != first[name] for other in others)]:
@@ -48,7 +40,7 @@ def claim_folder(config: Config, ranks: LaunchRanks, held: contextlib.ExitStack)
     return decided_by_main(lambda: _claimed(config.run, ranks, held))
 
 
-def _claimed(run: RunConfig, ranks: LaunchRanks, held: contextlib.ExitStack) -> ClaimedFolder:
+def _claimed(run: RunConfig, ranks: LaunchRanks, held: contextlib.ExitStack) -> tuple[Path | None, str | None]:
     output_dir, resume_from, restarted = run.output_dir, run.resume_from, ranks.restart_count > 0
     if output_dir is None and restarted:
         output_dir = agree_on("output_dir", "") or None
@@ -65,24 +57,18 @@ def _claimed(run: RunConfig, ranks: LaunchRanks, held: contextlib.ExitStack) -> 
             checkpoints.clean_up()
             if restarted and checkpoints.newest_first():
                 resume_from = LATEST
-    return ClaimedFolder(None if output_dir is None else folder, resume_from)
+    return None if output_dir is None else folder, resume_from
 
 
 def default_folder(plan: RunPlan, held: contextlib.ExitStack) -> Path:
     """A new folder, named after time, model and the precision that runs, locked until `held` closes. Collective."""
     words = re.sub(r"[^A-Za-z0-9.]+", "-", f"{plan.config.model.model_name} {plan.precision.name}").strip("-")
     name = str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{words}")
-
-    def locked() -> Path:
-        held.enter_context(run_lock(folder := Path(agree_on("output_dir", name))))
-        return folder
-
-    return decided_by_main(locked)
+    return decided_by_main(lambda: held.enter_context(run_lock(Path(agree_on("output_dir", name)))))
 
 
-def find_checkpoint(path: Path | None, resume_from: str | None, ranks: LaunchRanks) -> Checkpoint | None:
+def find_checkpoint(folder: Path, resume_from: str | None, ranks: LaunchRanks) -> Checkpoint | None:
     """The checkpoint to continue from, the same on every host, if any. Collective."""
-    folder = path or Path("runs")
     resumed = CheckpointManager(folder, limit=1).find(resume_from)
     if len(set(gathered(None if resumed is None else resumed.step))) > 1:
         raise UserError(f"--output_dir {folder}: hosts find different checkpoints there; share the folder.")
@@ -111,7 +97,7 @@ def _refuse_other_run(folder: Path, resume_from: str | None) -> None:
 
 
 @contextlib.contextmanager
-def run_lock(folder: Path) -> Iterator[None]:
+def run_lock(folder: Path) -> Iterator[Path]:
     """Hold an output folder; `UserError` where another process does. Nothing of it stays where no run began."""
     before, path = existing_part(folder), folder / LOCK
     folder.mkdir(parents=True, exist_ok=True)
@@ -129,7 +115,7 @@ def run_lock(folder: Path) -> Iterator[None]:
         if _was_begun(folder):
             _sign(folder)
         try:
-            yield
+            yield folder
         finally:
             if not _was_begun(folder):
                 path.unlink(missing_ok=True)

@@ -21,7 +21,6 @@ from llm_fp8.models.weights import weights_digest
 from llm_fp8.run.checkpoint import LATEST, STRATEGY_STATE, Checkpoint, CheckpointManager
 from llm_fp8.run.evaluation import EvalHistory
 from llm_fp8.run.plan import RunPlan
-from llm_fp8.run.run_dir import ClaimedFolder
 from llm_fp8.run.setup import TrainingSetup
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_json
@@ -99,18 +98,19 @@ def changed_options(config: Config, checkpoint: Checkpoint, options: Mapping[str
     return list(changed.values())
 
 
-def refuse_finished(config: Config, claimed: ClaimedFolder, resumed: Checkpoint, num_steps: int) -> None:
+def refuse_finished(
+    config: Config, folder: Path | None, resume_from: str | None, resumed: Checkpoint, num_steps: int
+) -> None:
     """Raise `UserError` where the run is at its end and `num_steps` add nothing, or `latest` goes back before it."""
     step, patience = resumed.step, config.run.early_stopping_patience
-    path = (claimed.path or resumed.folder) / "summary.json"
-    summary = read_json(path) if path.exists() else {}
+    path = None if folder is None else folder / "summary.json"
+    summary = read_json(path) if path is not None and path.exists() else {}
     finished_step = -1 if {"stopped_by", "failed"} & summary.keys() else summary.get("steps", -1)
     has_stopped = finished_step >= 0 and 0 < patience <= resumed.meta["evaluations"]["num_without_improvement"]
-    if step < finished_step and claimed.resume_from == LATEST:
-        raise UserError(
-            f"--resume_from latest: the run is finished after step {finished_step}, and its last checkpoint is of step "
-            f"{step}; to train from there again and replace final/, give --resume_from {resumed.folder}."
-        )
+    if step < finished_step and resume_from == LATEST:
+        what = f"the run is finished after step {finished_step}, and its last checkpoint is of step {step}"
+        advice = f"to train from there again and replace final/, give --resume_from {resumed.folder}"
+        raise UserError(f"--resume_from latest: {what}; {advice}.")
     if has_stopped or step > num_steps or step == num_steps <= finished_step:
         option = "num_epochs" if config.optim.max_steps is None else "max_steps"
         more = "early_stopping_patience" if has_stopped else f"{option} and add --allow_changed {option}"
