@@ -73,7 +73,10 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
     num_gemms = row_of(plan.precision.effective_scenario).gemms_in_fp8
     coverage = measure_coverage(model, precision.fp8_modules, plan.precision.compute_name, reasons, gemms, num_gemms)
     plan.say(coverage.describe())
-    recomputed = _recompute_layers(plan, layers)
+    uses_te = config.model.use_te or plan.precision.backend == "te"
+    reentrant = uses_te and strategy.reentrant_te_checkpoints
+    every, in_graphs = config.model.gradient_checkpointing, plan.graphs is not False
+    recomputed = enable_gradient_checkpointing(layers, every, uses_te, reentrant, in_graphs) if every else ()
     training_model = TrainingModel(model, config.data.max_seq_length, dtype, plan.packed_form)
     if training_model.router_note:
         plan.say(training_model.router_note)
@@ -168,15 +171,6 @@ def _describe_rounding(plan: RunPlan, fp8: Any) -> str:
     if plan.keeps_lower_bits:
         return f"stored weights are {stored}: training starts from their exact values"
     return f"WARNING: stored weights are {stored} and are rounded to bfloat16"
-
-
-def _recompute_layers(plan: RunPlan, layers: nn.ModuleList) -> Sequence[nn.Module]:
-    """Turn on activation checkpointing where --gradient_checkpointing asks for it; returns its decoder layers."""
-    if (every := plan.config.model.gradient_checkpointing) == 0:
-        return ()
-    uses_te = plan.config.model.use_te or plan.precision.backend == "te"
-    reentrant = uses_te and plan.strategy.reentrant_te_checkpoints
-    return enable_gradient_checkpointing(layers, every, uses_te, reentrant, plan.graphs is not False)
 
 
 def _load_weights(plan: RunPlan, model: Model, precision: Precision, batch: Batch | None, holds_in_fp8: bool) -> None:

@@ -45,12 +45,7 @@ from llm_fp8.kernels.cross_entropy import default_chunk_tokens
 from llm_fp8.models.source import text_config
 from llm_fp8.observability.metrics import GIB, RESERVE_GIB
 from llm_fp8.optim.optimizers import OPTIMIZERS
-from llm_fp8.settle.sharding_mode import (
-    holds_frozen_in_fp8,
-    keeps_unsharded_gradients,
-    resolve_optimizer,
-    state_bytes,
-)
+from llm_fp8.settle.sharding_mode import holds_frozen_in_fp8, keeps_unsharded_gradients, resolve_optimizer, state_bytes
 from llm_fp8.step.activation_checkpoint import recomputed_layers
 from llm_fp8.utils.errors import UserError
 
@@ -58,8 +53,7 @@ MODES_COUNTED = ("single", "ddp", "fsdp_grad", "fsdp_full")
 RECIPES_COUNTED = [name for name, row in RECIPES.items() if row.saved_bytes_per_element is not None]
 ERROR = 0.012  # of the estimate, at most, in recorded runs
 MARGIN = 0.05  # of the GPU, left free by what `settled` chooses: PyTorch stalls on a full one
-MOST_PADDED_TOKENS = 16384
-"""The most in a merged micro-batch of padded rows: with more a GPU gains less than longer padding costs."""
+MOST_PADDED_TOKENS = 16384  # of a merged micro-batch: with more a GPU gains less than longer padding costs
 MOST_TOKENS = 65536  # of a micro-batch of --batch_size auto: the longest recorded run's
 
 RECOMPUTED, OFFLOADED = {"gradient_checkpointing": "auto"}, {"offload_optimizer": 1.0}
@@ -348,28 +342,23 @@ class RunSize:
 def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None) -> tuple[RunSize, list[str]]:
     """The run with numbers for what is auto and with merged micro-batches, and sentences to print.
 
-    `resumed_rows`: rows of a micro-batch in the checkpoint that the run continues, which it keeps where it can.
-
-    Raises `UserError` for a run whose weights, gradients and optimizer state alone, or all of whose tensors, or whose
-    smallest --batch_size auto, are too much for the GPU's `gpu_gib`.
+    `resumed_rows`: of a micro-batch in the checkpoint that the run continues, which it keeps where it can. Raises
+    `UserError` for a run whose weights, gradients and optimizer state alone, or all of whose tensors, or whose smallest
+    --batch_size auto, are too much for the GPU's `gpu_gib`.
     """
     requested, length, notes = run.config, run.config.data.max_seq_length, list[str]()
     automatic = requested.data.batch_size == AUTO_BATCH_SIZE
     recomputes = requested.model.gradient_checkpointing == "auto"
     if recomputes and not run.estimate(upper_bound=True).is_whole:
-        raise UserError(
-            "--gradient_checkpointing auto: with this model, precision, optimizer and sharding mode the memory of "
-            "activations is not known; give a number."
-        )
+        what = "with this model, precision, optimizer and sharding mode the memory of activations is not known"
+        raise UserError(f"--gradient_checkpointing auto: {what}; give a number.")
     if automatic:
-        run = run.changed(batch_size=run.row_multiple)
-        run = run.settled(gpu_gib, resumed_rows=run.row_multiple)
-    else:
-        run = run.settled(gpu_gib, resumed_rows)
-        if (rows := run.config.data.batch_size) != requested.data.batch_size:
-            before, after = (each.optim.gradient_accumulation_steps for each in (requested, run.config))
-            short = f"{requested.data.batch_size * length:,} tokens"
-            notes.append(f"{before} micro-batches of {short} run as {after} of {rows * length:,}")
+        run, resumed_rows = run.changed(batch_size=run.row_multiple), run.row_multiple
+    run = run.settled(gpu_gib, resumed_rows)
+    if not automatic and (rows := run.config.data.batch_size) != requested.data.batch_size:
+        before, after = (each.optim.gradient_accumulation_steps for each in (requested, run.config))
+        short = f"{requested.data.batch_size * length:,} tokens"
+        notes.append(f"{before} micro-batches of {short} run as {after} of {rows * length:,}")
     estimate = run.estimate()
     state_gib = run.num_parameters * state_bytes(run.mode, run.optimizer, run.num_gpus, run.config) / GIB
     if run.adapted and estimate.is_whole:  # some of whose weights are in fp8
@@ -378,16 +367,13 @@ def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None)
     if not automatic and (1 - ERROR) * estimate.total_gib > gpu_gib:
         what, state_gib = f"{what}, activations and logits", estimate.total_gib
     if state_gib + RESERVE_GIB > gpu_gib:
-        raise UserError(
-            f"this run cannot fit: {what} take {state_gib:.1f} GiB under --sharding_mode {run.mode}, and the GPU has "
-            f"{gpu_gib:.1f}.{_suggestions(run, gpu_gib)}"
-        )
+        what = f"{what} take {state_gib:.1f} GiB under --sharding_mode {run.mode}, and the GPU has {gpu_gib:.1f}"
+        raise UserError(f"this run cannot fit: {what}.{_suggestions(run, gpu_gib)}")
     if automatic:
         if not estimate.is_whole:
-            raise UserError(
-                f"--batch_size auto needs --use_te, --fp8_scenario {'|'.join(RECIPES_COUNTED)} and --sharding_mode "
-                f"{'|'.join(MODES_COUNTED[1:])}: the memory of others is not known; give a number."
-            )
+            recipes, modes = "|".join(RECIPES_COUNTED), "|".join(MODES_COUNTED[1:])
+            needs = f"--use_te, --fp8_scenario {recipes} and --sharding_mode {modes}"
+            raise UserError(f"--batch_size auto needs {needs}: the memory of others is not known; give a number.")
         sizes = range(max(run.row_multiple, MOST_TOKENS // length), 0, -1)
         fitting = next((size for size in sizes if run.changed(batch_size=size).fits(gpu_gib)), None)
         if fitting is None:

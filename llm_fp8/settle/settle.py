@@ -202,17 +202,15 @@ def check_machine(config: Config, machine: Machine, mode: str, precision: Precis
     ranks, compute, scenario = machine.ranks, precision.compute_name, precision.effective_scenario
     kind, group_size = config.optim.optimizer, config.parallel.context_parallel_size
     offloads_auto = config.optim.offload_optimizer > 0 and kind == "auto"
-    for flag, needs_gpu in {
-        "--use_te": config.model.use_te,
-        "--certify": config.run.certify,
-        "--offload_optimizer with --optimizer auto": offloads_auto,
-    }.items():
+    holds_bf16 = kind != "auto" and OPTIMIZERS[kind].parameter_dtype == torch.bfloat16
+    for flag, needs_gpu, needs_bf16 in (
+        ("--use_te", config.model.use_te, False),
+        ("--certify", config.run.certify, False),
+        ("--offload_optimizer with --optimizer auto", offloads_auto, offloads_auto),
+        (f"--optimizer {kind}", False, holds_bf16),
+    ):
         if needs_gpu and machine.gpu is None:
             raise UserError(f"{flag} needs an NVIDIA GPU, and none is found; drop it.")
-    for flag, needs_bf16 in {
-        f"--optimizer {kind}": kind != "auto" and OPTIMIZERS[kind].parameter_dtype == torch.bfloat16,
-        "--offload_optimizer with --optimizer auto": offloads_auto,
-    }.items():
         if needs_bf16 and compute != "bf16":
             raise UserError(f"{flag} needs a run that computes in bf16: use --mixed_precision bf16 or fp8, or drop it.")
     check_tokens(config, row_of(scenario).token_multiple, f"--fp8_scenario {scenario}")
