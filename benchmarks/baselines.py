@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.utils.script import CUDA_DEFAULTS, run_script
+from llm_fp8.utils.script import CUDA_DEFAULTS, quiet_libraries, run_script
 
 os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
 
@@ -45,7 +45,6 @@ from llm_fp8.observability.metrics import GIB, step_flops
 from llm_fp8.optim.optimizers import adamw_arguments
 from llm_fp8.precision.torchao import TorchaoBackend, build_config
 from llm_fp8.step.stepper import StepClock
-from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.json_files import json_line, write_json_atomic, write_text_atomic
 
 

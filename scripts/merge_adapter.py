@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.utils.errors import OneSentenceParser, UserError, reading
-from llm_fp8.utils.script import run_script
+from llm_fp8.utils.script import quiet_libraries, run_script
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -48,7 +48,6 @@ def main() -> int:
     from llm_fp8.models.side_files import Origin
     from llm_fp8.models.source import ModelSource
     from llm_fp8.models.weights import checkpoint_of
-    from llm_fp8.utils.console import quiet_libraries
     from llm_fp8.utils.json_files import read_json
 
     quiet_libraries()

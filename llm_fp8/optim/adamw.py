@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,31 +37,21 @@ from llm_fp8.utils.torch_internals import local_of
 Params: TypeAlias = Iterable[Parameter] | Iterable[dict[str, Any]]
 CHUNK_ELEMENTS = 2**18  # updated at a time, for fp32 temporaries of a few MiB; a multiple of CODE_BLOCK
 State = Mapping[str, Tensor]  # name of a state tensor -> the tensor, for one parameter
+Coefficients = Mapping[str, float]
 
 
-class Coefficients(NamedTuple):
-    """The coefficients of one step of one parameter group, in fp64; they are rounded to fp32 where they are used."""
-
-    decay: float
-    beta1_complement: float
-    beta2: float
-    beta2_complement: float
-    step_size: float
-    inverse_root_correction2: float
-    epsilon: float
-
-    @classmethod
-    def of_step(cls, step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> Coefficients:
-        beta1, beta2 = betas
-        return cls(
-            decay=float(1 - lr * weight_decay),
-            beta1_complement=float(1 - beta1),
-            beta2=float(beta2),
-            beta2_complement=float(1 - beta2),
-            step_size=lr / (1 - beta1**step),
-            inverse_root_correction2=1 / math.sqrt(1 - beta2**step),
-            epsilon=float(eps),
-        )
+def coefficients_of(group: Mapping[str, Any]) -> Coefficients:
+    """Return the coefficients of a parameter group's step, in fp64; they are rounded to fp32 where they are used."""
+    (beta1, beta2), step, lr = group["betas"], group["step"], group["lr"]
+    return {
+        "decay": float(1 - lr * group["weight_decay"]),
+        "beta1_complement": float(1 - beta1),
+        "beta2": float(beta2),
+        "beta2_complement": float(1 - beta2),
+        "step_size": lr / (1 - beta1**step),
+        "inverse_root_correction2": 1 / math.sqrt(1 - beta2**step),
+        "epsilon": float(group["eps"]),
+    }
 
 
 def moments_and_update(
@@ -73,11 +63,11 @@ def moments_and_update(
     gradient = gradient.to(torch.float32)
     if gradient_scale is not None:
         gradient = gradient * gradient_scale
-    m = m + (gradient - m) * coefficients.beta1_complement
-    v = v * coefficients.beta2 + (gradient * coefficients.beta2_complement) * gradient
+    m = m + (gradient - m) * coefficients["beta1_complement"]
+    v = v * coefficients["beta2"] + (gradient * coefficients["beta2_complement"]) * gradient
     root = v.to(torch.float64).sqrt().to(torch.float32)  # torch's fp32 square root is off in the last bit on some CPUs
-    denominator = root * coefficients.inverse_root_correction2 + coefficients.epsilon
-    return m, v, (m * coefficients.step_size) / denominator
+    denominator = root * coefficients["inverse_root_correction2"] + coefficients["epsilon"]
+    return m, v, (m * coefficients["step_size"]) / denominator
 
 
 def _load_moment(state: State, name: str, signed: bool) -> Tensor:
@@ -101,7 +91,7 @@ def update_with_torch_(
     rounded to nearest where `state` has a remainder, else stochastically with the random bits of `key`.
     """
     weight, gradient = weight.view(-1), gradient.view(-1)
-    state = {name: tensor.view(-1) for name, tensor in state.items()}
+    state, decay = {name: tensor.view(-1) for name, tensor in state.items()}, coefficients["decay"]
     for start in range(0, weight.numel(), CHUNK_ELEMENTS):
         chunk = slice(start, start + CHUNK_ELEMENTS)
         blocks = slice(chunk.start // CODE_BLOCK, chunk.stop // CODE_BLOCK)
@@ -111,13 +101,13 @@ def update_with_torch_(
         v = _load_moment(part_state, "exp_avg_sq", signed=False)
         m, v, update = moments_and_update(gradient[chunk], gradient_scale, m, v, coefficients)
         if "remainder" in state:
-            master = masters.join_master(part, part_state["remainder"]) * coefficients.decay - update
+            master = masters.join_master(part, part_state["remainder"]) * decay - update
             part[:], part_state["remainder"][:] = masters.split_master(master)
         elif part.dtype == torch.bfloat16:
             random = codes.rounding_bits(key, start, part.numel(), part.device)
-            part.copy_(codes.round_stochastically(part.to(torch.float32) * coefficients.decay - update, random))
+            part.copy_(codes.round_stochastically(part.to(torch.float32) * decay - update, random))
         else:
-            part.copy_(part * coefficients.decay - update)
+            part.copy_(part * decay - update)
         _store_moment(part_state, "exp_avg", signed=True, moment=m)
         _store_moment(part_state, "exp_avg_sq", signed=False, moment=v)
 
@@ -160,14 +150,11 @@ class GroupedAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
-        gradient_scale = self.gradient_scale
-        self.gradient_scale = None
+        gradient_scale, self.gradient_scale = self.gradient_scale, None
         numbers = itertools.count()
         for group in self.param_groups:
             group["step"] += 1
-            coefficients = Coefficients.of_step(
-                group["step"], group["lr"], group["betas"], group["eps"], group["weight_decay"]
-            )
+            coefficients = coefficients_of(group)
             for parameter in group["params"]:
                 number = next(numbers)
                 weight = local_of(parameter)

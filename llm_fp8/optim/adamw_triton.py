@@ -18,7 +18,7 @@ negative x has the complement of the code of -x.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 import triton
@@ -28,7 +28,7 @@ from torch import Tensor
 from llm_fp8.optim import adamw_8bit_codes as codes
 
 State = Mapping[str, Tensor]
-Floats = Iterable[float]
+Floats = Mapping[str, float]
 BLOCKS = 4  # of 256 elements per program: 8 elements for each of 128 threads, 16 bytes of bf16
 _CODE_BLOCK = tl.constexpr(codes.CODE_BLOCK)
 _NUM_DECADES = tl.constexpr(codes.NUM_DECADES)
@@ -187,7 +187,7 @@ def update_(
             codes.code_tables(weight.device) if "exp_avg_scale" in state else None,
             num_elements,
             *key,
-            *coefficients,
+            **coefficients,
             BLOCKS=BLOCKS,
             num_warps=4,
             enable_fp_fusion=False,

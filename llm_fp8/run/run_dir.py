@@ -18,9 +18,9 @@ from llm_fp8.observability.metrics import GIB
 from llm_fp8.run.checkpoint import LATEST, Checkpoint, CheckpointManager
 from llm_fp8.run.plan import RunPlan
 from llm_fp8.utils import errors
-from llm_fp8.utils.console import say
 from llm_fp8.utils.errors import UserError, existing_part, listed, reading
 from llm_fp8.utils.ranks import LaunchRanks, agree_on
+from llm_fp8.utils.script import say
 
 LOCK = ".lock"  # held by a run's main process; empty until the run begins to write, and then it stays
 _SAVED = ("summary.json", "final", "checkpoints/step-*")  # without these a later run begins anew in the folder

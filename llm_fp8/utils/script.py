@@ -1,20 +1,22 @@
 """How a script starts (before the import of torch: variables that CUDA's libraries read once, imports without garbage
-collection, a clock of its phases) and ends: with an exit code, and one sentence where an error explains itself.
+collection, a clock of its phases), prints, and ends: with an exit code, and a sentence where an error explains itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import gc
 import io
+import os
 import re
+import select
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from llm_fp8.utils import errors
-from llm_fp8.utils.console import closed_outputs, discard_output, open_missing_output
 from llm_fp8.utils.ranks import first_to_end
 
 IMPORTED_S = time.perf_counter()
@@ -26,8 +28,7 @@ CUDA_DEFAULTS = {
     "NVIDIA_TF32_OVERRIDE": "0",
 }
 
-EXIT_INTERRUPTED = 130
-EXIT_OUTPUT_CLOSED = 141
+EXIT_INTERRUPTED, EXIT_OUTPUT_CLOSED = 130, 141
 """Exit codes that a shell reports for a program ended by SIGINT or SIGPIPE."""
 
 
@@ -57,6 +58,73 @@ class PhaseClock:
         self._reached_s = now_s
 
 
+on_closed_pipe: Callable[[], object] | None = None
+"""Callback of a run with work to save, for the end of the output's reader. While it is None, failed prints raise."""
+
+
+@contextlib.contextmanager
+def surviving_closed_output() -> Iterator[None]:
+    """Print in the block. Send this and all later output to /dev/null once the terminal is gone or, if `on_closed_pipe`
+    is set, once the reader of a pipe (`| tee`) is gone or a log's disk is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        lost_pipe, is_full = error.errno == errno.EPIPE, error.errno in errors.FULL_DISK
+        if error.errno != errno.EIO and (on_closed_pipe is None or not (lost_pipe or is_full)):
+            if lost_pipe:
+                time.sleep(0.5)  # the Ctrl-C that ended the reader may be on its way to this process
+            raise
+        discard_output([1, 2] if is_full else closed_outputs())
+        if lost_pipe and on_closed_pipe is not None:
+            on_closed_pipe()
+
+
+def closed_outputs() -> list[int]:
+    """List the descriptors, of 1 and 2, whose terminal or reader is gone."""
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)
+    return [descriptor for descriptor, events in poll.poll(0) if events & (select.POLLERR | select.POLLHUP)]
+
+
+def discard_output(descriptors: Iterable[int]) -> None:
+    """Point these descriptors to /dev/null, so that a later flush cannot fail; terminals that live stay."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in descriptors:
+        if not os.isatty(descriptor):
+            os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def open_missing_output() -> None:
+    """Open /dev/null for descriptors that are closed at the start (`>&-`): an opened file would get their output."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    sys.stdout, sys.stderr = (each or open(os.devnull, "w") for each in (sys.stdout, sys.stderr))
+
+
+@surviving_closed_output()
+def say(text: str) -> None:
+    """Print a line at once."""
+    print(text, flush=True)
+
+
+def quiet_libraries() -> None:
+    """Leave the console to the run's own lines; on a terminal, bars of downloads and of tokenising stay."""
+    import datasets
+    import huggingface_hub
+    import transformers
+
+    huggingface_hub.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it prints errors that it raises, too
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+
+
 def _in_one_sentence(error: Exception) -> str | None:
     """Return the sentence for an error that ends a script; None for one that only its traceback explains."""
     if isinstance(error, (errors.UserError, errors.FailedCheck)):
@@ -71,12 +139,9 @@ def _in_one_sentence(error: Exception) -> str | None:
     if isinstance(error, ImportError) and not str(error.name).startswith(("llm_fp8", "te_llama", "train_")):
         fix = "take that of .venv (scripts/quickstart.sh makes it), or run: pip install -r requirements.txt"
         return f"the Python {sys.executable} lacks what this program needs ({words}); {fix}"
-    if (
-        isinstance(error, OSError)
-        and (error.filename or error.errno in errors.FULL_DISK)
-        and (reason := errors.reason_not_written(error))
-    ):
-        return f"{error.filename or 'a cache (HF_HOME or TMPDIR)'}: {reason}."
+    if isinstance(error, OSError) and (error.filename or error.errno in errors.FULL_DISK):
+        if reason := errors.reason_not_written(error):
+            return f"{error.filename or 'a cache (HF_HOME or TMPDIR)'}: {reason}."
     return errors.lost_worker(error)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch.nn import Parameter
 
 from llm_fp8.optim import adamw
-from llm_fp8.optim.adamw import Coefficients, MasterAdamW, update_with_torch_
+from llm_fp8.optim.adamw import MasterAdamW, coefficients_of, update_with_torch_
 from llm_fp8.optim.adamw_master import (
     draw_lower_bits_,
     draw_remainder,
@@ -88,7 +88,7 @@ def test_with_fp32_moments_it_is_fp32_adamw_bit_for_bit(dtype, spread, monkeypat
         options = {"lr": 1e-3 / number, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
         gradient = (1e-3 * torch.randn(count, generator=generator) * 10.0 ** (number % 5 - 2)).to(dtype)
         reference.step(gradient.float().numpy(), number, **options)
-        update_with_torch_(weight, gradient, state, None, Coefficients.of_step(number, **options), (0, 0))
+        update_with_torch_(weight, gradient, state, None, coefficients_of({"step": number, **options}), (0, 0))
         master = weight if remainder is None else join_master(weight, remainder)
         assert np.array_equal(bits(master).numpy(), reference.master.view(np.int32)), number
     assert np.array_equal(state["exp_avg"].numpy(), reference.m)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from llm_fp8.config.options import OptimConfig
-from llm_fp8.optim.adamw import Coefficients, update_with_torch_
+from llm_fp8.optim import adamw
+from llm_fp8.optim.adamw import update_with_torch_
 from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK, SMALLEST_ENCODED, code_tables, encode, rounding_key
 from llm_fp8.optim.adamw_master import split_master
 from llm_fp8.optim.optimizers import OPTIMIZERS, build_optimizer, clip_and_step, initialize_state
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 
 def coefficients_of(step):
-    return Coefficients.of_step(step, lr=1e-3 / step, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    return adamw.coefficients_of(dict(step=step, lr=1e-3 / step, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1))
 
 
 def make_master(shape, dtype, any_magnitude=False):
@@ -131,7 +132,7 @@ def test_the_eight_bit_kernel_finds_every_code():
             state |= {name: torch.zeros(gradient.shape, dtype=torch.uint8), f"{name}_scale": torch.zeros(len(around))}
         reference = torch.zeros_like(gradient), gradient, state
         ours = torch.zeros_like(gradient).cuda(), gradient.cuda(), {name: each.cuda() for name, each in state.items()}
-        coefficients = Coefficients.of_step(1, lr=1e-3, betas=(0.0, 0.0), eps=1e-8, weight_decay=0.0)
+        coefficients = adamw.coefficients_of(dict(step=1, lr=1e-3, betas=(0.0, 0.0), eps=1e-8, weight_decay=0.0))
         update_by_kernel(*ours, None, coefficients, (1, 2))
         update_with_torch_(*reference, None, coefficients, (1, 2))
         assert_same_bits(ours, reference)

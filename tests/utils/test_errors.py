@@ -47,8 +47,8 @@ def test_closed_output_is_no_error(tmp_path: Path) -> None:
 
 def test_a_log_at_its_limit_of_size_ends_no_run(tmp_path: Path) -> None:
     program = (
-        "import resource; from llm_fp8.utils import console; console.on_closed_pipe = lambda: None; "
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (8, 8)); [console.say('a line') for _ in range(3)]"
+        "import resource; from llm_fp8.utils import script; script.on_closed_pipe = lambda: None; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (8, 8)); [script.say('a line') for _ in range(3)]"
     )
     with open(tmp_path / "log", "w") as log:
         done = subprocess.run([sys.executable, "-c", program], stdout=log, stderr=subprocess.PIPE, text=True)

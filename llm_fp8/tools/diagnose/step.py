@@ -37,8 +37,8 @@ from llm_fp8.run.run import load_data
 from llm_fp8.run.run_dir import explained_failures
 from llm_fp8.run.setup import TrainingSetup, build_setup, build_stepper
 from llm_fp8.step.stepper import Stepper
-from llm_fp8.utils.console import quiet_libraries
 from llm_fp8.utils.ranks import LaunchRanks
+from llm_fp8.utils.script import quiet_libraries
 from llm_fp8.utils.te_internals import attention_backend
 
 NUM_WARMUP_STEPS = 4
