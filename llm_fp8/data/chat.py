@@ -31,14 +31,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from llm_fp8.data.rows import AS_THEY_STAND, REASONING, ColumnForm, Conversation, Unused, called, read_row, repr_of
 from llm_fp8.utils.errors import UserError, reading
 
-PROMPT_FORM = "Problem:\n{problem}\n\nSolution:\n"
-"""Prompt of a problem without a chat template; the solution follows at once."""
-PLAIN_TURN = "{role}:\n"
-"""Header of each turn without a chat template; a blank line follows a turn, EOS an assistant's."""
-TEMPLATE_DATE = date(2026, 1, 1)
-"""Date that chat templates get as today (`strftime_now`): tokens must not depend on the day of a run."""
-FORMAT_VERSION = 14
-"""Version of the tokenised form; raise it when rows are tokenised or refused differently, to renew caches."""
+PROMPT_FORM = "Problem:\n{problem}\n\nSolution:\n"  # of a problem without a chat template
+PLAIN_TURN = "{role}:\n"  # header of a turn without a chat template; a blank line follows a turn, EOS an assistant's
+TEMPLATE_DATE = date(2026, 1, 1)  # as `strftime_now` of chat templates: tokens must not depend on the day
+FORMAT_VERSION = 14  # of the tokenised form; raise it when rows are tokenised or refused differently, to renew caches
 
 _NOW = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -49,8 +49,7 @@ class Batch:
     position_ids: Tensor
     attention_mask: Tensor | None
     cu_seqlens: Tensor | None
-    max_seqlen: int
-    """Upper bound of the segments' lengths."""
+    max_seqlen: int  # upper bound of the segments' lengths
     num_tokens: int
     num_real_tokens: int  # without padding
     num_supervised_tokens: int
@@ -70,8 +69,7 @@ class Batch:
         return dataclasses.replace(self, **moved)
 
 
-Reader = Callable[[], list[Document]]
-"""Function that reads the documents of a sequence, so that a rank reads only its own."""
+Reader = Callable[[], list[Document]]  # reads the documents of a sequence, so that a rank reads only its own
 
 
 def count_tokens(batches: Sequence[Batch]) -> StepTokens:
@@ -131,8 +129,7 @@ class Layout:
     pad_token_id: int
     packed: bool
     num_slices: int = 1
-    split_batch: Callable[[Batch], Batch] | None = None
-    """Function that takes this rank's slice."""
+    split_batch: Callable[[Batch], Batch] | None = None  # takes this rank's slice
     pin_memory: bool = False
 
     @property

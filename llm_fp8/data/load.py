@@ -50,8 +50,7 @@ DATA_FILE = re.compile(r"(\.(?:jsonl?|ndjson|parquet|csv|tsv|txt|arrow|zip))(?:\
 MOST_OTHER_FILES = 10_000  # beside those of data in a folder: `datasets` lists 1,000 a second
 LIKE_DATA = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|arrow)(?![a-z])[^/]*$")  # named if they are not read
 FIRST_ROWS = 1000  # of a JSON file, whose columns decide how it is read
-ROW = "row of a JSON file"
-"""Name of the only column of a JSON file: the text of each row."""
+ROW = "row of a JSON file"  # name of the only column: the text of each row
 _BETWEEN = re.compile(r"[\s,]*")
 
 
@@ -60,16 +59,14 @@ class DatasetSource:
     """A dataset, its splits, and the one that is read. The same data under another name, or flag, are equal."""
 
     name: str = field(compare=False)
-    path: str
-    """Path argument of `datasets.load_dataset`."""
+    path: str  # argument of `datasets.load_dataset`
     config: str | None = None
     flag: str = field(default="--dataset_name", compare=False)
     files: dict[str, list[str]] = field(default_factory=dict)
     """Split -> its data files, absolute or addresses of the hub; empty where they are unknown."""
     split: str = ""
     is_json: bool = False
-    left_out: tuple[str, ...] = ()
-    """Names of data-like files that are not read."""
+    left_out: tuple[str, ...] = ()  # names of data-like files that are not read
 
     def with_split(self, wanted: str | None, flag: str, defaults: Sequence[str]) -> DatasetSource:
         """Choose the split `wanted`, from the option `flag`, or else the first of `defaults` that exists."""

@@ -52,8 +52,7 @@ class Sequences:
     seed: int
     data: str
     buffers: Callable[[Position], Iterator[Buffer]]
-    num_sequences: int | None = None
-    """Number of sequences of an epoch; None for a stream."""
+    num_sequences: int | None = None  # of an epoch; None for a stream
 
     def start(self) -> Position:
         return {"data": self.data, "epoch": 0, "buffer": 0, "next_row": 0, "source": None, "content": None}

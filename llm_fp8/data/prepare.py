@@ -45,8 +45,7 @@ from llm_fp8.data.tokenise import (
 )
 from llm_fp8.utils.errors import UserError
 
-DEFAULT_FRACTION, DEFAULT_ROWS = 0.01, 100
-"""Defaults of the held-out share, and of its fewest rows: the eval loss of fewer says little."""
+DEFAULT_FRACTION, DEFAULT_ROWS = 0.01, 100  # of the held-out share, and its fewest rows: fewer say little
 STREAMED_EVAL_ROWS = 512  # the most rows of a stream to evaluate on: of the validation split, or held out
 STREAMED_EVAL_SCAN_ROWS = 200_000  # the most rows that are read to find those held out
 STREAMED_SCAN_ROWS = 1000  # rows that are read at a time, as many as `datasets` tokenises at a time
@@ -81,13 +80,10 @@ class PreparedData:
     """The loaders of a run and a description of its data."""
 
     train: TrainLoader
-    eval: EvalLoader | None
-    """Loader of the evaluation; None if no row is held out."""
+    eval: EvalLoader | None  # None if no row is held out
     report: DataReport
-    description: str
-    """Lines to print: origin, counts and one sample, its supervised part between >>> and <<<."""
-    eos_ids: tuple[int, ...]
-    """Ids of the training documents' last tokens, `trained_eos` first."""
+    description: str  # lines to print: origin, counts and one sample, its supervised part between >>> and <<<
+    eos_ids: tuple[int, ...]  # ids of the training documents' last tokens, `trained_eos` first
 
 
 def prepare_data(

@@ -41,8 +41,7 @@ COLUMNS: dict[ColumnForm, tuple[str, ...]] = {
 }
 CONTEXT = ("system", "system_prompt", "history", "tools", "functions", "chat_template_kwargs")
 """Columns of a system prompt, earlier turns, JSON schemas of tools, and variables of the chat template."""
-AS_THEY_STAND: tuple[ColumnForm, ...] = ("prompt_completion", "text")
-"""Forms without a chat template."""
+AS_THEY_STAND: tuple[ColumnForm, ...] = ("prompt_completion", "text")  # without a chat template
 OPTIONAL_COLUMNS = {form: () if form in AS_THEY_STAND else CONTEXT for form in COLUMNS} | {
     "alpaca": ("input", *CONTEXT)
 }
@@ -57,10 +56,8 @@ FLAGS = {"weight": True, "train": True, "training": True, "loss": True, "masked"
 """Entry of a turn -> the value with which the turn is supervised."""
 SYSTEM = ("system", "developer")
 REASONING = ("reasoning_content", "thinking", "reasoning")
-Unused = Counter[str]
-"""Unused part of a row -> number of times."""
-Turn = tuple[dict[str, Any], bool]
-"""Entries of a message, with `role` and `content` as text, and True if it may be supervised."""
+Unused = Counter[str]  # unused part of a row -> number of times
+Turn = tuple[dict[str, Any], bool]  # entries of a message, `role` and `content` text; True if it may be supervised
 
 
 class Conversation(NamedTuple):

@@ -54,8 +54,7 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # quota of CPU time and its period, 
 ROWS_PER_WORKER = 10_000  # a few seconds of tokenising; a process takes half a second to start
 EVALUATION_COUNTS = ("num_eval_rows", "eval_rows_left_out", "nothing_held_out")
 FIGURES = ("length", "num_supervised", "outcome", "end", "problem_key", "document_key")
-Figures = dict[str, npt.NDArray[np.int64]]
-"""Columns of `FIGURES`, [number of rows] each."""
+Figures = dict[str, npt.NDArray[np.int64]]  # columns of `FIGURES`, [number of rows] each
 
 
 class Outcome(IntEnum):
@@ -81,16 +80,12 @@ class DataReport:
     num_supervised_tokens: int = 0
     padding_efficiency: float | None = None
     """Filled share of the first epoch's positions, like `packing_efficiency` of a step; None for a stream."""
-    num_rows_of_batches: int = 0
-    """Number of sequences that the used rows form."""
+    num_rows_of_batches: int = 0  # sequences that the used rows form
     num_eval_rows: int = 0
-    eval_rows_left_out: dict[str, int] = field(default_factory=dict)
-    """Reason why rows for evaluation are not used -> number of rows."""
-    ends: Counter[int] = field(default_factory=Counter)
-    """Id of a last token -> number of used documents that end with it."""
+    eval_rows_left_out: dict[str, int] = field(default_factory=dict)  # reason -> number of rows
+    ends: Counter[int] = field(default_factory=Counter)  # id of a last token -> number of used documents
     unused: Unused = field(default_factory=Unused)
-    nothing_held_out: str = ""
-    """Reason why the held-out share is empty; '' if it is not."""
+    nothing_held_out: str = ""  # reason why the held-out share is empty
 
     def count(self, tokenised: Dataset, figures: Figures, held_out: npt.NDArray[np.bool_]) -> None:
         """Add rows of the training split; `figures` are theirs."""
@@ -153,10 +148,8 @@ class TokeniseOptions:
     """How the rows of one dataset are tokenised; every field shapes the cached result."""
 
     form: ColumnForm
-    columns: Mapping[str, str]
-    """Our name of each column that is read -> the dataset's."""
-    other_columns: Sequence[str]
-    """Columns that are not used; those of JSON files are seen row by row."""
+    columns: Mapping[str, str]  # our name of each column that is read -> the dataset's
+    other_columns: Sequence[str]  # not used; those of JSON files are seen row by row
     max_seq_length: int
     overlong: Literal["drop", "truncate"] = "drop"
     train_on_prompt: bool = False
