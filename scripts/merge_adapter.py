@@ -46,8 +46,7 @@ def main() -> int:
     from llm_fp8.models.export import adapter_base, export_hf, load_exported, merged_by_peft, tokenizer_of
     from llm_fp8.models.model import Model
     from llm_fp8.models.side_files import Origin
-    from llm_fp8.models.source import ModelSource
-    from llm_fp8.models.weights import checkpoint_of
+    from llm_fp8.models.source import ModelSource, checkpoint_of
     from llm_fp8.utils.json_files import read_json
 
     quiet_libraries()

@@ -10,12 +10,13 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.types import Device
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel
@@ -24,13 +25,13 @@ import te_llama
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.experts import expert_weights, routed_modules
 from llm_fp8.models.model import Model, saved_tensors, text_decoder
-from llm_fp8.models.source import reading_model, text_config
-from llm_fp8.models.weights import StoredCheckpoint, local_shard
+from llm_fp8.models.source import StoredCheckpoint, open_weights, reading_model, text_config
 from llm_fp8.observability.metrics import DecoderSize
-from llm_fp8.optim.adamw_master import give_remainder_
+from llm_fp8.optim.adamw_master import give_remainder_, remainder_of, split_master
 from llm_fp8.utils.hf_internals import supports_flash_attention
 from llm_fp8.utils.packages import FLASH_ATTENTION_2, package_version
-from llm_fp8.utils.torch_internals import give_memory_, materialize_
+from llm_fp8.utils.torch_internals import give_memory_, local_of, materialize_
+from te_llama import Part, UnsupportedArchitecture
 
 _SMALL = 2**18  # elements: below it a tensor has memory while draws are recorded, as those of Mamba's A_log need
 _Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -121,7 +122,7 @@ def filled_layers(model: Model, layers: Iterable[nn.Module], device: Device, see
     tensors = saved_tensors(model.module)
     owners = {id(parameter): layer for layer in layers for parameter in layer.parameters()}
     if model.stored:
-        fill: Any = functools.partial(model.stored.copy_into, targets=model.targets)
+        fill: Any = functools.partial(copy_stored, model.stored, model.targets)
     else:
         fill = RandomWeights(model, torch.Generator(device=device).manual_seed(seed)).fill
     for layer, names in itertools.groupby(tensors, lambda name: owners.get(id(tensors[name]))):
@@ -219,6 +220,60 @@ def attention_width(layer: Any) -> int:
     if (key_dim := getattr(layer, "qk_head_dim", None)) and (value_dim := getattr(layer, "v_head_dim", None)):
         head_dim = (key_dim + value_dim) // 2  # latent attention, whose `head_dim` is that of the rotated part
     return num_heads * head_dim
+
+
+def copy_stored(
+    stored: StoredCheckpoint, targets: Mapping[str, tuple[str, Part]], tensors: Mapping[str, Tensor]
+) -> None:
+    """Copy what belongs to `tensors` (this rank's shards, by name) into place; for `targets` see `Model`."""
+    wanted = {name for name, (owner, _) in targets.items() if owner in tensors}
+    place = next(iter(tensors.values())).device
+    for path in dict.fromkeys(stored.stored[name].path for name in targets if name in wanted):
+        with open_weights(path, place) as in_file:
+            for name in filter(wanted.__contains__, in_file.offset_keys()):
+                owner, part = targets[name]
+                local_shard(tensors[owner]).fill(part, stored.rows(name, in_file, place))
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """A shard along dim 0: `data` [n, ...] holds rows `start` to `start + n` of a parameter; n may be 0."""
+
+    data: Tensor
+    start: int
+    remainder: Tensor | None = None  # of bf16 `data`: the lower bits of its fp32 values, where they are kept
+
+    def fill(self, part: Part, rows: Any) -> None:
+        """Copy what this rank has of a Hugging Face tensor into place, cast to the parameter's dtype; `rows[a:b]` gives
+        its rows a to b of dim 0.
+        """
+        first, last = max(part.start, self.start), min(part.stop, self.start + len(self.data))
+        if first >= last:
+            return
+        wanted = slice(first - part.start, last - part.start) if part.by_rows else slice(None)
+        values = rows[wanted] if part.shape else torch.atleast_1d(rows[...])
+        if self.data.is_floating_point() and not values.is_floating_point():
+            raise UnsupportedArchitecture(f"'{part.hf_name}' holds {values.dtype} in the checkpoint, not floats")
+        overlap = slice(first - self.start, last - self.start)
+        if self.data.dtype == torch.bfloat16 and values.dtype in (torch.float32, torch.float16):
+            values, remainder = split_master(values.to(self.data.device, torch.float32))
+            if self.remainder is not None:
+                part.view(self.remainder[overlap]).copy_(remainder)
+        part.view(self.data[overlap]).copy_(values)
+
+
+def local_shard(tensor: Tensor) -> LocalShard:
+    """This rank's rows of `tensor` (shared memory): all of a plain tensor, the shard of a DTensor on dim 0. Of R rows
+    FSDP gives each of n ranks ceil(R / n), the last ones fewer or none. A 0-d tensor is one row.
+    """
+    remainder, start = remainder_of(tensor), 0
+    if not isinstance(tensor, DTensor):
+        return LocalShard(torch.atleast_1d(tensor.detach()), start, remainder)
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_shard(0):
+            rows_per_rank = -(-tensor.shape[0] // tensor.device_mesh.size(dim))
+            start = min(tensor.device_mesh.get_local_rank(dim) * rows_per_rank, tensor.shape[0])
+    return LocalShard(local_of(tensor).detach(), start, None if remainder is None else local_of(remainder))
 
 
 class RandomWeights(TorchFunctionMode):

@@ -1,5 +1,4 @@
-"""Mixtures of experts, known by the shape of their modules: which weights a router chooses among, how many of them
-compute a token, and how.
+"""Mixtures of experts, known by the shape of their modules: how many experts compute a token, and how.
 
 transformers 5 keeps the experts of a layer in one module with parameters of three dimensions [experts, ...], which one
 grouped GEMM computes. The router is their neighbour. Shared experts are ordinary linear layers.

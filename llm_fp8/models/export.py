@@ -32,8 +32,7 @@ from llm_fp8.config.options import EMBEDDED, LoraConfig, ModelConfig
 from llm_fp8.models.build import auto_class
 from llm_fp8.models.model import Model, is_adapter, saved_tensors
 from llm_fp8.models.side_files import NO_SOURCE, Origin, save_side_files
-from llm_fp8.models.source import ModelSource, is_adapter_folder, load_tokenizer, resolve_source
-from llm_fp8.models.weights import finite
+from llm_fp8.models.source import ModelSource, finite, is_adapter_folder, load_tokenizer, resolve_source
 from llm_fp8.utils.errors import UserError, listed, reading
 from llm_fp8.utils.hf_internals import ignored_on_save
 from llm_fp8.utils.json_files import read_json

@@ -10,7 +10,6 @@ Sources: transformers 5.23 (`integrations/finegrained_fp8.py`), compressed-tenso
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,28 +43,22 @@ def fp8_format(config: PretrainedConfig) -> Fp8Format:
     entries: Any = config.quantization_config
     advice = "Give the unquantised model, or one in fp8 that docs/data_and_checkpoints.md names."
     with reading("--model_name", config.name_or_path, "the quantised weights that its config.json describes", advice):
-        if entries["quant_method"] == "compressed-tensors":
-            return _compressed_tensors_format(entries)
-        if entries["quant_method"] != "fp8":
+        if entries["quant_method"] == "fp8":
+            return Fp8Format("_scale_inv", tuple(entries["weight_block_size"]))
+        if entries["quant_method"] != "compressed-tensors":
             raise ValueError(f"quant_method {entries['quant_method']}")
-        rows, columns = entries["weight_block_size"]
-        return Fp8Format("_scale_inv", (rows, columns))
-
-
-def _compressed_tensors_format(entries: Mapping[str, Any]) -> Fp8Format:
-    if entries.get("transform_config"):
-        raise ValueError("transform_config")
-    formats = set()
-    for group in entries["config_groups"].values():
-        stored_as, weights = group.get("format") or entries["format"], group["weights"]
-        if stored_as != "float-quantized":
-            raise ValueError(f"format {stored_as}")
-        blocks = {"channel": (1, None), "tensor": (None, None), "block": weights.get("block_structure")}
-        rows, columns = blocks[weights["strategy"]]
-        formats.add(Fp8Format("_scale", (rows, columns)))
-    if len(formats) != 1:
-        raise ValueError("config_groups of several kinds")
-    return formats.pop()
+        if entries.get("transform_config"):
+            raise ValueError("transform_config")
+        blocks = set()
+        for group in entries["config_groups"].values():
+            stored_as, weights = group.get("format") or entries["format"], group["weights"]
+            if stored_as != "float-quantized":
+                raise ValueError(f"format {stored_as}")
+            shared = {"channel": (1, None), "tensor": (None, None), "block": weights.get("block_structure")}
+            blocks.add(tuple(shared[weights["strategy"]]))
+        if len(blocks) != 1:
+            raise ValueError("config_groups of several kinds")
+        return Fp8Format("_scale", blocks.pop())
 
 
 class DequantisedRows:

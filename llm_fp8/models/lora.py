@@ -29,10 +29,9 @@ from transformers import PreTrainedModel
 
 import te_llama
 from llm_fp8.config.options import ALL_LINEAR, DECODER_LINEARS, EXPERTS, LoraConfig
-from llm_fp8.models.build import auto_class, read_by_kernels
+from llm_fp8.models.build import auto_class, local_shard, read_by_kernels
 from llm_fp8.models.experts import expert_weights, routed_modules
 from llm_fp8.models.model import Model, is_adapter, name_without_adapter
-from llm_fp8.models.weights import local_shard
 from llm_fp8.utils.errors import UserError, listed, reading
 from llm_fp8.utils.packages import BASE_REQUIREMENTS
 from llm_fp8.utils.te_internals import prefer_torchs_cudnn

@@ -20,13 +20,12 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 import te_llama
-from llm_fp8.models.weights import RELOAD, StoredCheckpoint
+from llm_fp8.models.source import RELOAD, StoredCheckpoint
 from llm_fp8.utils.errors import UserError, listed, reading
 from llm_fp8.utils.hf_internals import ignored_on_load, renaming_on_load
 from te_llama import Part, UnsupportedArchitecture
 
-_PASSED_OVER = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""Buffers stored in older checkpoints and computed by today's models."""
+_PASSED_OVER = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # buffers stored in older checkpoints, computed today
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +33,7 @@ class Model:
     """A model and its facts, each worked out when it is first needed and then the same for the whole run."""
 
     module: PreTrainedModel
-    stored: StoredCheckpoint | None = None
-    """Its weights; None where they are drawn."""
+    stored: StoredCheckpoint | None = None  # its weights; None where they are drawn
     left_out: tuple[str, ...] = ()
     """The modules of a multimodal checkpoint that text does not pass through, and that `module` does not have."""
     full_tensor: Callable[[Tensor], Tensor] = Tensor.detach

@@ -1,14 +1,21 @@
-"""A model's source (hub id, folder, embedded), its config and tokenizer, and whether it can be trained."""
+"""A model's source (hub id, folder, embedded): its config, tokenizer and safetensors, and whether it can be trained."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from safetensors import safe_open
+from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.modeling_utils import str_to_torch_dtype
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
 
 import te_llama
 from llm_fp8.config.options import EMBEDDED, Config, ModelConfig
@@ -18,6 +25,9 @@ from llm_fp8.utils.errors import UserError, reading
 
 if TYPE_CHECKING:
     from llm_fp8.models.fp8_checkpoint import Fp8Format
+
+RELOAD = "Fetch or export the model again."
+_TIED = ("lm_head.weight", "embed_tokens.weight")
 
 
 @dataclass(frozen=True)
@@ -129,3 +139,109 @@ def require_positions(hf_config: PretrainedConfig, num_tokens: int, name: str, f
     limit = te_llama.num_positions(text_config(hf_config))
     if limit is not None and num_tokens > limit:
         raise UserError(f"{flag} {num_tokens} is more than the {limit} positions of {name}; lower it.")
+
+
+def checkpoint_of(source: ModelSource, hf_config: PretrainedConfig) -> StoredCheckpoint | None:
+    """The weights of `source`, downloaded where needed; None where they are drawn. As in transformers,
+    model.safetensors is taken before an index. Raises `UserError` for files that cannot be read.
+    """
+    if source.is_random:
+        return None
+    with reading_model("weights as safetensors", source.name):
+        try:
+            files = [cached_file(source.location, SAFE_WEIGHTS_NAME)]
+        except OSError:  # there is none of this name
+            index = cached_file(source.location, SAFE_WEIGHTS_INDEX_NAME)
+            files, _ = get_checkpoint_shard_files(source.location, index)
+    return StoredCheckpoint([Path(str(file)) for file in files], hf_config)
+
+
+def untie(hf_config: PretrainedConfig, checkpoint: StoredCheckpoint | None) -> list[str]:
+    """Change a config that ties the lm_head to the embedding, where both are stored and differ, as transformers 5 does.
+    Returns the line that says so.
+    """
+    ties = [part for part in (hf_config, text_config(hf_config)) if getattr(part, "tie_word_embeddings", False)]
+    if not ties or checkpoint is None:
+        return []
+    head, embedding = (next((name for name in checkpoint.stored if name.endswith(end)), None) for end in _TIED)
+    if head is None or embedding is None or torch.equal(checkpoint.read(head), checkpoint.read(embedding)):
+        return []
+    for part in ties:
+        part.tie_word_embeddings = False
+    return [f"WARNING: config.json ties {head} to {embedding}, but both are stored and differ: they are not tied"]
+
+
+def weights_digest(files: Sequence[Path]) -> str:
+    """Tells weights apart by each file's size, its first MiB and its last: hexadecimal, 16 digits."""
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            digest.update(size.to_bytes(8, "big") + file.read(2**20))
+            file.seek(max(0, size - 2**20))
+            digest.update(file.read())
+    return digest.hexdigest()[:16]
+
+
+def finite(tensors: Iterable[tuple[str, Tensor]], where: str) -> Iterator[tuple[str, Tensor]]:
+    """`tensors` by name; `UserError`, which begins with `where`, at one that holds NaN or infinity."""
+    for name, tensor in tensors:
+        if not tensor.isfinite().all():
+            raise UserError(f"{where}: {name} holds NaN or infinity, and the model is of no use; give another.")
+        yield name, tensor
+
+
+class StoredTensor(NamedTuple):
+    """A tensor's entry in the header of a safetensors file; `dtype` is "F32", "BF16", "F8_E4M3", ..."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class StoredCheckpoint:
+    """The safetensors `files` of a model; fp8 tensors are read as fp32."""
+
+    def __init__(self, files: list[Path], hf_config: PretrainedConfig) -> None:
+        self.files, self.fp8 = files, stored_fp8(hf_config)
+        self.stored: dict[str, StoredTensor] = {}
+        self._scales: dict[str, Tensor] = {}  # weight -> its scale, which another file may hold
+        for path in files:
+            with open_weights(path) as tensors:
+                for name in tensors.keys():
+                    if self.fp8 is not None and self.fp8.is_surplus(name):
+                        # A copy, which keeps no file mapped.
+                        self._scales[name.removesuffix(self.fp8.suffix)] = tensors.get_tensor(name).clone()
+                        continue
+                    header = tensors.get_slice(name)
+                    self.stored[name] = StoredTensor(path, header.get_dtype(), tuple(header.get_shape()))
+
+    def read(self, name: str, device: torch.device | str = "cpu") -> Any:
+        """Tensor `name`, whole."""
+        with open_weights(self.stored[name].path, device) as tensors:
+            rows = self.rows(name, tensors, device)
+            return rows[:] if self.stored[name].shape else rows[...]  # a scalar has no rows
+
+    def on_meta(self, name: str) -> Tensor:
+        """Describe what `read` returns, without memory."""
+        _, dtype, shape = self.stored[name]
+        read_as = torch.float32 if dtype.startswith("F8") else str_to_torch_dtype[dtype]
+        return torch.empty(shape, dtype=read_as, device="meta")
+
+    def rows(self, name: str, tensors: Any, device: torch.device | str) -> Any:
+        """Tensor `name` of the opened file `tensors`, of which `[a:b]` reads rows a to b of dim 0."""
+        rows, (_, dtype, shape) = tensors.get_slice(name), self.stored[name]
+        if not dtype.startswith("F8"):
+            return rows
+        if self.fp8 is None or name not in self._scales or dtype != "F8_E4M3" or len(shape) != 2:
+            raise ValueError(f"'{name}' is {dtype} {list(shape)}, for which config.json gives no scales")
+        from llm_fp8.models.fp8_checkpoint import DequantisedRows
+
+        return DequantisedRows(rows, self.fp8, self._scales[name].to(device))
+
+
+@contextlib.contextmanager
+def open_weights(path: Path, device: torch.device | str = "cpu") -> Iterator[Any]:
+    """A safetensors file whose tensors are read to `device`; what fails in the block becomes a `UserError`."""
+    with reading("--model_name", path, "the weights", RELOAD), safe_open(path, "pt", device=str(device)) as tensors:
+        yield tensors

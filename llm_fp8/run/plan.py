@@ -16,8 +16,16 @@ from llm_fp8.config.recipes import precision_name
 from llm_fp8.distributed.build import build_strategy
 from llm_fp8.distributed.process_group import device_of_process
 from llm_fp8.distributed.strategy import DistributedStrategy
-from llm_fp8.models.source import ModelSource, load_config, resolve_source, stored_dtype, text_config
-from llm_fp8.models.weights import StoredCheckpoint, checkpoint_of, untie
+from llm_fp8.models.source import (
+    ModelSource,
+    StoredCheckpoint,
+    checkpoint_of,
+    load_config,
+    resolve_source,
+    stored_dtype,
+    text_config,
+    untie,
+)
 from llm_fp8.optim.optimizers import OPTIMIZERS
 from llm_fp8.precision.context import with_recipe
 from llm_fp8.precision.te import prepare_te_decoder

@@ -16,8 +16,7 @@ from torch import Tensor
 from llm_fp8.config.options import RESUME, SETTINGS, Config, names_in
 from llm_fp8.data.prepare import PreparedData
 from llm_fp8.distributed.process_group import largest
-from llm_fp8.models.source import text_config
-from llm_fp8.models.weights import weights_digest
+from llm_fp8.models.source import text_config, weights_digest
 from llm_fp8.run.checkpoint import LATEST, STRATEGY_STATE, Checkpoint, CheckpointManager
 from llm_fp8.run.evaluation import EvalHistory
 from llm_fp8.run.plan import RunPlan

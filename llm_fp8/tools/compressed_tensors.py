@@ -26,8 +26,7 @@ from llm_fp8.models.build import build_model, model_on_meta
 from llm_fp8.models.experts import expert_weights
 from llm_fp8.models.export import replaced_folder, write_weights
 from llm_fp8.models.side_files import add_older_keys
-from llm_fp8.models.source import load_config, resolve_source
-from llm_fp8.models.weights import checkpoint_of, finite, untie
+from llm_fp8.models.source import checkpoint_of, finite, load_config, resolve_source, untie
 from llm_fp8.tools import evaluate
 from llm_fp8.utils.errors import UserError, listed
 from llm_fp8.utils.hf_internals import renaming_on_load

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from llm_fp8.config.options import OptimConfig, ParallelConfig
 from llm_fp8.distributed.fp8_params import Fp8ParamsStrategy, keep_weights_in_fp8
 from llm_fp8.distributed.fsdp import FsdpStrategy
-from llm_fp8.models.weights import local_shard
+from llm_fp8.models.build import local_shard
 from llm_fp8.optim.optimizers import build_optimizer
 from llm_fp8.precision.te import TEBackend
 from tests.support.ranks import CountedAllGather, on_ranks

@@ -17,12 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import llm_fp8.models.export
 import te_llama
-from llm_fp8.models.build import fill_weights, filled_layers
+from llm_fp8.models.build import fill_weights, filled_layers, local_shard
 from llm_fp8.models.export import export_hf
 from llm_fp8.models.model import Model
 from llm_fp8.models.parity import check_weights
-from llm_fp8.models.source import EMBEDDED_MODEL, ModelSource, load_config
-from llm_fp8.models.weights import checkpoint_of, local_shard
+from llm_fp8.models.source import EMBEDDED_MODEL, ModelSource, checkpoint_of, load_config
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.torch_internals import free_memory_, materialize_
 from tests.support.families import EXPERTS, FAMILIES, family_config

@@ -8,10 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import te_llama
 from llm_fp8.models import BUNDLED
-from llm_fp8.models.build import fill_weights
+from llm_fp8.models.build import LocalShard, fill_weights
 from llm_fp8.models.model import Model
 from llm_fp8.models.parity import check_parity
-from llm_fp8.models.weights import LocalShard
 from te_llama import UnsupportedArchitecture, build_te_model, in_hf_layout, layer_specs, parameter_map
 from tests.support.batches import S, packed_batch
 from tests.support.families import FAMILIES, family_config, te_model

@@ -10,8 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import te_llama
 from llm_fp8.models.build import fill_weights
 from llm_fp8.models.model import Model
-from llm_fp8.models.source import EMBEDDED_MODEL
-from llm_fp8.models.weights import StoredCheckpoint
+from llm_fp8.models.source import EMBEDDED_MODEL, StoredCheckpoint
 from tests.support.small import tiny_config
 
 FAMILIES = {

@@ -17,8 +17,7 @@ from llm_fp8.config.parser import parse_launch
 from llm_fp8.data.embedded import DATASET_DIR
 from llm_fp8.models.build import build_model, build_structure
 from llm_fp8.models.model import Model
-from llm_fp8.models.source import EMBEDDED_MODEL, load_config, resolve_source
-from llm_fp8.models.weights import checkpoint_of
+from llm_fp8.models.source import EMBEDDED_MODEL, checkpoint_of, load_config, resolve_source
 from llm_fp8.precision.context import with_recipe
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.run.run import run_training
