@@ -20,7 +20,6 @@ from llm_fp8.data.loader import TrainLoader
 from llm_fp8.distributed.process_group import gathered, largest
 from llm_fp8.models.build import decoder_size
 from llm_fp8.observability.metrics import StepTokens, device_peak_tflops, memory_metrics, speed_metrics
-from llm_fp8.observability.nvml import EnergyMeter
 from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.run.evaluation import EvalHistory, evaluate_loss
 from llm_fp8.run.train_state import RunState
@@ -32,6 +31,7 @@ from llm_fp8.utils.te_internals import attention_backend
 
 if TYPE_CHECKING:
     from llm_fp8.observability.kernel_trace import StepProfile
+    from llm_fp8.observability.nvml import EnergyMeter
     from llm_fp8.precision.certificate import Certificate
 
 STEPS_BEFORE_PROFILE = 4  # steps of a process before the recorded one, which compile and allocate
@@ -70,7 +70,11 @@ class Timeline:
         self.setup, self.precision = self.state.setup, self.stepper.precision
         plan = self.setup.plan
         self.accelerator = plan.accelerator
-        self.energy = EnergyMeter(self.accelerator)
+        self.energy: EnergyMeter | None = None  # of GPUs alone
+        if plan.device.type == "cuda":
+            from llm_fp8.observability.nvml import EnergyMeter
+
+            self.energy = EnergyMeter(self.accelerator)
         self.fp8_steps = self.total_steps  # in fp8, where the run is (--fp8_until)
         if self.precision.in_fp8:
             self.fp8_steps = max(1, round(plan.config.precision.fp8_until * self.total_steps))
@@ -164,7 +168,8 @@ class Timeline:
 
     def restart_clocks(self) -> Any:
         """Restart step time and energy while the GPU is idle; returns the stamp."""
-        self.energy.restart(self.step)
+        if self.energy:
+            self.energy.restart(self.step)
         return self.stepper.clock.stamp()
 
     def _due(self, every: int) -> bool:
@@ -183,7 +188,8 @@ class Timeline:
         memory = memory_metrics(device)
         if memory and self.accelerator.num_processes > 1:
             memory["peak_memory_gib_max_rank"] = max(gathered(memory["peak_memory_gib"]))
-        energy = self.energy.read({step: int(v["num_tokens"]) for (step, *_), v in zip(pending, read, strict=True)})
+        num_tokens = {step: int(values["num_tokens"]) for (step, *_), values in zip(pending, read, strict=True)}
+        energy = self.energy.read(num_tokens) if self.energy else {}
         in_fp8, num_processes = self.precision.in_fp8, self.accelerator.num_processes
         fp8 = in_fp8 and self.precision.plan.has_fp8_peak
         for (step, epoch, result), values in zip(pending, read, strict=True):
@@ -211,7 +217,7 @@ class Timeline:
     def _after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> Any:
         """Report and certify the profiled step; returns a new stamp, so that time and energy leave profiling out."""
         self._profile_figures[self.step] = profile.figures()
-        self.energy.restart(self.step)
+        self.restart_clocks()
         self.read_pending()  # the certificate may end the run
         self._certify(profile, num_micro_batches)
         if not self.precision.has_ended:
