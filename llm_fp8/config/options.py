@@ -1,8 +1,7 @@
-"""Every option of the training scripts, declared once.
+"""Every option of the training scripts, declared once, as a field of a frozen dataclass.
 
-Each option is a field of one of the frozen dataclasses below. The field gives its type, default, choices, help text,
-range and what it needs or excludes; from it come the command line, the keys of a `--config` YAML file, the checks
-(`llm_fp8.config.validation`) and the entries of `run.json`. `parse_config` is the only way a script gets a `Config`.
+The field gives its type, default, choices, help text, range and what it needs or excludes; from it come the command
+line, the keys of a `--config` YAML file, the checks (`llm_fp8.config.validation`) and the entries of `run.json`.
 Precedence, lowest first: the field's default, the YAML file, the command line.
 """
 
@@ -53,21 +52,20 @@ def option(
     resume: Literal["same", "scales", "evaluation", "total_steps", "global_batch_size"] | None = None,
     **bounds: float,
 ) -> Any:
-    """Declare a dataclass field that becomes a command-line option; `llm_fp8.config.validation` checks its conditions.
+    """Declare a dataclass field that becomes a command-line option.
 
     A condition is the name of an option that must be on, or its name, `=` and values with wildcards, separated by `|`;
-    the value of sharding_mode is 'single' on one GPU. Conditions can be joined by ` and ` or by ` or `; one of them may
-    be on the option's own value. Without those in `needs` the option has no effect; `excludes` says why it cannot go
-    with others. `alias` is its name in transformers, where the meaning is exactly the same, `bare` the value of a
-    number whose flag stands alone; `bounds` are at_least, at_most, above and below.
+    sharding_mode is 'single' on one GPU. Conditions can be joined by ` and ` or by ` or `; one of them may be on the
+    option's own value. Without those in `needs` the option has no effect; `excludes` says why it cannot go with others.
+    `alias` is its name in transformers, where the meaning is exactly the same, `bare` the value of a number whose flag
+    stands alone; `bounds` are at_least, at_most, above and below.
 
     `resume`: a resumed run refuses a change unless --allow_changed names the option. 'same': it changes the result;
     'scales': also what delayed scaling's histories mean; 'total_steps', 'global_batch_size': the setting it decides,
     which is what is compared. A change of 'evaluation' is reported.
     """
-    aliases = [] if alias is None else [f"--{alias}"]
-    declared = {"help": help, "aliases": aliases, "bare": bare, "bounds": bounds, "needs": needs, "resume": resume}
-    return field(default=default, metadata=declared | {"excludes": excludes or {}})
+    declared = {"help": help, "aliases": [f"--{alias}"] if alias else [], "bare": bare, "bounds": bounds}
+    return field(default=default, metadata={**declared, "needs": needs, "excludes": excludes or {}, "resume": resume})
 
 
 @dataclass(frozen=True)
@@ -429,11 +427,6 @@ class ParallelConfig:
     )
     empty_cache_freq: int = option(0, "Steps after which cached GPU memory is returned; 0: never.", at_least=0)
 
-    @property
-    def splits_sequences(self) -> bool:
-        """True if several GPUs share the tokens of a sequence."""
-        return self.context_parallel_size > 1
-
 
 @dataclass(frozen=True)
 class Config:
@@ -473,16 +466,6 @@ class Config:
     def trains_adapters(self) -> bool:
         """True if adapters are trained beside layers of a model whose own weights are frozen."""
         return self.lora.lora_rank > 0
-
-    @property
-    def ends_in_bf16(self) -> bool:
-        """True if the last steps of an fp8 run compute in bf16."""
-        return self.precision.fp8_until < 1
-
-    @property
-    def always_graphs(self) -> bool:
-        """True if every micro-batch runs as a CUDA graph or beside the graphs."""
-        return bool(self.model.cuda_graphs)
 
     @property
     def draws_weights(self) -> bool:

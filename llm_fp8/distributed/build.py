@@ -34,7 +34,7 @@ def build_strategy(mode: str, config: Config, ranks: LaunchRanks, plan: Precisio
     if engine == "deepspeed":
         return deepspeed.DeepSpeedStrategy(*run)
     if engine == "copies":
-        return PlainCopiesStrategy(*run) if config.always_graphs else DistributedStrategy(*run)
+        return PlainCopiesStrategy(*run) if config.model.cuda_graphs else DistributedStrategy(*run)
     sharded = (*run, plan.compute_dtype, ranks.local_world_size)
     if parallel.fp8_params:
         from llm_fp8.distributed.fp8_params import Fp8ParamsStrategy

@@ -4,10 +4,8 @@ For hidden states `x [T, h]`, the lm_head's weight `W [V, h]` and labels `y [T]`
 
     loss = sum over t with y_t != -100 of  -log softmax(x_t W^T)[y_t]
 
-and its gradients. The training loop divides the sum by the supervised tokens of the whole optimizer step.
-
-For V = 128,256 (Llama 3) and T = 8,192 `F.cross_entropy(model(x).float(), y)` holds 2.0 GiB of logits and three fp32
-tensors of 3.9 GiB at once. Here the gradient overwrites the bf16 logits:
+and its gradients. For V = 128,256 (Llama 3) and T = 8,192 `F.cross_entropy(model(x).float(), y)` holds 2.0 GiB of
+logits and three fp32 tensors of 3.9 GiB at once. Here the gradient overwrites the bf16 logits:
 
     one chunk     The logits stay until the backward pass, which begins with the loss, so the peak does not rise.
     many chunks   At most `chunk_tokens` rows of logits exist at a time, so both gradients are formed in the forward
@@ -59,11 +57,9 @@ def linear_cross_entropy_sum(
         chunk_tokens: the number of rows of logits that exist at a time. Default: `default_chunk_tokens`.
         compute_dtype: the dtype of GEMMs and logits, also under autocast. Default: the dtype of `hidden`.
     """
-    hidden = hidden.reshape(-1, hidden.shape[-1])
-    labels = labels.reshape(-1)
+    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     compute_dtype = compute_dtype or hidden.dtype
-    if chunk_tokens is None:
-        chunk_tokens = default_chunk_tokens(hidden.shape[0], weight.shape[0], compute_dtype)
+    chunk_tokens = chunk_tokens or default_chunk_tokens(hidden.shape[0], weight.shape[0], compute_dtype)
     if not torch.is_grad_enabled():
         hidden, weight = hidden.detach(), weight.detach()  # so that no gradient is formed
     with torch.autocast(hidden.device.type, enabled=False):
@@ -79,8 +75,7 @@ class _OneChunk(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None, compute_dtype: torch.dtype
     ) -> Tensor:
-        ctx.dtypes = hidden.dtype, weight.dtype
-        ctx.softcap = softcap
+        ctx.dtypes, ctx.softcap = (hidden.dtype, weight.dtype), softcap
         hidden, weight = hidden.to(compute_dtype), weight.to(compute_dtype)
         logits = cap_(hidden @ weight.t(), softcap)
         losses, statistics = losses_and_statistics(logits, labels)
@@ -160,20 +155,29 @@ def use_triton(logits: Tensor) -> bool:
 
 def losses_and_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return losses [T] of `logits [T, V]`, 0 for ignored labels, and [T, 2]: maximum m and sum of exp(logit - m)."""
-    if not use_triton(logits):
-        return _torch_losses(logits, labels)
-    from transformer_engine.pytorch.triton.cross_entropy import cross_entropy_forward
+    if use_triton(logits):
+        from transformer_engine.pytorch.triton.cross_entropy import cross_entropy_forward
 
-    losses, _, statistics, *_ = cross_entropy_forward(
-        logits.unsqueeze(0),
-        labels.unsqueeze(0),
-        label_smoothing=0.0,
-        reduce_loss=False,
-        dist_process_group=None,
-        ignore_idx=IGNORE_INDEX,
-        overwrite_input=True,  # makes no copy; the forward kernel writes nothing into the logits
-    )
-    return losses.squeeze(0), statistics
+        row_losses, _, row_statistics, *_ = cross_entropy_forward(
+            logits.unsqueeze(0),
+            labels.unsqueeze(0),
+            label_smoothing=0.0,
+            reduce_loss=False,
+            dist_process_group=None,
+            ignore_idx=IGNORE_INDEX,
+            overwrite_input=True,  # makes no copy; the forward kernel writes nothing into the logits
+        )
+        return row_losses.squeeze(0), row_statistics
+    losses, statistics = [], []
+    for rows, row_labels in zip(logits.split(_ROWS_PER_BLOCK), labels.split(_ROWS_PER_BLOCK), strict=True):
+        ignored = row_labels == IGNORE_INDEX
+        x = rows.to(accumulation_dtype(logits.dtype))
+        maximum = x.amax(dim=-1, keepdim=True)
+        exp_sum = (x - maximum).exp_().sum(dim=-1, keepdim=True)
+        label_logit = x.gather(-1, row_labels.masked_fill(ignored, 0)[:, None])
+        losses.append((exp_sum.log() - (label_logit - maximum)).squeeze(-1).masked_fill_(ignored, 0.0))
+        statistics.append(torch.cat([maximum, exp_sum], dim=-1))
+    return torch.cat(losses), torch.cat(statistics)
 
 
 def to_gradient_(
@@ -201,7 +205,14 @@ def to_gradient_(
         # Autograd does not see what a Triton kernel writes. This makes a second backward pass an error.
         torch.autograd.graph.increment_version(logits)
     else:
-        _torch_to_gradient_(logits, statistics, labels, grad_output)
+        blocks = (tensor.split(_ROWS_PER_BLOCK) for tensor in (logits, statistics, labels))
+        for rows, row_statistics, row_labels in zip(*blocks, strict=True):
+            ignored = (row_labels == IGNORE_INDEX)[:, None]
+            maximum, exp_sum = row_statistics.unbind(dim=-1)
+            gradient = (rows.to(statistics.dtype) - maximum[:, None]).exp_().div_(exp_sum[:, None])
+            label_column = row_labels[:, None].masked_fill(ignored, 0)
+            gradient.scatter_add_(-1, label_column, torch.full_like(label_column, -1, dtype=gradient.dtype))
+            rows.copy_(gradient.mul_(grad_output).masked_fill_(ignored, 0.0))
     if slope is not None:
         logits.mul_(slope)
 
@@ -209,27 +220,3 @@ def to_gradient_(
 def cap_(logits: Tensor, cap: float | None) -> Tensor:
     """Overwrite `logits` by cap tanh(logits / cap); None leaves them."""
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
-
-
-def _torch_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    losses, statistics = [], []
-    for rows, row_labels in zip(logits.split(_ROWS_PER_BLOCK), labels.split(_ROWS_PER_BLOCK), strict=True):
-        ignored = row_labels == IGNORE_INDEX
-        x = rows.to(accumulation_dtype(logits.dtype))
-        maximum = x.amax(dim=-1, keepdim=True)
-        exp_sum = (x - maximum).exp_().sum(dim=-1, keepdim=True)
-        label_logit = x.gather(-1, row_labels.masked_fill(ignored, 0)[:, None])
-        losses.append((exp_sum.log() - (label_logit - maximum)).squeeze(-1).masked_fill_(ignored, 0.0))
-        statistics.append(torch.cat([maximum, exp_sum], dim=-1))
-    return torch.cat(losses), torch.cat(statistics)
-
-
-def _torch_to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor) -> None:
-    blocks = (tensor.split(_ROWS_PER_BLOCK) for tensor in (logits, statistics, labels))
-    for rows, row_statistics, row_labels in zip(*blocks, strict=True):
-        ignored = (row_labels == IGNORE_INDEX)[:, None]
-        maximum, exp_sum = row_statistics.unbind(dim=-1)
-        gradient = (rows.to(statistics.dtype) - maximum[:, None]).exp_().div_(exp_sum[:, None])
-        label_column = row_labels[:, None].masked_fill(ignored, 0)
-        gradient.scatter_add_(-1, label_column, torch.full_like(label_column, -1, dtype=gradient.dtype))
-        rows.copy_(gradient.mul_(grad_output).masked_fill_(ignored, 0.0))

@@ -1,9 +1,8 @@
 """SwiGLU's backward pass inside Transformer Engine's LayerNormMLP, with the cast of its result to fp8.
 
-LayerNormMLP looks up its activation in a table. For some activations the table has one function for the backward pass
-and the cast. It has none for SwiGLU, so the gradient is written in bf16 and read twice: to cast it, and to sum it for a
-bias that our MLPs do not have. `fuse_swiglu_backward` adds an entry with such a function: delayed scaling runs the
-kernel `dswiglu_cast`, other recipes run Transformer Engine's two steps without the sum.
+LayerNormMLP's table of activations has a function for both, but not for SwiGLU, whose gradient is written in bf16 and
+read twice: to cast it, and to sum it for a bias that our MLPs do not have. `fuse_swiglu_backward` adds such a function:
+delayed scaling runs the kernel `dswiglu_cast`, other recipes run Transformer Engine's two steps without the sum.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def _backward_and_cast(gradient: Tensor, gate_and_up: Tensor, quantizer: Any) ->
 
     fp8_dtype = {DType.kFloat8E5M2: torch.float8_e5m2, DType.kFloat8E4M3: torch.float8_e4m3fn}[quantizer.dtype]
     rowwise, transposed, scale_inverse = dswiglu_cast(gradient, gate_and_up, quantizer.scale, quantizer.amax, fp8_dtype)
-    quantised = Float8TensorStorage(
+    return None, Float8TensorStorage(
         data=rowwise.view(torch.uint8),
         data_transpose=transposed.view(torch.uint8),
         fp8_scale_inv=scale_inverse,
@@ -45,4 +44,3 @@ def _backward_and_cast(gradient: Tensor, gate_and_up: Tensor, quantizer: Any) ->
         fake_dtype=gradient.dtype,
         quantizer=quantizer,
     )
-    return None, quantised

@@ -21,9 +21,8 @@ because the addition carries into the upper half exactly where the remainder is 
 **The lower bits of a bf16 checkpoint begin at random.** A master weight that begins as a bf16 number shows the model no
 update below half a unit in the last place: of updates of 1e-4 to the weights of SmolLM2-135M (RMS) the rounded weights
 show 33%, of 1e-5 3.6%. From a random place between the two halfway points all of an update is shown on average, and the
-first step's weights are the checkpoint's still. So it is with the fp32 parameters of FSDP2, which gathers them in bf16,
-or with --fp8_params casts them to fp8. Others stay as loaded: what casts
-fp32 weights to fp8 itself, and what is no GEMM's weight, reads fp32.
+first step's weights are the checkpoint's still. So it is with the fp32 parameters of FSDP2, which gathers them in bf16
+or fp8 (--fp8_params). Others stay as loaded: what casts fp32 weights to fp8, and what is no GEMM's weight, reads fp32.
 """
 
 from __future__ import annotations

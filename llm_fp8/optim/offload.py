@@ -7,9 +7,9 @@ pinned host memory and pass through three fixed buffers on the GPU, in pieces of
     update          1   2   3   4 ...     runs in the step's stream, with weights and gradients on the GPU
     copy out            1   2   3 ...     has its own stream, since the bus carries both directions at once
 
-At its end the step's stream waits for the last copy out. On a CPU torch's streams do nothing, so the same lines run one
-after the other. Parameters are offloaded whole, the largest first, so that copies are few and long. Other
-libraries step on the CPU instead, with other bits, and keep 16 bytes per parameter there, not 8.
+At its end the step's stream waits for the last copy out. On a CPU torch's streams do nothing. Parameters are offloaded
+whole, the largest first, so that copies are few and long. Other libraries step on the CPU instead, with other bits, and
+keep 16 bytes per parameter there, not 8.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ def largest_first(parameters: Sequence[Parameter], share: float) -> dict[Paramet
     places: dict[Parameter, slice] = {}
     end = 0
     for parameter in sorted(parameters, key=Tensor.numel, reverse=True):
-        if end >= num_wanted:
-            break
-        places[parameter] = slice(end, end + parameter.numel())
-        end += parameter.numel()
+        if end < num_wanted:
+            places[parameter] = slice(end, end + parameter.numel())
+            end += parameter.numel()
     return places
 
 
@@ -73,15 +72,13 @@ class StatePipeline:
             {name: torch.empty(num_elements, dtype=dtype, device=device) for name, dtype in _DTYPES.items()}
             for _ in range(NUM_BUFFERS)
         ]
-        self._copies_in = self._cuda.Stream(device)
-        self._copies_out = self._cuda.Stream(device)
+        self._copies_in, self._copies_out = self._cuda.Stream(device), self._cuda.Stream(device)
         # The first events: earlier users of the buffers' memory are done.
         self._emptied = [self._cuda.current_stream().record_event() for _ in self._buffers]
 
     def update_(self, state: State, update_: Callable[[State], object]) -> None:
         """Copy `state`, flat tensors on the host, to the device, call `update_` with the copy, and copy it back."""
-        turn = self._turn
-        self._turn = (turn + 1) % NUM_BUFFERS
+        turn, self._turn = self._turn, (self._turn + 1) % NUM_BUFFERS
         buffer = {name: self._buffers[turn][name][: len(tensor)] for name, tensor in state.items()}
         step_stream = self._cuda.current_stream()
         self._copies_in.wait_event(self._emptied[turn])

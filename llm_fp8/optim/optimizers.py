@@ -74,7 +74,7 @@ def _adamw_8bit(groups: Groups, config: OptimConfig, draws_lower_bits: bool) -> 
 
 @dataclass(frozen=True)
 class OptimizerRow:
-    """What the run has to know of an optimizer. Bytes are per trainable parameter, without casts and activations."""
+    """An optimizer as a run sees it. Bytes are per trainable parameter, without casts and activations."""
 
     parameter_dtype: torch.dtype
     """The dtype of trainable parameters and their gradients; fp32 works with every optimizer."""
@@ -122,18 +122,15 @@ def not_optimised(model: nn.Module, optimizer: Optimizer) -> list[str]:
     return [name for name, weight in model.named_parameters() if weight.requires_grad and weight not in known]
 
 
-def gradient_norm(gradients: list[Tensor]) -> Tensor:
-    """Compute the global L2 norm, an fp32 scalar on the gradients' device, without a host synchronisation."""
-    # torch's `clip_grad_norm_` accumulates in the gradients' dtype, which in bf16 is off by up to 0.4 %.
-    norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
-    norm = torch.linalg.vector_norm(torch.stack(norms))
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm  # reduces over the ranks that hold shards
-
-
 def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-    """Clip gradients to the global norm `max_norm` (0: never) and step; returns the norm before, an fp32 scalar."""
+    """Clip gradients to the global L2 norm `max_norm` (0: never) and step, without a host synchronisation; return the
+    norm before, an fp32 scalar on the gradients' device.
+    """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = gradient_norm(gradients)
+    # torch's `clip_grad_norm_` accumulates in the gradients' dtype, which in bf16 is off by up to 0.4 %.
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32)))
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()  # reduces over the ranks that hold shards
     if max_norm > 0:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         inner = unwrap(optimizer)

@@ -124,7 +124,7 @@ class RunSize:
     def spec(self) -> te_llama.DecoderSizes | None:
         """The TE decoder's sizes; None where the run has none, or where its memory is not counted in whole."""
         counted = self.recipe in ("bf16", *RECIPES_COUNTED) and self.mode in MODES_COUNTED
-        counted = counted and self.config.model.use_te and not self.config.parallel.splits_sequences
+        counted = counted and self.config.model.use_te and self.config.parallel.context_parallel_size == 1
         return self.sizes if counted and not (self.sharded and self.num_gpus == 1) else None
 
     @property
@@ -221,7 +221,7 @@ class RunSize:
         all_gradients = 0.0 if unsharded else optimizer.gradient_bytes / shards * trained
         if unsharded:
             state -= optimizer.gradient_bytes / num_gpus * trained  # the shards of gradients come with the reduction
-        if mode == "ddp" and not config.always_graphs:
+        if mode == "ddp" and not config.model.cuda_graphs:
             state += optimizer.gradient_bytes * trained  # buckets
         # In place of frozen weights of two bytes, or beside their masters.
         state += (-1 if self.adapted else 1) * fp8_weights / num_gpus
@@ -230,7 +230,7 @@ class RunSize:
         state += _FP32 * (te_llama.num_positions(text_config(self.hf_config)) or 0) * spec.head_dim  # RoPE's angles
         gathered = outermost + (1 if fp8_weights else _BF16) * layer_linear if mode == "fsdp_full" else 0.0
 
-        graphs = config.always_graphs
+        graphs = config.model.cuda_graphs
         copies = 2 if graphs and not self.sharded else 1  # of the graphs, and of an eager micro-batch
         moments = [(state + gathered, copies * activations, copies * head)]
         if graphs and self.sharded:

@@ -124,7 +124,7 @@ def settle(
     optimizer_kind = resolve_optimizer(config, mode, precision.compute_name, "cpu" if machine.gpu is None else "cuda")
     recipe = precision.effective_scenario or precision.effective
     # Once the precision is measured, and in a resumed run, --batch_size auto comes to the same rows again.
-    may_be_bf16 = may_be_either or config.ends_in_bf16
+    may_be_bf16 = may_be_either or config.precision.fp8_until < 1
     size = RunSize(config, hf_config, recipe, mode, num_shards(mode, ranks), num_parameters, may_be_bf16)
     if size.shards_in_fp8:
         size = size.changed(fp8_params=True)
@@ -216,7 +216,7 @@ def check_machine(config: Config, machine: Machine, mode: str, precision: Precis
     check_tokens(config, row_of(scenario).token_multiple, f"--fp8_scenario {scenario}")
     if ranks.world_size % group_size != 0:
         raise UserError(f"--context_parallel_size {group_size} does not divide the {ranks.world_size} processes.")
-    if config.always_graphs:
+    if config.model.cuda_graphs:
         from llm_fp8.step.micro_batch_graphs import check_graphs
 
         check_graphs(config, mode, compute, 0.0 if size.sizes is None else size.sizes.attention_dropout)
@@ -232,7 +232,7 @@ def check_machine(config: Config, machine: Machine, mode: str, precision: Precis
 
 def check_te_decoder(config: Config, spec: te_llama.DecoderSizes, num_shards: int) -> None:
     """Raise `UserError` where options cannot take effect with this decoder, split over `num_shards` GPUs."""
-    if config.parallel.splits_sequences and any(window is not None for window in spec.windows):
+    if config.parallel.context_parallel_size > 1 and any(window is not None for window in spec.windows):
         raise UserError("--context_parallel_size cannot go with sliding-window attention (config.json); drop it.")
     if config.parallel.fp8_params:
         if rows := [rows for rows, _ in te_llama.layer_weight_shapes(spec) if rows % num_shards != 0]:

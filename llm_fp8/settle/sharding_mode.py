@@ -82,5 +82,5 @@ def holds_frozen_in_fp8(config: Config, mode: str) -> bool:
     this mode; the last steps, or the export of drawn weights, may need them in bf16.
     """
     exports_drawn = config.draws_weights and config.run.export
-    needed = config.ends_in_bf16 or exports_drawn or mode == "fsdp_offload"
+    needed = config.precision.fp8_until < 1 or exports_drawn or mode == "fsdp_offload"
     return config.trains_adapters and config.model.use_te and not needed

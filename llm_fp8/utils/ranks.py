@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -45,29 +46,27 @@ class LaunchRanks:
         return cls(whole("RANK", 0, world_size - 1), world_size, local_world_size, restart_count, launched=True)
 
 
-def launcher_store(environ: Mapping[str, str]):  # type: ignore[no-untyped-def]
+def _launcher_store():  # type: ignore[no-untyped-def]
     """Connect to the launcher's store; None in a single process or if the launcher has none."""
-    if environ.get("WORLD_SIZE", "1") == "1" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     from torch.distributed import TCPStore
 
-    return TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=20))
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(*place, is_master=False, timeout=timedelta(seconds=20))
 
 
 def first_to_end() -> bool:
     """Return True for the first process of a launch that ends (it prints the reason), or if the order is unknown."""
-    try:
-        store = launcher_store(os.environ)
-        if store is None:
-            return True
-        return store.add(f"llm_fp8/ended/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1) == 1
-    except (RuntimeError, ValueError):  # the launcher is gone (torch's DistError), or its port is no number
-        return True
+    with contextlib.suppress(RuntimeError, ValueError):  # the launcher is gone (DistError), or its port is no number
+        if (store := _launcher_store()) is not None:
+            return store.add(f"llm_fp8/ended/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1) == 1
+    return True
 
 
 def agree_on(name: str, value: str) -> str:
     """Return the first process's `value` for `name`, in every process and restart of a launch."""
-    store = launcher_store(os.environ)
+    store = _launcher_store()
     return value if store is None else store.compare_set(f"llm_fp8/agreed/{name}", "", value).decode()
 
 

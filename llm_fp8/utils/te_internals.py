@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from llm_fp8.utils.packages import TRANSFORMER_ENGINE
 
@@ -98,12 +99,9 @@ def put_off_scale_updates() -> Iterator[None]:
     """Let passes in the block record their amax but update no scale of delayed scaling; `update_scales` does it."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    update = vars(FP8GlobalStateManager)["reduce_and_update_fp8_tensors"]
-    FP8GlobalStateManager.reduce_and_update_fp8_tensors = staticmethod(lambda forward=True: None)
-    try:
+    nothing = staticmethod(lambda forward=True: None)
+    with patch.object(FP8GlobalStateManager, "reduce_and_update_fp8_tensors", nothing):
         yield
-    finally:
-        FP8GlobalStateManager.reduce_and_update_fp8_tensors = update
 
 
 def update_scales() -> None:
