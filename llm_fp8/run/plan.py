@@ -89,7 +89,11 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = No
     source = resolve_source(config.model)
     hf_config = load_config(source)
     machine = look(config.precision, ranks)
-    settled = settle(config, hf_config, machine, None if resumed is None else resumed.meta)
+    meta = None if resumed is None else resumed.meta
+    settled = settle(config, hf_config, machine, meta)  # what cannot run is refused before weights are downloaded
+    stored = checkpoint_of(source, hf_config)
+    if untied := untie(hf_config, stored):
+        settled = settle(config, hf_config, machine, meta)  # the head's parameters count too
     config = settled.config
     precision = with_recipe(settled.precision, config.precision, device)
     if ranks.rank == 0 and config.run.trackers:  # the only process that talks to them
@@ -101,9 +105,8 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = No
         prepare_te_decoder(text_config(hf_config).hidden_size, device)
     else:
         packed_form = probe(config, hf_config, device, precision.compute_dtype)
-    stored = checkpoint_of(source, hf_config)
     strategy = build_strategy(settled.mode, config, ranks, precision)
-    values = vars(settled) | {"precision": precision, "notes": (*settled.notes, *untie(hf_config, stored))}
+    values = vars(settled) | {"precision": precision, "notes": (*settled.notes, *untied)}
     return RunPlan(
         **values,
         source=source,

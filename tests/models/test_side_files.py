@@ -20,10 +20,13 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from llm_fp8.config.parser import parse_config
 from llm_fp8.models.export import export_hf, load_exported, tokenizer_of
 from llm_fp8.models.model import Model
 from llm_fp8.models.side_files import Origin, save_side_files, source_folder
 from llm_fp8.models.source import EMBEDDED_MODEL
+from llm_fp8.run.plan import plan_run
+from llm_fp8.utils.ranks import LaunchRanks
 from tests.support.hub_families import write_hub_model
 from tests.support.small import CARD, stored_weights, tiny_config, train
 
@@ -292,7 +295,9 @@ def test_a_tied_model_with_another_lm_head_is_untied_as_in_transformers(tmp_path
     assert "lm_head.weight" in capsys.readouterr().out and not read(final)["tie_word_embeddings"]
     ours, theirs = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (final, source))
     torch.testing.assert_close(ours(IDS).logits, theirs(IDS).logits, rtol=0, atol=1e-6)
-    assert "lm_head.weight" in stored_weights(final)
+    weights = stored_weights(final)
+    plan = plan_run(parse_config([f"--model_name={source}", "--mixed_precision=no"]), LaunchRanks())
+    assert "lm_head.weight" in weights and plan.size.num_parameters == sum(w.numel() for w in weights.values())
 
 
 # --- transformers 4 ---------------------------------------------------------------------------------------------------
