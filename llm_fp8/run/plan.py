@@ -16,16 +16,7 @@ from llm_fp8.config.recipes import precision_name
 from llm_fp8.distributed.build import build_strategy
 from llm_fp8.distributed.process_group import device_of_process
 from llm_fp8.distributed.strategy import DistributedStrategy
-from llm_fp8.models.source import (
-    ModelSource,
-    StoredCheckpoint,
-    checkpoint_of,
-    load_config,
-    resolve_source,
-    stored_dtype,
-    text_config,
-    untie,
-)
+from llm_fp8.models import source as sources
 from llm_fp8.optim.optimizers import OPTIMIZERS
 from llm_fp8.precision.context import with_recipe
 from llm_fp8.precision.te import prepare_te_decoder
@@ -42,13 +33,13 @@ from llm_fp8.utils.script import say as print_line
 class RunPlan(Settled):
     """A settled run, and what exists of it before the model."""
 
-    source: ModelSource
+    source: sources.ModelSource
     accelerator: Accelerator
     strategy: DistributedStrategy
     export_dtype: torch.dtype  # that of the stored weights, else `parameter_dtype`
-    stored: StoredCheckpoint | None  # the weights that are loaded; None where they are drawn
+    stored: sources.StoredCheckpoint | None  # the weights that are loaded; None where they are drawn
     packed_form: PackedForm | None  # of documents for transformers' decoder; None: it is TE's, or nothing is packed
-    say: Callable[[str], None]  # prints a line on the main process
+    say: Callable[[str | None], None]  # prints a line, if it is one, on the main process
 
     @property
     def device(self) -> torch.device:
@@ -86,13 +77,13 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = No
     packages or its memory do not allow. Collective.
     """
     device = device_of_process()
-    source = resolve_source(config.model)
-    hf_config = load_config(source)
+    source = sources.resolve_source(config.model)
+    hf_config = sources.load_config(source)
     machine = look(config.precision, ranks)
     meta = None if resumed is None else resumed.meta
     settled = settle(config, hf_config, machine, meta)  # what cannot run is refused before weights are downloaded
-    stored = checkpoint_of(source, hf_config)
-    if untied := untie(hf_config, stored):
+    stored = sources.checkpoint_of(source, hf_config)
+    if untied := sources.untie(hf_config, stored):
         settled = settle(config, hf_config, machine, meta)  # the head's parameters count too
     config = settled.config
     precision = with_recipe(settled.precision, config.precision, device)
@@ -102,20 +93,25 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = No
         require_trackers(config.run.trackers)
     packed_form = None
     if config.model.use_te:
-        prepare_te_decoder(text_config(hf_config).hidden_size, device)
+        prepare_te_decoder(sources.text_config(hf_config).hidden_size, device)
     else:
         packed_form = probe(config, hf_config, device, precision.compute_dtype)
     strategy = build_strategy(settled.mode, config, ranks, precision)
     values = vars(settled) | {"precision": precision, "notes": (*settled.notes, *untied)}
+
+    def say(text: str | None) -> None:
+        if text and strategy.accelerator.is_main_process:
+            print_line(text)
+
     return RunPlan(
         **values,
         source=source,
         accelerator=strategy.accelerator,
         strategy=strategy,
-        export_dtype=stored_dtype(hf_config, settled.parameter_dtype),  # building the model changes the entry
+        export_dtype=sources.stored_dtype(hf_config, settled.parameter_dtype),  # building the model changes the entry
         stored=stored,
         packed_form=packed_form,
-        say=print_line if strategy.accelerator.is_main_process else lambda text: None,
+        say=say,
     )
 
 

@@ -113,18 +113,12 @@ def export_final(timeline: Timeline, tokenizer: PreTrainedTokenizerBase, step: i
     return folder
 
 
-def _certificates_of(timeline: Timeline) -> dict[str, Any]:
-    """The process's certificates; a run that is resumed after its steps in fp8 has the first in its folder."""
-    before, certificates = timeline.state.folder / "certificate.json", dict[str, Any](certificate=None)
-    if timeline.setup.precision.has_ended and before.exists():
-        certificates["certificate"] = read_json(before)
-    return certificates | {name: certificate.to_dict() for name, certificate in timeline.results.certificates.items()}
-
-
 def summary_of(timeline: Timeline, exported: Path | None) -> dict[str, Any]:
     """The entries of summary.json that the reporter does not have."""
     setup, results, history = timeline.setup, timeline.results, timeline.history
-    recorded = results.recorded
+    recorded, before = results.recorded, timeline.state.folder / "certificate.json"
+    # A run that is resumed after its steps in fp8 has their certificate in its folder.
+    has_earlier = setup.precision.has_ended and before.exists()
     summary = {
         "precision": _precision_record(setup, results),
         "attention_backend": results.attention_backend,
@@ -132,7 +126,8 @@ def summary_of(timeline: Timeline, exported: Path | None) -> dict[str, Any]:
         "recorded_step": None if recorded is None else recorded.to_dict(),
         "gpu_idle": None if recorded is None else recorded.gpu_idle(timeline.reporter.steps_of_process()),
         **timeline.stepper.summary(),
-        **_certificates_of(timeline),
+        "certificate": read_json(before) if has_earlier else None,
+        **{name: certificate.to_dict() for name, certificate in results.certificates.items()},
         "tokens_seen": timeline.tokens_seen,
         "num_parameters": setup.num_parameters,
         "num_trainable_parameters": setup.num_trainable_parameters,
@@ -161,13 +156,11 @@ def closing_words(timeline: Timeline, exported: Path | None) -> None:
     if certificates := timeline.results.certificates.values():
         from llm_fp8.observability.kernel_trace import describe_gpu_idle
 
-        if idle := describe_gpu_idle(summary["gpu_idle"], plan.strategy.mode):
-            say(idle)
+        say(describe_gpu_idle(summary["gpu_idle"], plan.strategy.mode))
         say("\n".join(certificate.describe() for certificate in certificates))
     elif plan.certifies:
         say("certificate: none, because this process trained no step that could be recorded")
-    if full := describe_full_gpu(steps):
-        say(full)
+    say(describe_full_gpu(steps))
     say(f"  {folder}: metrics.jsonl (figures of every step), run.json (configuration, versions), summary.json")
     if best := summary.get("best"):
         say(f"  best checkpoint {best['checkpoint']} (eval loss {best['eval_loss']:.4g})")

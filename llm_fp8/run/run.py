@@ -65,8 +65,7 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
         held.enter_context(run_dir.explained_failures(lambda: folder))
         set_seed(config.optim.seed)
         tokenizer, note = load_tokenizer(config.model, plan.source)
-        if note:
-            plan.say(note)
+        plan.say(note)
         check_model(config, plan.hf_config, tokenizer)
         if resumed is not None:
             train_state.check_compatible(resumed, train_state.run_fingerprint(plan))

@@ -78,8 +78,7 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
     every, in_graphs = config.model.gradient_checkpointing, plan.graphs is not False
     recomputed = enable_gradient_checkpointing(layers, every, uses_te, reentrant, in_graphs) if every else ()
     training_model = TrainingModel(model, config.data.max_seq_length, dtype, plan.packed_form)
-    if training_model.router_note:
-        plan.say(training_model.router_note)
+    plan.say(training_model.router_note)
     strategy.shard(training_model, layers, precision.fp8_modules if holds else ())
     _load_weights(plan, built, precision, first_batch, holds)
     if holds and not strategy.shards_parameters:
@@ -91,8 +90,7 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
         initialize_adapters_(model, config.optim.seed)
     if strategy.context_group is not None:
         strategy.context_group.attach(layers)
-    if left_out := built.describe_left_out():
-        plan.say(left_out)
+    plan.say(built.describe_left_out())
     if plan.stored is not None and (plan.rounds_weights or plan.stored.fp8 is not None):
         plan.say(_describe_rounding(plan, plan.stored.fp8))
     precision.backend.compile_layers(layers, recomputed=bool(recomputed))
@@ -157,8 +155,8 @@ def _decoder_with_adapters(plan: RunPlan, on_meta: bool) -> Model:
     else:
         shared |= {"seed": config.optim.seed, "keep_lower_bits": plan.keeps_lower_bits}
         model = build_model(options, plan.hf_config, plan.stored, **shared)
-    if config.trains_adapters and (note := lora.add_adapters(model, config.lora, plan.parameter_dtype)):
-        plan.say(note)
+    if config.trains_adapters:
+        plan.say(lora.add_adapters(model, config.lora, plan.parameter_dtype))
     return model
 
 
