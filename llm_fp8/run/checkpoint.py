@@ -108,10 +108,10 @@ class CheckpointManager:
     """Writes, finds and prunes checkpoints in `output_dir`, `limit` of which are kept; `is_main` renames, deletes."""
 
     def __init__(
-        self, output_dir: str | Path, limit: int, is_main: bool = True, strategy: DistributedStrategy | None = None
+        self, output_dir: Path, limit: int, is_main: bool = True, strategy: DistributedStrategy | None = None
     ) -> None:
         """`strategy`: one that saves weights and optimizer state itself."""
-        self.folder, self.limit = Path(output_dir) / "checkpoints", limit
+        self.folder, self.limit = output_dir / "checkpoints", limit
         self.is_main, self.strategy = is_main, strategy
         self._background: Future[None] | None = None
         self._group: Any = None  # of saves, once one was in the background

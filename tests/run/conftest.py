@@ -14,13 +14,8 @@ from llm_fp8.run.timeline import Timeline
 @pytest.fixture(scope="session")
 def small_run(tiny_model: str, rows: str) -> list[str]:
     """The 49 rows that are trained on give seven steps to an epoch."""
-    return [
-        f"--model_name={tiny_model}",
-        f"--dataset_name={rows}",
-        "--max_seq_length=128",
-        "--batch_size=8",
-        "--learning_rate=1e-2",
-    ]
+    options = f"--model_name={tiny_model} --dataset_name={rows} --max_seq_length=128 --batch_size=8"
+    return [*options.split(), "--learning_rate=1e-2"]
 
 
 @pytest.fixture

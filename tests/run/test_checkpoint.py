@@ -232,11 +232,8 @@ def save_sharded(output_dir, rendezvous, rank):
 
 @pytest.mark.slow
 def test_two_ranks_save_what_one_can_read(tmp_path):
-    output_dir = str(tmp_path / "run")
-    ranks = [
-        CONTEXT.Process(target=save_sharded, args=(output_dir, str(tmp_path / "rendezvous"), rank), daemon=True)
-        for rank in range(2)
-    ]
+    output_dir, place = tmp_path / "run", tmp_path / "rendezvous"
+    ranks = [CONTEXT.Process(target=save_sharded, args=(output_dir, place, rank), daemon=True) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:

@@ -76,15 +76,9 @@ def test_with_the_loss_on_the_prompt_too(tmp_path, tiny_model, sixteen_rows, pac
 def test_the_evaluation_is_the_mean_over_the_held_out_tokens(tmp_path, sixteen_rows):
     """In batches of unequal token counts, whose means must not be averaged; and without dropout."""
     model_folder = write_model(tmp_path / "model", attention_dropout=0.5)
-    train(
-        f"--model_name={model_folder}",
-        "--dataset_name", folder_with_validation(tmp_path / "data", sixteen_rows),
-        "--max_seq_length=256",
-        "--batch_size=3",
-        "--max_steps=2",
-        "--learning_rate=0",
-        f"--output_dir={tmp_path / 'run'}"
-    )  # fmt: skip
+    data = folder_with_validation(tmp_path / "data", sixteen_rows)
+    options = f"--model_name={model_folder} --dataset_name={data} --max_seq_length=256 --batch_size=3 --max_steps=2"
+    train(*options.split(), "--learning_rate=0", f"--output_dir={tmp_path / 'run'}")
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     with torch.no_grad():
         expected = float(mean_loss(model, documents(sixteen_rows, model_folder, False)[-4:]))
@@ -112,17 +106,9 @@ def test_the_loss_of_every_step_is_the_mean_over_its_rows(tmp_path, tiny_model, 
         return take_step(self, batches, start)
 
     monkeypatch.setattr(Timeline, "take_step", remember_rows)
-    train(
-        f"--model_name={tiny_model}",
-        f"--dataset_name={sixteen_rows}",
-        "--validation_fraction=0",
-        "--max_seq_length=256",
-        "--batch_size=2",
-        "--learning_rate=0",
-        f"--output_dir={tmp_path}",
-        "--no_export",
-        f"--packing={packing}",
-    )
+    options = f"--model_name={tiny_model} --dataset_name={sixteen_rows} --validation_fraction=0 --packing={packing}"
+    options += f" --max_seq_length=256 --batch_size=2 --learning_rate=0 --no_export --output_dir={tmp_path}"
+    train(*options.split())
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     of_all = documents(sixteen_rows, tiny_model, False)
     assert len(taken_rows) >= 3

@@ -277,17 +277,15 @@ def test_a_finished_run_is_not_resumed_and_can_be_made_longer(
     tmp_path, whole, options, stop_after, capsys, was_stopped
 ):
     """It goes on from its end, also where only a signal had it saved before."""
-    folder = f"--output_dir={whole}"
     if was_stopped:
         whole, options = tmp_path / "stopped", [option for option in options if "save_every" not in option]
-        folder = f"--output_dir={whole}"
         stop_after(2)
-        train(*options, folder)
-        assert train(*options, folder, "--resume_from=latest") == 0
+        train(*options, f"--output_dir={whole}")
+        assert train(*options, f"--output_dir={whole}", "--resume_from=latest") == 0
     assert_refused(whole, options, "--max_steps", "--allow_changed max_steps")
     before = (whole / "final" / "model.safetensors").read_bytes()
     longer = ["--max_steps=7", "--allow_changed=max_steps", "--no_export"]
-    assert train(*options, *longer, folder, "--resume_from=latest") == 0
+    assert train(*options, *longer, f"--output_dir={whole}", "--resume_from=latest") == 0
     assert [step["step"] for step in steps(whole)] == list(range(1, 8))
     assert run_json(whole)["resumes"][-1]["resumed_after_step"] == NUM_STEPS
     assert (whole / "final" / "model.safetensors").read_bytes() == before

@@ -62,11 +62,7 @@ REFUSED: list[tuple[str, Machine, str]] = [
     (GRAPHS + "--gradient_accumulation_steps 2 --no_merge_micro_batches --sharding_mode fsdp_full", FOUR, "one micro"),
     (FP8 + "--fp8_scenario block --max_seq_length 144 --batch_size 1", ONE, "--fp8_scenario block"),
     ("--sync_every_micro_batch", ONE, "--sync_every_micro_batch"),
-    (
-        "--sharding_mode fsdp_hybrid",
-        assume(LaunchRanks(world_size=2, local_world_size=2, launched=True)),
-        "fsdp_hybrid",
-    ),
+    ("--sharding_mode fsdp_hybrid", assume(ONE_HOST), "fsdp_hybrid"),
     ("--use_te --context_parallel_size 3 --max_seq_length 1152 --sharding_mode fsdp_full", FOUR, "3"),
     ("--use_te --context_parallel_size 2 --sharding_mode fsdp_full --mixed_precision no", FOUR, "bf16"),
 ]
@@ -91,13 +87,7 @@ def test_graphs_would_repeat_the_random_numbers_of_a_dropout():
         ("", ONE, "bf16", "single", "adamw_master"),
         (FP8, ONE, "fp8 delayed", "single", "adamw_master"),
         (FP8 + "--fp8_scenario mxfp8", ONE, "fp8 delayed", "single", "adamw_master"),
-        (
-            FP8 + "--fp8_scenario mxfp8",
-            assume(LaunchRanks(), "B200", 178.0, (10, 0)),
-            "fp8 mxfp8",
-            "single",
-            "adamw_master",
-        ),
+        (FP8 + "--fp8_scenario mxfp8", B200, "fp8 mxfp8", "single", "adamw_master"),
         ("--mixed_precision auto", CPU, "bf16", "single", "adamw_fp32"),
         (GRAPHS, FOUR, "bf16", "ddp", "adamw_master"),
         ("--sharding_mode fsdp_hybrid", FOUR, "bf16", "fsdp_hybrid", "adamw_master"),

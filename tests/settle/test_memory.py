@@ -11,29 +11,10 @@ from typing import Any
 import pytest
 from transformers import GemmaConfig, PretrainedConfig
 
-from llm_fp8.config.options import (
-    AUTO_BATCH_SIZE,
-    Config,
-    DataConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    RunConfig,
-)
+from llm_fp8.config.options import AUTO_BATCH_SIZE, Config, ModelConfig
 from llm_fp8.models.build import count_parameters
 from llm_fp8.models.source import load_config, resolve_source
-from llm_fp8.settle.memory import (
-    ACTIVATIONS,
-    CASTS,
-    HEAD,
-    MOST_TOKENS,
-    STATE,
-    RunSize,
-    saved_bytes,
-    settle_memory,
-)
+from llm_fp8.settle.memory import ACTIVATIONS, CASTS, HEAD, MOST_TOKENS, STATE, RunSize, saved_bytes, settle_memory
 from llm_fp8.step.activation_checkpoint import recomputed_layers
 from llm_fp8.utils.errors import UserError
 from te_llama import decoder_sizes
@@ -43,33 +24,15 @@ ROWS = json.loads((Path(__file__).parents[2] / "benchmarks/results/memory_rows.j
 
 @functools.cache
 def hf_config(model: str):
-    options = ModelConfig(model_name=model, random_init=True)
-    return load_config(resolve_source(options))
-
-
-def config_of(row: dict[str, Any]) -> Config:
-    def of(kind: type, **more: Any) -> Any:
-        return kind(**{name: row[name] for name in kind.__dataclass_fields__ if name in row}, **more)
-
-    return Config(
-        model=of(ModelConfig, **({} if "use_te" in row else {"use_te": True})),
-        data=of(DataConfig),
-        optim=of(OptimConfig),
-        precision=of(PrecisionConfig, mixed_precision="fp8"),
-        parallel=of(ParallelConfig),
-        lora=of(LoraConfig),
-        run=of(RunConfig),
-    )
-
-
-def described(row: dict[str, Any]) -> dict[str, Any]:
-    mode = row.get("mode", "single")
-    given = {name: row[name] for name in ("recipe", "num_gpus") if name in row}
-    return {"recipe": "delayed", "mode": mode, "num_gpus": 1, **given}
+    return load_config(resolve_source(ModelConfig(model_name=model, random_init=True)))
 
 
 def run_size(row: dict[str, Any], model_config: PretrainedConfig) -> RunSize:
-    return RunSize(config_of(row), model_config, **described(row), num_parameters=count_parameters(model_config))
+    """A run with the options of `row` and what it says of the machine."""
+    config = Config().with_options(**{"use_te": True, "mixed_precision": "fp8", **row})
+    launch = {"recipe": "delayed", "mode": "single", "num_gpus": 1}
+    launch |= {name: row[name] for name in launch if name in row}
+    return RunSize(config, model_config, **launch, num_parameters=count_parameters(model_config))
 
 
 def parts(model: str = "Llama-3.1-8B", **row: Any):
@@ -114,17 +77,17 @@ def test_frozen_weights_are_sharded_in_fp8_where_nothing_needs_them_in_bf16(row,
 
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_recorded_run(row):
-    found, gpu_gib = run_size(row, hf_config(row["model"])).estimate(), 79.2 if "H100" in row["gpu"] else 139.8
-    assert found.is_whole
+    estimate, gpu_gib = run_size(row, hf_config(row["model"])).estimate(), 79.2 if "H100" in row["gpu"] else 139.8
+    assert estimate.is_whole
     if "beyond" in row:  # what the first GPU of ddp held more is needed and not estimated
-        assert row["mode"] == "ddp" and found.total_gib < 0.95 * row["measured_gib"] < found.needed_gib
+        assert row["mode"] == "ddp" and estimate.total_gib < 0.95 * row["measured_gib"] < estimate.needed_gib
     else:
-        assert found.total_gib == pytest.approx(row["measured_gib"], rel=0.012)
-        assert found.needed_gib <= gpu_gib + 11, "it fitted, at times with slow steps"
+        assert estimate.total_gib == pytest.approx(row["measured_gib"], rel=0.012)
+        assert estimate.needed_gib <= gpu_gib + 11, "it fitted, at times with slow steps"
     # The allocator keeps more where half of the memory is free.
     reserved_gib = row.get("reserved_gib", 0.0)
     if row["mode"] == "fsdp_full" and row["gradient_accumulation_steps"] == 1 and reserved_gib > 0.5 * gpu_gib:
-        assert found.needed_gib > reserved_gib
+        assert estimate.needed_gib > reserved_gib
 
 
 def test_few_tokens_on_many_gpus_peak_where_the_outermost_gradients_are_reduced():
@@ -157,19 +120,18 @@ def test_what_saves_memory_is_in_its_part():
 
 
 def test_a_decoder_of_hugging_face_has_weights_gradients_and_optimizer_alone():
-    found = parts(use_te=False)
-    assert not found.is_whole and found.parts == {STATE: pytest.approx(12 * 8.03e9 / 2**30, rel=0.001)}
-    small = GemmaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=1000
-    )
-    found = run_size({}, small).estimate()
-    assert not found.is_whole and found.total_gib < 0.1
+    estimate = parts(use_te=False)
+    assert not estimate.is_whole and estimate.parts == {STATE: pytest.approx(12 * 8.03e9 / 2**30, rel=0.001)}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    small = GemmaConfig(**sizes, vocab_size=1000)
+    estimate = run_size({}, small).estimate()
+    assert not estimate.is_whole and estimate.total_gib < 0.1
 
 
 def test_auto_batch_size_fills_the_gpu():
-    config, said = settle(79.2, "Llama-3.2-1B", batch_size=AUTO_BATCH_SIZE)
+    config, notes = settle(79.2, "Llama-3.2-1B", batch_size=AUTO_BATCH_SIZE)
     size = config.data.batch_size
-    assert len(said) == 1 and str(size) in said[0]
+    assert len(notes) == 1 and str(size) in notes[0]
     row = {"model": "Llama-3.2-1B", "gradient_accumulation_steps": 4}
     assert parts(**row, batch_size=size).needed_gib <= 79.2 < parts(**row, batch_size=size + 1).needed_gib
     assert settle(1000.0, "Llama-3.2-1B", batch_size=AUTO_BATCH_SIZE)[0].data.batch_size == MOST_TOKENS // 1024
@@ -206,8 +168,8 @@ def test_what_would_fit_fits():
 
 def test_a_micro_batch_that_is_too_long_is_warned_of_or_refused():
     total_gib = parts("Llama-3.2-3B", batch_size=16).total_gib
-    config, said = settle(total_gib + 1, "Llama-3.2-3B", batch_size=16)
-    assert config.data.batch_size == 16 and said[0].startswith("WARNING") and "--gradient_checkpointing" in said[0]
+    config, notes = settle(total_gib + 1, "Llama-3.2-3B", batch_size=16)
+    assert config.data.batch_size == 16 and notes[0].startswith("WARNING") and "--gradient_checkpointing" in notes[0]
     with pytest.raises(UserError, match="cannot fit.*--gradient_checkpointing"):
         settle(total_gib - 2, "Llama-3.2-3B", batch_size=16)
 
@@ -225,8 +187,8 @@ def cut(config: Config) -> tuple[int, int]:
     + [{"lora_rank": 16}, {"mode": "fsdp_hybrid"}, {"mode": "fsdp_offload"}],
 )
 def test_micro_batches_that_fit_together_are_one(row):
-    config, said = settle(79.2, **{**DOCUMENTED, **row})
-    assert cut(config) == (4, 1) and said == ["4 micro-batches of 512 tokens run as 1 of 2,048"]
+    config, notes = settle(79.2, **{**DOCUMENTED, **row})
+    assert cut(config) == (4, 1) and notes == ["4 micro-batches of 512 tokens run as 1 of 2,048"]
 
 
 @pytest.mark.parametrize(
@@ -244,7 +206,7 @@ def test_micro_batches_stay_where_their_memory_has_no_bound(row):
 )
 def test_as_few_layers_as_fit_are_recomputed(gpu_gib, row):
     run = run_size({"batch_size": 24, **row}, hf_config("Llama-3.2-3B"))
-    size, said = settle_memory(run.changed(gradient_checkpointing="auto"), gpu_gib)
+    size, notes = settle_memory(run.changed(gradient_checkpointing="auto"), gpu_gib)
     config = size.config
     number = len(recomputed_layers(config.model.gradient_checkpointing, 28))
     needed = [
@@ -252,14 +214,14 @@ def test_as_few_layers_as_fit_are_recomputed(gpu_gib, row):
         for layers in (number, number - 1)
     ]
     assert 0 < number < 28 and needed[0] <= 0.95 * gpu_gib < needed[1]
-    assert len(said) == 1 and f"auto: {number} of 28 layers" in said[0]
+    assert len(notes) == 1 and f"auto: {number} of 28 layers" in notes[0]
 
 
 def test_fewer_recomputed_layers_win_over_longer_micro_batches():
     row = dict(batch_size=4, gradient_accumulation_steps=4, gradient_checkpointing="auto")
-    found = [settle(gpu_gib, "Llama-3.2-3B", **row)[0] for gpu_gib in (139.8, 79.2, 65.0, 50.0)]
-    assert [cut(config) for config in found] == [(16, 1), (8, 2), (4, 4), (4, 4)]
-    assert [config.model.gradient_checkpointing > 0 for config in found] == [False, False, False, True]
+    configs = [settle(gpu_gib, "Llama-3.2-3B", **row)[0] for gpu_gib in (139.8, 79.2, 65.0, 50.0)]
+    assert [cut(config) for config in configs] == [(16, 1), (8, 2), (4, 4), (4, 4)]
+    assert [config.model.gradient_checkpointing > 0 for config in configs] == [False, False, False, True]
     # A single micro-batch keeps no unsharded gradients.
     config, _ = settle(24.0, "Llama-3.2-3B", **row, mode="fsdp_full", num_gpus=8)
     assert cut(config) == (16, 1) and 0 < config.model.gradient_checkpointing < 1
@@ -270,15 +232,15 @@ def test_fewer_recomputed_layers_win_over_longer_micro_batches():
 
 def test_auto_batch_size_recomputes_only_what_its_smallest_micro_batch_needs():
     row = dict(batch_size=AUTO_BATCH_SIZE, max_seq_length=16384, gradient_checkpointing="auto")
-    found = [settle(gpu_gib, "Llama-3.2-3B", **row) for gpu_gib in (139.8, 60.0)]
-    assert [config.model.gradient_checkpointing > 0 for config, _ in found] == [False, True]
-    assert found[1][0].data.batch_size == 1 and len(found[1][1]) == 2
+    (plenty, _), (little, notes) = (settle(gpu_gib, "Llama-3.2-3B", **row) for gpu_gib in (139.8, 60.0))
+    assert plenty.model.gradient_checkpointing == 0 < little.model.gradient_checkpointing
+    assert little.data.batch_size == 1 and len(notes) == 2
 
 
 def test_what_no_recomputation_makes_fit_recomputes_all_and_is_warned_of():
     gpu_gib = parts("Llama-3.2-3B", batch_size=64, gradient_checkpointing=1).total_gib
-    config, said = settle(gpu_gib, "Llama-3.2-3B", batch_size=64, gradient_checkpointing="auto")
-    assert config.model.gradient_checkpointing == 1 and said[0].startswith("WARNING") and "28 of 28" in said[1]
+    config, notes = settle(gpu_gib, "Llama-3.2-3B", batch_size=64, gradient_checkpointing="auto")
+    assert config.model.gradient_checkpointing == 1 and notes[0].startswith("WARNING") and "28 of 28" in notes[1]
 
 
 @pytest.mark.parametrize("row", [{"mode": "deepspeed_3", "num_gpus": 2}, {"use_te": False, "recipe": "fp16"}])
@@ -307,8 +269,8 @@ def test_micro_batches_are_merged_as_far_as_memory_allows():
 
 
 def test_a_cut_is_kept_where_it_is_asked_for_or_was_the_checkpoints():
-    config, said = settle(79.2, **DOCUMENTED, merge_micro_batches=False)
-    assert cut(config) == (1, 4) and said == []
+    config, notes = settle(79.2, **DOCUMENTED, merge_micro_batches=False)
+    assert cut(config) == (1, 4) and notes == []
     run = run_size(DOCUMENTED | {"gradient_accumulation_steps": 4}, hf_config("Llama-3.2-3B"))
     assert cut(settle_memory(run, 79.2, resumed_rows=2)[0].config) == (2, 2)
     assert cut(settle_memory(run, 79.2, resumed_rows=3)[0].config) == (4, 1)

@@ -36,8 +36,8 @@ def config(*options: str):
     ],
 )
 def test_auto_takes_the_first_mode_that_fits(billions, ranks, gpu_memory_gib, options, mode):
-    found, reason = choose_mode(config(*options), ranks, int(billions * BILLION), gpu_memory_gib)
-    assert found == mode
+    chosen_mode, reason = choose_mode(config(*options), ranks, int(billions * BILLION), gpu_memory_gib)
+    assert chosen_mode == mode
     assert (reason is None) == ("--sharding_mode=ddp" in options)
 
 
@@ -66,10 +66,7 @@ def test_bytes_of_every_mode():
     once, accumulated = config(), config("--gradient_accumulation_steps=2")
     assert state_bytes("single", "adamw_master", 1, once) == state_bytes("ddp", "adamw_master", 8, accumulated) == 12
     assert state_bytes("single", "adamw_master", 1, config("--offload_optimizer=0.75")) == 6
-    assert (
-        state_bytes("fsdp_full", "adamw_fp32", 8, once) == 2
-        and state_bytes("fsdp_full", "adamw_fp32", 8, accumulated) == 6
-    )
+    assert [state_bytes("fsdp_full", "adamw_fp32", 8, each) for each in (once, accumulated)] == [2, 6]
     assert state_bytes("fsdp_grad", "adamw_fp32", 8, once) == 4
     assert state_bytes("fsdp_hybrid", "adamw_fp32", 4, once) == 4
     assert [state_bytes(f"deepspeed_{stage}", "adamw_fp32", 8, once) for stage in (1, 2, 3)] == [5.5, 3.75, 2]

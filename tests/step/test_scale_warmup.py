@@ -165,17 +165,9 @@ def lagging(monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_is_bit_for_bit_what_it_is_without_them(tmp_path, tiny_model, sixteen_rows, lagging, monkeypatch, capsys):
-    options = [
-        f"--model_name={tiny_model}",
-        f"--dataset_name={sixteen_rows}",
-        "--max_seq_length=256",
-        "--batch_size=2",
-        "--gradient_accumulation_steps=2",
-        "--lora_rank=4",
-        "--lora_dropout=0.5",
-        "--lr_scheduler=constant",
-        "--no_export",
-    ]
+    options = f"--model_name={tiny_model} --dataset_name={sixteen_rows} --max_seq_length=256 --batch_size=2".split()
+    options += "--gradient_accumulation_steps=2 --lora_rank=4 --lora_dropout=0.5 --lr_scheduler=constant".split()
+    options.append("--no_export")
     train(*options, "--max_steps=4", "--save_every=2", f"--output_dir={tmp_path / 'with'}")
     assert len(lagging) == 1 and f"first scales from {PASSES} passes" in capsys.readouterr().out
     longer = ["--max_steps=6", "--allow_changed=total_steps", "--resume_from=latest"]
@@ -207,16 +199,9 @@ def test_other_scale_options_find_their_scales_anew(tmp_path, tiny_model, sixtee
 
     monkeypatch.setattr(Precision, "state_tensors", state_tensors)
     monkeypatch.setattr(scale_warmup, "warm_up_delayed_scales", find)
-    options = [
-        *(f"--model_name={tiny_model}", f"--dataset_name={sixteen_rows}", "--max_seq_length=256", "--batch_size=2"),
-        *(
-            "--mixed_precision=fp8",
-            "--fp8_backend=torchao",
-            "--no_export",
-            "--attn_implementation=eager",
-            f"--output_dir={tmp_path}",
-        ),
-    ]
+    options = f"--model_name={tiny_model} --dataset_name={sixteen_rows} --max_seq_length=256 --batch_size=2".split()
+    options += "--mixed_precision=fp8 --fp8_backend=torchao --no_export --attn_implementation=eager".split()
+    options.append(f"--output_dir={tmp_path}")
     train(*options, "--max_steps=2", "--save_every=2")
     more = ["--max_steps=3", "--save_every=3", "--resume_from=latest"]
     train(*options, *more, "--allow_changed=total_steps")
