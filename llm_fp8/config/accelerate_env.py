@@ -20,10 +20,9 @@ from llm_fp8.utils.script import say
 
 PREFIX = "ACCELERATE_FP8_"
 LAUNCH_FILE = "accelerate's launch configuration"
-ENGINES = {"FSDP": "FSDP_", "DEEPSPEED": "ACCELERATE_DEEPSPEED_"}
-"""Sharding engine, by the launcher's name -> prefix of its variables."""
+ENGINES = {"FSDP": "FSDP_", "DEEPSPEED": "ACCELERATE_DEEPSPEED_"}  # launcher's name -> prefix of its variables
 _PREFIXES = (*ENGINES.values(), PREFIX, "ACCELERATE_GRADIENT_", "ACCELERATE_DYNAMO_", "PARALLELISM_CONFIG_")
-READ = {
+READ = {  # variables that options come from -> the launcher's default
     "ACCELERATE_FP8_BACKEND": "TE",
     "ACCELERATE_FP8_FORMAT": "HYBRID",
     "ACCELERATE_FP8_AMAX_HISTORY_LEN": "1024",
@@ -38,8 +37,7 @@ READ = {
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "None",
 }
-"""Variables that options come from -> the launcher's default."""
-DEFAULTS = {
+DEFAULTS = {  # one of `fp8_config` or of this table that is not `READ` must have its default
     **READ,
     "ACCELERATE_FP8_MARGIN": "0",
     "ACCELERATE_FP8_INTERVAL": "1",
@@ -56,8 +54,6 @@ DEFAULTS = {
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
 }
-"""Variable -> the launcher's default. One of `fp8_config` or of this table that is not `READ` must have its default."""
-
 RECIPE_ENTRIES: dict[str, Any] = {"fp8_format": str.upper, "amax_history_len": int, "amax_compute_algo": str.lower}
 """Option that an entry of fp8_config sets for some recipes -> function that reads its value."""
 
@@ -87,9 +83,7 @@ def _not_supported(what: str) -> UserError:
     return UserError(f"{what} of {LAUNCH_FILE} is not supported here; change it (docs/multi_gpu.md).")
 
 
-def apply_launch_settings(
-    config: Config, environ: MutableMapping[str, str], user_options: Collection[str] = frozenset()
-) -> Config:
+def apply_launch_settings(config: Config, environ: MutableMapping[str, str], user_options: Collection[str]) -> Config:
     """Complete `config`, unchecked, with the requests of `accelerate launch`, and remove them from `environ`. The first
     process prints which entries the recipe has no use for. `user_options` names the options that the user set; one that
     contradicts a request raises `UserError`, and so does an unsupported request.

@@ -15,16 +15,13 @@ from typing import Any, Literal
 
 from llm_fp8.utils.errors import UserError, reading
 
-EMBEDDED = "embedded"
-"""Name of the model and of the dataset in this repository."""
-SCRATCH_LEARNING_RATE = 1e-3
-"""Default for weights that start random: the embedded model, and any with --random_init."""
+EMBEDDED = "embedded"  # the model and the dataset in this repository
+SCRATCH_LEARNING_RATE = 1e-3  # for weights that start random: the embedded model, and any with --random_init
 LORA_LEARNING_RATE = 2e-4
+AUTO_BATCH_SIZE = 0  # value of --batch_size auto until the run has settled it
 
-ALL_LINEAR = "all-linear"
-"""Value of --lora_targets for every linear layer but the lm_head."""
-EXPERTS = "experts"
-"""Entry of --lora_targets for the weights of routed experts."""
+ALL_LINEAR = "all-linear"  # value of --lora_targets for every linear layer but the lm_head
+EXPERTS = "experts"  # entry of --lora_targets for the weights of routed experts
 DECODER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Hugging Face's names of a decoder layer's linear layers, in the order in which they compute."""
 
@@ -33,9 +30,6 @@ COLUMN_NAMES = (
     "output", "prompt", "completion", "text", "system", "system_prompt", "history", "functions", "chat_template_kwargs",
 )  # fmt: skip
 """Columns of a dataset that training reads (`llm_fp8.data.rows`); --columns maps them to other names."""
-
-AUTO_BATCH_SIZE = 0
-"""Value of --batch_size auto until the run has settled it."""
 
 IN_FP8 = "mixed_precision=fp8|auto"
 WHOLE_MODEL = "sharding_mode=single|ddp"
@@ -356,14 +350,11 @@ class Mode:
     and 4 more in fsdp modes while gradients are accumulated, unless --sync_every_micro_batch reduces them at once.
     """
 
-    engine: Literal["copies", "fsdp", "deepspeed"]
-    """Every GPU has a copy, or FSDP2 or DeepSpeed shards it."""
-    unsharded_bytes: int = 0
-    """Bytes that every GPU holds beside its shard."""
+    engine: Literal["copies", "fsdp", "deepspeed"]  # every GPU has a copy, or FSDP2 or DeepSpeed shards it
+    unsharded_bytes: int = 0  # on every GPU beside its shard
     sharded_bytes: int | None = None
     """Bytes that are divided by N, where the engine keeps master weights and state; None: those of --optimizer."""
-    on_host: bool = False
-    """Weights and optimizer state are in the memory of the host."""
+    on_host: bool = False  # weights and optimizer state are in the memory of the host
 
     @property
     def holds_masters(self) -> bool:
@@ -494,7 +485,6 @@ MOST_USED = (
 """Options that --help explains; --help_all explains all."""
 
 FIELDS = {each.name: each for section in SECTIONS.values() for each in dataclasses.fields(section)}
-"""Option -> its declaration."""
 RESUME = {name: each.metadata["resume"] for name, each in FIELDS.items() if each.metadata["resume"]}
 """Option -> what it means for a resumed run (see `option`)."""
 SETTINGS = {name: name if kind in ("same", "scales") else kind for name, kind in RESUME.items() if kind != "evaluation"}

@@ -12,14 +12,10 @@ from typing import Any, Literal
 
 Backend = Literal["te", "torchao"]
 
-DEFAULT = "default"
-"""Value of --fp8_scenario for `DEFAULTS` of the backend."""
+DEFAULT = "default"  # value of --fp8_scenario for that of the backend:
 DEFAULTS: Mapping[Backend, str] = {"te": "delayed", "torchao": "tensorwise"}
-EMULATING: tuple[Backend, ...] = ("torchao",)
-"""Back ends that emulate fp8 without a GPU."""
-
-FP8_SIZE_MULTIPLE = 16
-"""Sizes of an fp8 GEMM must be multiples of this."""
+EMULATING: tuple[Backend, ...] = ("torchao",)  # fp8 without a GPU
+FP8_SIZE_MULTIPLE = 16  # of an fp8 GEMM's sizes
 
 
 @dataclass(frozen=True)
@@ -32,33 +28,21 @@ class Recipe:
     recipe_class: str
     """Transformer Engine's class in `transformer_engine.common.recipe`, or torchao's name. The certificate compares it
     with the recipe that modules report."""
-    token_multiple: int = FP8_SIZE_MULTIPLE
-    """The tokens of a micro-batch must be a multiple of this: the wgrad GEMM runs along the tokens."""
-    size_multiple: int = FP8_SIZE_MULTIPLE
-    """Both sizes of a weight must be multiples of this; a layer with another one stays in bf16."""
-    options: tuple[str, ...] = ()
-    """Options of the recipe, as its class calls them."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword -> value where the option is not set; it replaces the class's own default."""
-    availability: str = "is_fp8_available"
-    """Function of `transformer_engine.pytorch` that tells if a GPU has the recipe, and why not."""
-    capability: tuple[int, int] = (8, 9)
-    """Lowest compute capability with this recipe, for a GPU that is only assumed."""
-    scales_lag: bool = False
-    """Scales come from earlier passes, so there are none before the first."""
-    fp32_scales_on_hopper: bool = False
-    """Scales on Hopper are any fp32 numbers, not powers of two (the class's default): halves fp8's cost in quality."""
-    one_scale_per_weight: bool = False
-    """A weight has one scale, as --fp8_params requires."""
-    gemms_in_fp8: int = 3
-    """Number of a trained weight's GEMMs (fprop, dgrad, wgrad) that are in fp8."""
-    has_fp8_peak: bool = True
-    """Its GEMMs are held against the GPU's fp8 peak rate; False for fp4."""
+    token_multiple: int = FP8_SIZE_MULTIPLE  # of a micro-batch's tokens, along which the wgrad GEMM runs
+    size_multiple: int = FP8_SIZE_MULTIPLE  # of both sizes of a weight; a layer with another one stays in bf16
+    options: tuple[str, ...] = ()  # as the recipe's class calls them
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of keywords; they replace the class's own
+    availability: str = "is_fp8_available"  # function of transformer_engine.pytorch: has a GPU it, and why not
+    capability: tuple[int, int] = (8, 9)  # the lowest that has it, for a GPU that is only assumed
+    scales_lag: bool = False  # scales come from earlier passes, so there are none before the first
+    fp32_scales_on_hopper: bool = False  # not powers of two, the class's default: halves fp8's cost in quality
+    one_scale_per_weight: bool = False  # as --fp8_params requires
+    gemms_in_fp8: int = 3  # of a trained weight's fprop, dgrad and wgrad
+    has_fp8_peak: bool = True  # its GEMMs are held against the GPU's fp8 peak rate; False for fp4
     saved_bytes_per_element: float | None = None
     """Bytes that a GEMM input saved for the backward pass takes per element, scales included; None where it is not
     measured, and then nothing estimates a run's memory."""
-    saves_fc2_input_twice: bool = False
-    """LayerNormMLP saves both layouts of the input of its second GEMM, not one."""
+    saves_fc2_input_twice: bool = False  # LayerNormMLP saves both layouts of its second GEMM's input
 
 
 RECIPES: dict[str, Recipe] = {

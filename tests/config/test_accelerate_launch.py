@@ -180,5 +180,5 @@ def test_how_the_process_was_started():
 
 
 def test_a_bare_variable_is_a_flag():
-    config = apply_launch_settings(Config(), {"ACCELERATE_MIXED_PRECISION": "fp8"})
+    config = apply_launch_settings(Config(), {"ACCELERATE_MIXED_PRECISION": "fp8"}, ())
     assert options(config) == {"mixed_precision": "fp8"}

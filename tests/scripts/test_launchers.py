@@ -112,7 +112,7 @@ def test_a_file_of_accelerate_asks_for_what_its_name_says(monkeypatch, precision
     arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
     made = accelerate.utils.launch.prepare_multi_gpu_env(arguments)
     environ = {name: value for name, value in made.items() if os.environ.get(name) != value}
-    config = apply_launch_settings(parse_config([], parallel=True), {**environ, "WORLD_SIZE": "8"})
+    config = apply_launch_settings(parse_config([], parallel=True), {**environ, "WORLD_SIZE": "8"}, ())
     options = [f"--mixed_precision={precision}", f"--sharding_mode={'ddp' if mode == 'ddp' else 'fsdp_full'}"]
     if precision == "fp8":
         options += ["--fp8_format=HYBRID", "--amax_history_len=1024", "--amax_compute_algo=max"]
