@@ -84,9 +84,8 @@ def _not_supported(what: str) -> UserError:
 
 
 def apply_launch_settings(config: Config, environ: MutableMapping[str, str], user_options: Collection[str]) -> Config:
-    """Complete `config`, unchecked, with the requests of `accelerate launch`, and remove them from `environ`. The first
-    process prints which entries the recipe has no use for. `user_options` names the options that the user set; one that
-    contradicts a request raises `UserError`, and so does an unsupported request.
+    """Complete `config`, unchecked, with the requests of `accelerate launch`, and remove them from `environ`. An
+    unsupported request raises `UserError`, and so does one that contradicts one of `user_options`, which the user set.
     """
     ranks = LaunchRanks.from_environment(environ)
     is_ddp = "ACCELERATE_DYNAMO_BACKEND" in environ and ranks.world_size > 1  # the launcher sets it always
@@ -99,7 +98,7 @@ def apply_launch_settings(config: Config, environ: MutableMapping[str, str], use
         launched |= _sharding(values)
         mode = launched.get("sharding_mode") if flags["sharding_mode"] == "auto" else flags["sharding_mode"]
         launched |= _precision(requests, mode, flags["fp8_scenario"], idle)
-    for key in idle if ranks.rank == 0 else ():
+    for key in idle if ranks.rank == 0 else ():  # entries that the recipe has no use for
         say(f"WARNING: {key} of {LAUNCH_FILE} does nothing here.")
     overridden = launched.keys() & user_options
     for name in sorted(overridden - weak):
@@ -112,9 +111,7 @@ def apply_launch_settings(config: Config, environ: MutableMapping[str, str], use
 
 
 def _take(environ: MutableMapping[str, str]) -> dict[str, str]:
-    """Remove the launcher's variables from `environ` and return the requests; `UserError` for an unsupported one.
-    FSDP2 handles by itself what `DEFAULTS` does not list.
-    """
+    """Remove the launcher's variables from `environ` and return the requests; `UserError` for an unsupported one."""
     environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # names of entries, for Accelerate's own checks
     requests = {"precision": environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower()}
     for engine in ("MEGATRON_LM", "PARALLELISM_CONFIG"):
@@ -124,7 +121,7 @@ def _take(environ: MutableMapping[str, str]) -> dict[str, str]:
     unused = tuple(prefix for engine, prefix in ENGINES.items() if not is_on(requests[engine]))
     unused += () if requests["precision"] == "fp8" else (PREFIX,)
     for variable in [name for name in environ if name.startswith(_PREFIXES)]:
-        value = environ.pop(variable)
+        value = environ.pop(variable)  # FSDP2 handles by itself what `DEFAULTS` does not list
         if variable in READ:
             requests[variable] = value
         elif variable.startswith(unused) or is_default(variable, value):

@@ -340,14 +340,9 @@ ShardingMode = Literal[
 class Mode:
     """How a sharding mode spreads a model over N GPUs.
 
-    Bytes are per parameter on one GPU, of weights, gradients and optimizer state between micro-batches. With
-    `adamw_master`, whose bf16 weight, gradient, moments and remainder of the master weight are 12, they are
-
-        ddp         12
-        fsdp_grad   12 / N + 2    all that sharded; unsharded bf16 weights
-        fsdp_full   12 / N        the same without unsharded weights
-
-    and 4 more in fsdp modes while gradients are accumulated, unless --sync_every_micro_batch reduces them at once.
+    Bytes are per parameter on one GPU, of weights, gradients and optimizer state between micro-batches: with
+    `adamw_master` 12 in ddp, 12 / N + 2 (unsharded bf16 weights) in fsdp_grad and 12 / N in fsdp_full. fsdp modes have
+    4 more while gradients are accumulated, unless --sync_every_micro_batch reduces them at once.
     """
 
     engine: Literal["copies", "fsdp", "deepspeed"]  # every GPU has a copy, or FSDP2 or DeepSpeed shards it

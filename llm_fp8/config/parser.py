@@ -152,9 +152,7 @@ for _kind, _digits in {"int": r"-?(0|[1-9]\d*)$", "float": r"-?(0|[1-9]\d*)(\.\d
 
 
 def parse_config(argv: list[str], prog: str = "train_fp8.py", parallel: bool = False) -> Config:
-    """Parse a command line (without the program's name) into a `Config`; `parallel` adds the options of
-    `ParallelConfig`. `UserError` for unknown options and choices, and as `check_options`.
-    """
+    """Parse a command line (without the program's name) into a checked `Config`; `UserError` for a mistake in it."""
     config, _ = _read(argv, OptionsParser(parallel, prog=prog))
     check_options(config)
     return config
@@ -164,8 +162,7 @@ def parse_launch(
     argv: list[str], environ: MutableMapping[str, str], description: str | None = None, parallel: bool = False
 ) -> Config:
     """Parse a command line as `parse_config` does, and apply what `accelerate launch` asks for. Its variables, and
-    those that an earlier launch left over, are removed from `environ`. `UserError` for a script that does not fit its
-    launch.
+    those that an earlier launch left over, are removed from `environ`. `UserError` if script and launch do not fit.
     """
     parser = OptionsParser(parallel, description=description)
     typed, names = _read(argv, parser)

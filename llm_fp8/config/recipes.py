@@ -1,4 +1,4 @@
-"""The table of fp8 recipes: one row per recipe. Everything reads it. To add a recipe, add a row.
+"""The table of fp8 recipes, which everything reads. To add a recipe, add a row.
 
 A row is plain data, so that `--help` reads it without torch; `llm_fp8.precision` resolves the names of classes and
 functions, which are those of Transformer Engine 2.20 and torchao 0.18.

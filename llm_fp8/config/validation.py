@@ -1,6 +1,4 @@
-"""Checks of the options alone, before torch is imported: of what each declares on its field, then of rules that no
-field can declare. `llm_fp8.settle` looks at the machine.
-"""
+"""Checks of the options alone, before torch is imported; `llm_fp8.settle` looks at the machine."""
 
 from __future__ import annotations
 

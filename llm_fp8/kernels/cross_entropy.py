@@ -109,7 +109,7 @@ class _ManyChunks(torch.autograd.Function):
     ) -> Tensor:
         ctx.weight_dtype = weight.dtype
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        sum_dtype = accumulation_dtype(dtype)
+        sum_dtype = torch.promote_types(dtype, torch.float32)
         compute_weight = weight.to(dtype)
         one = torch.ones((), dtype=sum_dtype, device=hidden.device)
         loss = torch.zeros((), dtype=sum_dtype, device=hidden.device)
@@ -142,11 +142,6 @@ class _ManyChunks(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of softmax, loss and sums: fp32, or fp64 for fp64."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def use_triton(logits: Tensor) -> bool:
     """Return True if Transformer Engine's kernels take these: contiguous bf16 or fp32 logits on a GPU."""
     on_gpu = logits.is_cuda and logits.dtype in (torch.bfloat16, torch.float32) and logits.numel() > 0
@@ -171,7 +166,7 @@ def losses_and_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
     losses, statistics = [], []
     for rows, row_labels in zip(logits.split(_ROWS_PER_BLOCK), labels.split(_ROWS_PER_BLOCK), strict=True):
         ignored = row_labels == IGNORE_INDEX
-        x = rows.to(accumulation_dtype(logits.dtype))
+        x = rows.to(torch.promote_types(logits.dtype, torch.float32))
         maximum = x.amax(dim=-1, keepdim=True)
         exp_sum = (x - maximum).exp_().sum(dim=-1, keepdim=True)
         label_logit = x.gather(-1, row_labels.masked_fill(ignored, 0)[:, None])

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# PTX that casts four fp32 values to a word, the first in its lowest byte; NaN stays, others saturate.
 _CAST = """{{
 .reg .b16 low, high;
 cvt.rn.satfinite.{kind}.f32 low, $2, $1;
@@ -18,7 +19,6 @@ cvt.rn.satfinite.{kind}.f32 high, $4, $3;
 mov.b32 $0, {{low, high}};
 }}"""
 CASTS = {torch.float8_e5m2: _CAST.format(kind="e5m2x2"), torch.float8_e4m3fn: _CAST.format(kind="e4m3x2")}
-"""fp8 dtype -> PTX that casts four fp32 values to a word, the first in its lowest byte; NaN stays, others saturate."""
 CONSTRAINTS = tl.constexpr("=r,f,f,f,f")
 
 # The block of a program. A larger one spills registers; a narrower one writes less than 32 contiguous bytes.

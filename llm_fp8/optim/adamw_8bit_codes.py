@@ -11,9 +11,8 @@ are rounded to nearest.
 torchao's `AdamW8bit(bf16_stochastic_round=True)` (0.18) has the same format. For 14.8 billion parameters on an H200 its
 step takes 199 ms, and casts and clipping 249 ms; ours takes 88 ms in all (`speed_table_14b_torchao_adamw.json`).
 
-**Codes** form a dynamic map of 256 numbers, with one scale per block of 256 elements (Dettmers et al., arXiv
-2110.02861; `torchao/optim/quant_utils.py`). There are seven decades, from 1e-7 to 1. Each has twice the
-codes of the decade below, equally spaced:
+**Codes** form a dynamic map of 256 numbers (Dettmers et al., arXiv 2110.02861; `torchao/optim/quant_utils.py`), with
+one scale per 256 elements: seven decades from 1e-7 to 1, each with twice the codes of that below, equally spaced.
 
     signed      -0.993 ... -5.5e-7   0   5.5e-7 ... 0.993    1     1, 2, ..., 64 codes in a decade, of either sign
     unsigned                         0   3.25e-7 ... 0.996   1     2, 4, ..., 128 codes in a decade
@@ -29,7 +28,7 @@ halves of x, computed modulo 2^32: a Weyl sequence through the mixer "lowbias32"
     x = i 0x9E3779B9 + key_1;   x ^= x >> 16;   x *= 0x7FEB352D;   x ^= (x >> 15) ^ key_2;   x *= 0x846CA68B;
     x ^= x >> 16
 
-The keys are a hash of the run's seed, the step and the parameter's number. So there is no generator state to save, and
+The keys are a hash of the run's seed, the step and the parameter's number: there is no generator state to save, and
 ranks with the same parameters stay identical.
 """
 

@@ -76,13 +76,11 @@ def _adamw_8bit(groups: Groups, config: OptimConfig, draws_lower_bits: bool) -> 
 class OptimizerRow:
     """An optimizer as a run sees it. Bytes are per trainable parameter, without casts and activations."""
 
-    parameter_dtype: torch.dtype
-    """The dtype of trainable parameters and their gradients; fp32 works with every optimizer."""
+    parameter_dtype: torch.dtype  # of trainable parameters and their gradients; fp32 works with every optimizer
     state_bytes: float
     build: Callable[[Groups, OptimConfig, bool], Optimizer]
     """Takes parameter groups, and True to let master weights begin between bf16 numbers; see `adamw_master`."""
-    keeps_lower_bits: bool = False
-    """The state has the bits of an fp32 master weight that a bf16 parameter lacks."""
+    keeps_lower_bits: bool = False  # the state has the bits of an fp32 master weight that a bf16 parameter lacks
 
     @property
     def gradient_bytes(self) -> int:
@@ -155,8 +153,7 @@ def initialize_state(optimizer: Optimizer) -> None:
 
 def optimizer_tensors(optimizer: Optimizer, named_parameters: NamedParameters) -> dict[str, Tensor]:
     """Return the state tensors themselves by "parameter_name.state_name"; tied parameters have their first name.
-
-    Loading copies into these tensors: torch's `load_state_dict` would cast fp32 moments of bf16 parameters to bf16.
+    Loading copies into these: torch's `load_state_dict` would cast fp32 moments of bf16 parameters to bf16.
     """
     optimizer = unwrap(optimizer)
     if bytes_on_host(optimizer) and torch.cuda.is_available():

@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-EXIT_FAILED_CHECK = 1
-EXIT_USER_ERROR = 2
-EXIT_NO_GPU = 3
+EXIT_FAILED_CHECK, EXIT_USER_ERROR, EXIT_NO_GPU = 1, 2, 3
 
 
 class UserError(Exception):
@@ -62,12 +60,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def lost_worker(error: BaseException) -> str | None:
     """Return a sentence if the error says that a worker process of `datasets` is gone; None for another error."""
-    if "abruptly died" in str(error) or type(error).__module__ == "multiprocess.context":
-        return (
-            "a process that reads or tokenises the data was killed, as Linux does when memory runs out: free memory, "
-            "or start fewer of them (taskset -c 0-3 python ...)"
-        )
-    return None
+    is_lost = "abruptly died" in str(error) or type(error).__module__ == "multiprocess.context"
+    advice = "free memory, or start fewer of them (taskset -c 0-3 python ...)"
+    killed = "a process that reads or tokenises the data was killed, as Linux does when memory runs out"
+    return f"{killed}: {advice}" if is_lost else None
 
 
 def existing_part(path: Path) -> Path:
@@ -127,8 +123,7 @@ class OneSentenceParser(argparse.ArgumentParser):
     """A command line parser that reports a mistake in one sentence, a `UserError`, without listing all options."""
 
     full_help = "--help"
-    origin = ""
-    """Prefix of an error about words that are not from the command line."""
+    origin = ""  # prefix of an error about words that are not from the command line
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -20,10 +20,8 @@ class LaunchRanks:
     rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
-    restart_count: int = 0
-    """Number of restarts by torchrun (--max-restarts)."""
-    launched: bool = False
-    """True if a launcher started this process."""
+    restart_count: int = 0  # of restarts by torchrun (--max-restarts)
+    launched: bool = False  # by a launcher, perhaps as the only process
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> LaunchRanks:

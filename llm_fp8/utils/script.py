@@ -34,9 +34,7 @@ EXIT_INTERRUPTED, EXIT_OUTPUT_CLOSED = 130, 141
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import in the block without garbage collections, and exclude the imported objects from later ones: 5 s instead of
-    7 for torch and transformers.
-    """
+    """Import in the block without garbage collections (5 s instead of 7), and exclude the objects from later ones."""
     gc.disable()
     try:
         yield

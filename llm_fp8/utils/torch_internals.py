@@ -30,11 +30,9 @@ from torch.distributed.tensor import DTensor
 
 def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
     """From now on `module.forward(*args, **kwargs)` is `wrapper(the forward until now, *args, **kwargs)`: hooks cannot
-    enclose a forward pass, and a module around it would change parameters' names.
-
-    Wrappers nest, the last one outermost: first autocast off for modules kept in bf16 (`Precision.attach`), then
-    recomputation, which so runs in the precision of the first pass. FSDP2 and torch.compile act on the module around
-    both.
+    enclose a forward pass, and a module around it would change parameters' names. The last wrapper is outermost: first
+    autocast off for modules kept in bf16 (`Precision.attach`), then recomputation, so in the precision of the first
+    pass. FSDP2 and torch.compile act on the module around both.
     """
     module.forward = functools.partial(wrapper, module.forward)
 
@@ -106,7 +104,5 @@ def fsdp_entries(unit: Any) -> Iterator[tuple[Tensor, Any]]:
 
 
 def gathered_parameter(entry: Any) -> tuple[Tensor | None, Tensor | None]:
-    """The gathered weight of FSDP2's record `entry`, from the first forward pass on, and the fp32 gradient that FSDP2
-    accumulates for it.
-    """
+    """The gathered weight of FSDP2's `entry`, from the first forward pass on, and its accumulated fp32 gradient."""
     return getattr(entry, "_unsharded_param", None), getattr(entry, "unsharded_accumulated_grad", None)
