@@ -50,52 +50,46 @@ class KernelTime:
     """Kernel name -> seconds, the longest first."""
 
 
-def _names(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern, re.IGNORECASE)
-
-
-# torch.compile's: pointwise or reducing kernels, named by the fused operations; those that quantise; GEMMs, attention.
-_COMPILED = re.compile(r"^triton_(?:poi|red|per|for|mix|unk)_fused_")
-_COMPILED_CAST = re.compile(r"_scaled_mm|_abs_(?:\w+_)?max_|_clamp_(?:\w+_)?reciprocal_")
-_COMPILED_TEMPLATE = re.compile(r"^triton_(?:tem_|mm|bmm|addmm)")
 # Reduces the parts of a split-K GEMM: its time belongs to the GEMM, but it is none itself.
-_PARTIAL_SUM = _names(r"splitk\w*reduce|reduce_1block_kernel|splitk_?reduction")
+_PARTIAL_SUM = re.compile(r"splitk\w*reduce|reduce_1block_kernel|splitk_?reduction", re.IGNORECASE)
 
-_RULES: tuple[tuple[KernelClass, re.Pattern[str]], ...] = (
-    ("communication", _names(r"nccl|nvshmem|multimem_|userbuffers|deep_?ep::")),
-    ("copy", _names(r"^memcpy|^memset")),
+_COMPILED = r"^triton_(?:poi|red|per|for|mix|unk)_fused(?=_)"  # torch.compile's, named by the fused operations
+_COMPILED_TEMPLATE = r"^triton_(?:tem_|mm|bmm|addmm)"
+_RULES: tuple[tuple[KernelClass, str], ...] = (
+    ("cast", rf"{_COMPILED}.*(?:_scaled_mm|_abs_(?:\w+_)?max_|_clamp_(?:\w+_)?reciprocal_)"),
+    ("elementwise", _COMPILED),
+    ("attention", rf"{_COMPILED_TEMPLATE}.*(?:attention|flex|sdpa)"),
+    ("gemm", _COMPILED_TEMPLATE),
+    ("communication", r"nccl|nvshmem|multimem_|userbuffers|deep_?ep::"),
+    ("copy", r"^memcpy|^memset"),
     (
         "attention",
-        _names(
-            r"sdpa|fmha|flash|attn|attention|compute_dot_do_o|\bmatmul_d[qkv]\b|convert_dq_to|qkv_tma_setup|"
-            r"\bthd_\w*kernel|convert_(?:thd_to_bshd|bshd_to_thd)|scaled_\w*softmax|"
-            r"softmax_warp_(?:for|back)ward<[^>]*?\d, false|"
-            r"cunn_softmax(?:for|back)ward\w*<[^>]*:softmax(?:for|back)wardepilogue"
-        ),
+        r"sdpa|fmha|flash|attn|attention|compute_dot_do_o|\bmatmul_d[qkv]\b|convert_dq_to|qkv_tma_setup|"
+        r"\bthd_\w*kernel|convert_(?:thd_to_bshd|bshd_to_thd)|scaled_\w*softmax|"
+        r"softmax_warp_(?:for|back)ward<[^>]*?\d, false|"
+        r"cunn_softmax(?:for|back)ward\w*<[^>]*:softmax(?:for|back)wardepilogue",
     ),
-    ("elementwise", _names(r"prepare_grouped_gemm")),  # lists the matrices for the grouped GEMM that follows
-    ("cast", _names(r"rht_gemm")),  # TE's NVFP4 casts, whose Hadamard transform is a GEMM of 16 columns
-    ("gemm", _names(r"gemm|nvjet|gemv|cublaslt|splitk|matmul|^dot_kernel|dot_kernel<|wgmma_mm")),
-    ("optimizer", _names(r"^_(?:eight_bit_)?update_kernel$|adam|lpnorm|multi_tensor_l2norm|optimizer|lamb_|lion_")),
-    ("loss", _names(r"cross_entropy|nll_loss|log_?softmax|softmax|element_mul_kernel")),
-    ("rope", _names(r"rope|rotary")),
-    ("norm", _names(r"rms_?norm|layer_?norm|^ln_(tma_)?(fwd|bwd)_|cuComputeGradGammaBeta|gammabeta")),
-    ("activation", _names(r"gated_act|silu|swiglu|gelu|geglu|\bd?act_kernel|_fg_kernel|_dfg_kernel|d?swish")),
+    ("elementwise", r"prepare_grouped_gemm"),  # lists the matrices for the grouped GEMM that follows
+    ("cast", r"rht_gemm"),  # TE's NVFP4 casts, whose Hadamard transform is a GEMM of 16 columns
+    ("gemm", r"gemm|nvjet|gemv|cublaslt|splitk|matmul|^dot_kernel|dot_kernel<|wgmma_mm"),
+    ("optimizer", r"^_(?:eight_bit_)?update_kernel$|adam|lpnorm|multi_tensor_l2norm|optimizer|lamb_|lion_"),
+    ("loss", r"cross_entropy|nll_loss|log_?softmax|softmax|element_mul_kernel"),
+    ("rope", r"rope|rotary"),
+    ("norm", r"rms_?norm|layer_?norm|^ln_(tma_)?(fwd|bwd)_|cuComputeGradGammaBeta|gammabeta"),
+    ("activation", r"gated_act|silu|swiglu|gelu|geglu|\bd?act_kernel|_fg_kernel|_dfg_kernel|d?swish"),
     (
         "cast",
-        _names(
-            r"cast_transpose|block_scaled_\w*cast|quantize|(?<![a-z])transpose_(?:optimized_|\w*)?kernel|amax|"
-            r"scale_update|scale_from|mxfp8|nvfp4|fp4|fp8|float8|hadamard|swizzle|transformer_engine::.*identity"
-        ),
+        r"cast_transpose|block_scaled_\w*cast|quantize|(?<![a-z])transpose_(?:optimized_|\w*)?kernel|amax|"
+        r"scale_update|scale_from|mxfp8|nvfp4|fp4|fp8|float8|hadamard|swizzle|transformer_engine::.*identity",
     ),
-    ("copy", _names(r"copy_kernel|catarray|chunk_cat|split_with_sizes_copy|fillfunctor|copyfunctor|batch_memcpy")),
-    ("optimizer", _names(r"multi_tensor_apply")),
+    ("copy", r"copy_kernel|catarray|chunk_cat|split_with_sizes_copy|fillfunctor|copyfunctor|batch_memcpy"),
+    ("optimizer", r"multi_tensor_apply"),
     (
         "elementwise",
-        _names(r"at::(?:native|cuda)|at_cuda_detail|indexing_backward|elementwise|\bcub::|thrust::|reduce_\w*kernel"),
+        r"at::(?:native|cuda)|at_cuda_detail|indexing_backward|elementwise|\bcub::|thrust::|reduce_\w*kernel",
     ),
 )
-"""Rules in order; the first match decides. Attention precedes GEMMs, since its kernels are built of them."""
+"""Patterns in any case, in order; the first match decides. Attention precedes GEMMs: its kernels are built of them."""
 
 _OPERAND = re.compile(
     r"""(?P<fp4> e2m1 | (?:nv|mx)?fp4 | float4 | ue\dm\dx(?:e2m1|f4) )
@@ -115,11 +109,7 @@ _NVJET_KINDS: dict[str, GemmKind] = {"o": "fp4", "q": "fp8", "r": "fp8", "t": "b
 
 @functools.cache
 def kernel_class(name: str) -> KernelClass:
-    if _COMPILED.match(name):
-        return "cast" if _COMPILED_CAST.search(name) else "elementwise"
-    if _COMPILED_TEMPLATE.match(name):
-        return "attention" if re.search(r"attention|flex|sdpa", name) else "gemm"
-    return next((kind for kind, pattern in _RULES if pattern.search(name)), "other")
+    return next((kind for kind, pattern in _RULES if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
 def gemm_kind(name: str) -> GemmKind | None:
