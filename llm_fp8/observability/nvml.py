@@ -46,8 +46,8 @@ class EnergyMeter:
         self._start_s, self._start_j = time.perf_counter(), energy_j(self._accelerator.device)
 
     def read(self, num_tokens: Mapping[int, int]) -> dict[str, float]:
-        """End the interval and return its figures; empty without a counter, or while it is too short. `num_tokens`:
-        finished step -> its positions on all GPUs, for the steps since the last call.
+        """End the interval and return its figures, empty while it is too short or without a counter. `num_tokens`: new
+        finished step -> its positions on all GPUs.
         """
         self._num_tokens += sum(count for step, count in num_tokens.items() if step > self._last_step)
         now_s, now_j = time.perf_counter(), energy_j(self._accelerator.device)

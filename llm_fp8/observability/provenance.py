@@ -30,9 +30,8 @@ _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 def output_of(*command: str) -> str | None:
     """Run a program and return its stdout; None if it does not exist, fails or hangs."""
     try:
-        return subprocess.check_output(
-            command, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True, timeout=60
-        ).strip()
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=True)
+        return done.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 

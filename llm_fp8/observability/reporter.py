@@ -82,9 +82,8 @@ class ProgressDisplay:
 
 
 def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -> int:
-    """Cut every line of a step beyond `last_step` from a metrics.jsonl, and an unfinished last line; returns the last
-    step that it held, 0 for none. `keep_evaluation` False also cuts the evaluation after `last_step`, for a killed run
-    that repeats it.
+    """Cut every line of a step beyond `last_step` from a metrics.jsonl, and an unfinished last line; return the last
+    step that it held, 0 for none. `keep_evaluation` False: the run repeats the evaluation after `last_step`, so cut it.
     """
     with reading("--output_dir", path, advice="Move the file away to resume without the earlier metrics."):
         lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
@@ -96,9 +95,7 @@ def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -
 
 
 class RunReporter:
-    """Reports the numbers of one run; every rank makes one. A context manager that closes the files and, after a normal
-    end, the trackers' runs: after an error W&B's exit hook shows it as crashed.
-    """
+    """Reports the numbers of one run; every rank makes one. As a context manager it closes files and trackers' runs."""
 
     def __init__(
         self,
@@ -132,9 +129,7 @@ class RunReporter:
         self._display = ProgressDisplay(total_steps, resume_step, config.run.log_every)
 
     def start_trackers(self, record: dict[str, Any]) -> None:
-        """Start the requested trackers before the first step; `record` is this start's part of run.json. In W&B a
-        resumed run continues the run in trackers.json, which has its id and the last step sent.
-        """
+        """Start the requested trackers, or continue W&B's run; `record` is this start's part of run.json."""
         options, path = self._config.run, self._folder / "trackers.json"
         if not self._is_main or not options.trackers:
             return

@@ -49,8 +49,8 @@ def flattened(tree: dict[str, Any], separator: str = ".", prefix: str = "") -> I
 def start_tracker(
     name: str, options: RunConfig, folder: Path, record: dict[str, Any], run_id: str | None
 ) -> tuple[GeneralTracker, str | None]:
-    """Start a run in the tracker, with the options and labels in `record` (this start's part of run.json); in W&B
-    continue the run `run_id`, if any. Return the id with which a later start continues the run, in W&B only.
+    """Start a run with the options and labels in `record` (this start's part of run.json), or in W&B continue `run_id`.
+    Return the id with which a later start continues it, in W&B only.
     """
     labels = {label: of_run(record) for label, of_run in LABELS.items()}
     config = dict(flattened(record["config"])) | labels

@@ -2,10 +2,8 @@
 
 The rows are those of the run's own evaluation (`prepare_data` with the options of its run.json), so none was trained
 on; the eval loss is over all of them. The model gets each row up to its last supervised part and answers greedily until
-one of the EOS tokens in generation_config.json, or the tokenizer's; math-verify compares the final answer with that of
-the row: `0.5` equals `\\frac12`. What it finds no answer in counts as right only where the texts are equal. Rows whose
-text marks no final answer, such as those of a chat, are not asked.
-`llm-fp8 evaluate` and scripts/evaluate.py.
+an EOS token; math-verify compares the final answer with that of the row: `0.5` equals `\\frac12`. Texts in which it
+finds none count as right where they are equal. Rows that mark no final answer, such as those of a chat, are not asked.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""The certificate for a run of transformers' `Trainer`: one callback adds it, and nothing else changes. A loop without
-a Trainer calls `certify_step`.
+"""The certificate for a run of transformers' `Trainer`; a loop without a Trainer calls `certify_step`.
 
     trainer = Trainer(model=..., args=..., train_dataset=..., callbacks=[CertificateCallback()])
 
 The callback records the kernels of one optimizer step, counts the linear layers that Accelerate replaced by Transformer
 Engine's or torchao's, and compares both with the requested precision. It prints the verdict, and writes it to
-certificate.json in the output folder. A failed certificate ends the run with exit code 1. docs/monitoring.md explains
-the evidence and its limits, docs/tools.md the use with TRL, LLaMA-Factory and axolotl.
+certificate.json in the output folder. A failed certificate ends the run with exit code 1. See docs/tools.md.
 """
 
 from __future__ import annotations
@@ -148,8 +146,8 @@ def _judge(
     num_micro_batches: int,
     recipe: str | None = None,
 ) -> Certificate:
-    """Judge the recorded step, right after it; return the worst certificate of all processes. `model` is as Accelerate
-    converted it, without DDP. A value of fp8_config that differs from the recipe in force is a failure too. Collective.
+    """Judge the step just recorded of `model`, as Accelerate converted it but without DDP. Return the worst certificate
+    of all processes. Collective.
     """
     backend = backend_in(model)
     layers = list(backend.linears_of(model).values())
@@ -241,9 +239,7 @@ def _expected_in_fp8(
 
 
 def _trained_first(model: nn.Module) -> list[nn.Module]:
-    """List the modules whose weights may need no dgrad: the module of the first trained parameter, and the rest of its
-    layer, since modules may run in another order than they are listed.
-    """
+    """List the modules that may need no dgrad: all of the first trained parameter's layer, as they run in any order."""
     first = next((name for name, parameter in model.named_parameters() if parameter.requires_grad), "")
     layer = re.match(r"(.+?\.)?\d+(?=\.)", first)
     return list(model.get_submodule(layer[0]).modules()) if layer else [model.get_submodule(first.rpartition(".")[0])]

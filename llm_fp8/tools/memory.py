@@ -1,7 +1,4 @@
-"""Does a model fit, and with which options? GPU memory for each way of training and sharding, without GPU or weights.
-
-`llm-fp8 memory` and scripts/memory.py. `llm_fp8.settle.memory` computes the figures.
-"""
+"""Does a model fit, and with which options? GPU memory by way of training and sharding, without GPU or weights."""
 
 from __future__ import annotations
 

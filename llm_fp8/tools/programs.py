@@ -59,9 +59,8 @@ def run_program(
     cwd: Path | None = None,
     timeout_s: float | None = None,
 ) -> Ended:
-    """Run a program to its end, with all of `environ` and in `cwd` (defaults: this process's); its output is appended
-    to `log`. After `timeout_s` seconds, and on a signal or an exception here, it gets SIGTERM, then SIGKILL after 30 s,
-    with all that it started.
+    """Run a program to its end, with `environ` and in `cwd` (defaults: this process's); append its output to `log`.
+    After `timeout_s`, or an exception here, it gets SIGTERM, and after 30 s SIGKILL, with all that it started.
     """
     with log.open("ab") as file:
         begin, began = file.tell(), time.monotonic()

@@ -1,9 +1,8 @@
 """Is fp8 worth it here? Trains bf16 and fp8 runs that differ only in precision, or reads finished runs, and compares
 them.
 
-`llm-fp8 compare` and scripts/compare_performance.py. Runs are in OUTPUT/runs/VARIANT-seedN, their logs in OUTPUT/logs.
-Variants take turns within each seed, so that a machine that slows down slows all of them. The same command again
-continues: it keeps finished runs and resumes an interrupted run from its last checkpoint.
+Runs are in OUTPUT/runs/VARIANT-seedN, their logs in OUTPUT/logs. Variants take turns within a seed, so that a machine
+that slows down slows all of them. The same command again keeps finished runs and resumes an interrupted one.
 """
 
 from __future__ import annotations
@@ -67,9 +66,7 @@ class PlannedRun:
 
 
 def plan_runs(train: str, variants: Sequence[str], num_seeds: int, num_gpus: int, folder: Path) -> list[PlannedRun]:
-    """Plan the runs of a comparison in `folder`, seed by seed. Raises `UserError` for options that a variant cannot
-    take or that this program sets, and for a folder of another comparison.
-    """
+    """Plan the runs in `folder`, seed by seed. Raises `UserError` for options that cannot be shared by the variants."""
     with reading("--train", repr(train), "the options"):
         words = [with_underscores(word) for word in shlex.split(train)]
     names = {word.partition("=")[0].removeprefix("--") for word in words}

@@ -146,9 +146,7 @@ def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
 
 
 def read_wandb(path: str, api: Any = None) -> RunRecord:
-    """Read the record of the finished run ENTITY/PROJECT/RUNID on W&B's server. Raises `UserError` if there is none.
-    `api`: a `wandb.Api`, by default with this machine's login.
-    """
+    """Read a finished run ENTITY/PROJECT/RUNID by `api` (default: `wandb.Api`). Raises `UserError` if there is none."""
     import wandb
 
     advice = "Give ENTITY/PROJECT/RUNID, and run 'wandb login'; runs on this machine are read with --runs FOLDER."

@@ -34,9 +34,7 @@ _CHUNK = 512  # the number of tokens whose logits are in memory at a time
 
 
 def measure_quality(config: Config) -> dict[str, Any]:
-    """Measure the model and recipe of the run of `config`, which was checked, on batches of its eval text, else of its
-    training text. Raises `UserError` as the run itself would.
-    """
+    """Measure the model and recipe of the run of `config`, which was checked, on its eval or else training text."""
     plan = plan_without_output(config)
     if plan.precision.recipe is None:
         raise UserError("--quality compares fp8 with bf16; add --mixed_precision fp8.")

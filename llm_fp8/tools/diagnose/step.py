@@ -56,8 +56,8 @@ def plan_without_output(config: Config) -> RunPlan:
 
 
 def diagnose(config: Config, trace: Path | None = None) -> dict[str, Any]:
-    """Return the findings on the run of `config`, as in the JSON file: times in seconds, memory in GiB. `trace` is the
-    file for the recorded step in Chrome's trace format. Raises `UserError` as the run itself would.
+    """Return the findings on the run of `config`, as in the JSON file: times in seconds, memory in GiB. The recorded
+    step also goes to the file `trace`, in Chrome's format. Raises `UserError` as the run itself would.
     """
     plan = plan_without_output(config)
     with explained_failures(lambda: Path(os.devnull)):

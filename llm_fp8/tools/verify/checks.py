@@ -210,8 +210,7 @@ def check_gpu(setup: Setup) -> Result:
 
     from llm_fp8.observability.provenance import output_of
 
-    listed = output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-    gpus = (listed or "").splitlines()
+    gpus = (output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or "").splitlines()
     cuda = torch.version.cuda
     result = Result(facts={"driver_gpus": gpus, "torch": torch.__version__, "torch_cuda": cuda})
     if setup.num_gpus:

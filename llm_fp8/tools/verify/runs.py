@@ -1,9 +1,8 @@
 """Short training runs, started as a user starts them and read from their run folders.
 
-On a GPU two decoder layers of --model_name train from random weights on the embedded dataset, with the user's sequence
-length and batch size, first in bf16, then in each fp8 recipe. A recipe is judged by its certificate, its attention and
-the distance of its losses from bf16's. Without a GPU the embedded model trains on the CPU and emulates torchao's
-recipes.
+On a GPU two decoder layers of --model_name train from random weights on the embedded dataset, in bf16 and in each fp8
+recipe, which is judged by its certificate, its attention and the distance of its losses from bf16's. Without a GPU the
+embedded model trains on the CPU and emulates torchao's recipes.
 """
 
 from __future__ import annotations
@@ -42,9 +41,7 @@ class Run(NamedTuple):
 
 
 def cut_model(setup: Setup) -> Path:
-    """Make a model folder with the embedded tokenizer and the config of --model_name, cut to `NUM_LAYERS` layers and
-    the tokenizer's vocabulary. Raises `UserError` for a missing model.
-    """
+    """Make a model folder: the embedded tokenizer, and the config of --model_name with few layers."""
     from llm_fp8.config.options import ModelConfig
     from llm_fp8.data.embedded import MODEL_DIR
     from llm_fp8.models.source import load_config, resolve_source
