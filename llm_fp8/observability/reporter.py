@@ -67,9 +67,6 @@ class ProgressDisplay:
         elif step % self._log_every == 0 or step in (self._first_step + 1, total):
             self.print(text)
 
-    def evaluation(self, record: Mapping[str, float]) -> None:
-        self.print(f"evaluation at step {int(record['step'])}: {_figures(record, _EVALUATION)}")
-
     @surviving_closed_output()
     def print(self, text: str) -> None:
         """Print a line, above the bar where there is one."""
@@ -175,7 +172,7 @@ class RunReporter:
         if self._is_main:
             assert record["step"] == self._last_step
             self._write(record)
-            self._display.evaluation(record)
+            self._display.print(f"evaluation at step {self._last_step}: {_figures(record, _EVALUATION)}")
 
     def _write(self, record: dict[str, float]) -> None:
         assert record.keys() <= METRICS.keys(), f"not declared in METRICS: {record.keys() - METRICS.keys()}"

@@ -1,8 +1,8 @@
 """An exported model in fp8 for inference: the compressed-tensors format that vLLM and transformers load.
 
 Every linear layer but the lm_head gets weights in e4m3 with a scale for each row; whoever loads them scales activations
-per token. Scales are amax / 448, in bf16 for bf16 weights, else in fp32. Weights are divided by the stored scale, so that
-its rounding costs nothing. Names and config.json are those of compressed-tensors 0.20.
+per token. Scales are amax / 448, in bf16 for bf16 weights, else in fp32. Weights are divided by the stored scale, so
+that its rounding costs nothing. Names and config.json are those of compressed-tensors 0.20.
 """
 
 from __future__ import annotations
