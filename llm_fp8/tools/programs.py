@@ -34,8 +34,7 @@ _TELLS_WHY = re.compile(r"(\[\w+\]:\s*)?(error: |(?!.*(ChildFailed|CalledProcess
 class Ended:
     """The end of a program."""
 
-    exit_code: int | None
-    """Exit code; None after a kill at the time limit."""
+    exit_code: int | None  # None after a kill at the time limit
     output: str
     wall_s: float
 
@@ -90,8 +89,7 @@ def run_program(
 
 
 def torchrun(num_processes: int, *words: str) -> list[str]:
-    """Return the command that starts `num_processes` on this host."""
-    # --standalone binds a free port.
+    """Return the command that starts `num_processes` on this host; --standalone binds a free port."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}", *words]
 
 

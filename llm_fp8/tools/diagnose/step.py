@@ -34,7 +34,6 @@ from llm_fp8.optim.optimizers import unwrap
 from llm_fp8.precision.certificate import ExpectedKernels, certify
 from llm_fp8.run.plan import RunPlan, announce, plan_run
 from llm_fp8.run.run import load_data
-from llm_fp8.run.run_dir import explained_failures
 from llm_fp8.run.setup import TrainingSetup, build_setup, build_stepper
 from llm_fp8.step.stepper import Stepper
 from llm_fp8.utils.ranks import LaunchRanks
@@ -60,15 +59,14 @@ def diagnose(config: Config, trace: Path | None = None) -> dict[str, Any]:
     step also goes to the file `trace`, in Chrome's format. Raises `UserError` as the run itself would.
     """
     plan = plan_without_output(config)
-    with explained_failures(lambda: Path(os.devnull)):
-        set_seed(plan.config.optim.seed)
-        tokenizer, _ = load_tokenizer(plan.config.model, plan.source)
-        check_model(plan.config, plan.hf_config, tokenizer)
-        data = load_data(plan, tokenizer)
-        plan.say(data.description)
-        setup = build_setup(plan)
-        num_steps = NUM_WARMUP_STEPS + NUM_TIMED_STEPS + 2  # and one for the memory, one for the kernels
-        findings = measure(setup, build_stepper(setup, data.train, num_steps), data.train, trace)
+    set_seed(plan.config.optim.seed)
+    tokenizer, _ = load_tokenizer(plan.config.model, plan.source)
+    check_model(plan.config, plan.hf_config, tokenizer)
+    data = load_data(plan, tokenizer)
+    plan.say(data.description)
+    setup = build_setup(plan)
+    num_steps = NUM_WARMUP_STEPS + NUM_TIMED_STEPS + 2  # and one for the memory, one for the kernels
+    findings = measure(setup, build_stepper(setup, data.train, num_steps), data.train, trace)
     return findings | {"problems": problems(findings)}
 
 
