@@ -108,10 +108,9 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
         # From here on there is something to save: before, a signal ends the process at once.
         with GracefulStop() as stop, timeline.reporter:
             record_run(timeline)
-            on_gpu = plan.device.type == "cuda"
-            where = torch.cuda.get_device_name(plan.device) if on_gpu else "the CPU"
+            where = plan.machine.gpu or "the CPU"
             if ranks.world_size > 1:
-                where = f"{ranks.world_size} {'x' if on_gpu else 'processes on'} {where}"
+                where = f"{ranks.world_size} {'x' if plan.machine.gpu else 'processes on'} {where}"
             warmup = f"warm-up: {effective_warmup_steps(config.optim.num_warmup_steps, num_steps)}"
             plan.say(f"training {num_steps - timeline.step} steps ({warmup}) on {where}, results in {folder}")
             phase_ends("records")

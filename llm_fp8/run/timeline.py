@@ -293,10 +293,9 @@ class Timeline:
         """Return True if the main rank's last checkpoint is `SAVE_AFTER_S` old, or is not the run's end. Collective."""
         if self.setup.plan.config.run.save_every == 0:
             return False
-        is_due = time.monotonic() - self._saved_s >= SAVE_AFTER_S or (
-            self.is_complete and self.state.checkpoints.paths()
-        )
-        return bool(largest(self.accelerator.is_main_process and bool(is_due)))
+        is_old = time.monotonic() - self._saved_s >= SAVE_AFTER_S
+        is_due = is_old or (self.is_complete and any(self.state.checkpoints.paths()))
+        return bool(largest(self.accelerator.is_main_process and is_due))
 
     def _require_finite(self, step: int, result: StepResult, loss: float, grad_norm: float) -> None:
         # fp16 loss scaling expects overflows: the scaler skips such a step and lowers the scale.

@@ -39,8 +39,8 @@ class Machine:
 
 
 def look(precision: PrecisionConfig, ranks: LaunchRanks, asks_te: bool = True) -> Machine:
-    """The machine of this launch. Transformer Engine says which recipes it has, if fp8 is asked for; without `asks_te`
-    the compute capability decides. Collective.
+    """The machine of this launch. If fp8 is asked for, Transformer Engine says which recipes it has, or without
+    `asks_te` the compute capability. Collective.
     """
     host_free_gib = psutil.virtual_memory().available / GIB
     if not torch.cuda.is_available():

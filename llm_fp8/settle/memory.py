@@ -296,7 +296,7 @@ class RunSize:
 
     @property
     def phases(self) -> list[RunSize]:
-        """The run, and where some steps may compute in bf16 itself in bf16."""
+        """The run, and the same in bf16 where some steps may be."""
         return [self, dataclasses.replace(self, recipe="bf16")] if self.may_be_bf16 else [self]
 
     def fits(self, gpu_gib: float) -> bool:

@@ -149,10 +149,8 @@ def _alone(model: TrainingModel, ids: Tensor) -> Tensor:
 
 
 def _differs(value: Tensor, reference: Tensor, dtype: torch.dtype) -> float:
-    """The largest relative difference of a token, where it is beyond rounding; else 0. In bf16 it is the second
-    largest, since rounding may send a token to another expert.
-    """
+    """The largest relative difference of a token, where it is beyond rounding; else 0."""
     errors = (value - reference).float().norm(dim=-1) / reference.float().norm(dim=-1).clamp_min(1e-12)
-    rank = 1 if dtype == torch.float32 else 2
+    rank = 1 if dtype == torch.float32 else 2  # in bf16 rounding may send a token to another expert
     worst = float(errors.flatten().nan_to_num(torch.inf).topk(rank).values[-1])
     return 0.0 if worst < LIMIT[dtype] else worst

@@ -80,11 +80,10 @@ class Settled:
             return False  # nothing shows whether the GPU is idle
         if MODES[self.mode].engine != "fsdp" and self.parameter_dtype != torch.bfloat16:
             return False
-        sizes = self.size.sizes
         with contextlib.suppress(UserError):
             # Check as if precision were 'auto': fp8 options are allowed although bf16 ignores them.
             check_declared(self.config.with_options(cuda_graphs=True, mixed_precision="auto"), self.mode)
-            return None if sizes is not None and sizes.attention_dropout == 0 else False
+            return None if self.size.sizes is not None and self.size.sizes.attention_dropout == 0 else False
         return False
 
     @property
@@ -107,8 +106,7 @@ def settle(
     not allow, or the GPU's memory cannot hold.
 
     Args:
-        resumed: meta.json of the checkpoint that the run continues. It keeps that run's micro-batches where it can, and
-            what --mixed_precision auto chose then.
+        resumed: meta.json of the checkpoint that is continued, with its micro-batches and its choice under auto.
         measured: the faster precision, bf16 or fp8, once --mixed_precision auto has measured both.
         num_parameters: of the model, where they have been counted.
     """

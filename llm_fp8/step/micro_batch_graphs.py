@@ -203,7 +203,6 @@ class MicroBatchGraphs:
 
 class ShardedMicroBatchGraphs(MicroBatchGraphs):
     """Graphs under fsdp_grad and fsdp_full, for steps of one micro-batch; FSDP2's collectives are in the graphs.
-
     FSDP2 makes a step's gradients anew: those of the first graph are kept, and the other graphs copy theirs to them.
     """
 

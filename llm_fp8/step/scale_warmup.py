@@ -27,11 +27,9 @@ PASSES = 5
 
 
 def warm_up_delayed_scales(model: TrainingModel, precision: Precision, batch: Batch, num_supervised: float) -> None:
-    """Run `batch` forward and backward `PASSES` times where scales lag; weights and random state stay as they were,
-    gradients None. Collective where scales or parameters are shared by ranks.
-
-    `model` is sharded by FSDP, or not yet prepared by the strategy; `num_supervised`, the mean over processes of
-    the step's supervised tokens, sets the gradients' size.
+    """Run `batch` forward and backward `PASSES` times; weights and random state stay as they were, gradients None.
+    `model` is sharded by FSDP, or not yet prepared by the strategy. `num_supervised`, the mean over processes of the
+    step's supervised tokens, sets the gradients' size. Collective where scales or parameters are shared by ranks.
     """
     device = batch.input_ids.device
     model.train()

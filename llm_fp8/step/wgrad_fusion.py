@@ -66,8 +66,7 @@ class FusedWgradAccumulation:
 
     def _set_main_grads(self, module: Any, weights: list[Tensor], fused: list[tuple[Any, list[Tensor]]]) -> None:
         """Make `module` add to the main gradients of its weights, if it can for all of them, and append it to `fused`.
-
-        This is not inlined in `micro_batch`, whose locals would keep released main gradients alive.
+        Inlined in `micro_batch`, whose locals live longer, it would keep released main gradients alive.
         """
         if would_lose_main_grad(module):
             return
