@@ -94,18 +94,11 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
     if plan.stored is not None and (plan.rounds_weights or plan.stored.fp8 is not None):
         plan.say(_describe_rounding(plan, plan.stored.fp8))
     precision.backend.compile_layers(layers, recomputed=bool(recomputed))
-    return TrainingSetup(
-        plan=plan,
-        model=built,
-        training_model=training_model,
-        precision=precision,
-        coverage=coverage,
-        recomputed=recomputed,
-        attention=attention,
-        num_parameters=sum(parameter.numel() for parameter in training_model.parameters()),
-        num_trainable_parameters=sum(p.numel() for p in training_model.parameters() if p.requires_grad),
-        num_adapter_parameters=sum(p.numel() for name, p in model.named_parameters() if is_adapter(name)),
-    )
+    num_parameters = sum(parameter.numel() for parameter in training_model.parameters())
+    num_trained = sum(parameter.numel() for parameter in training_model.parameters() if parameter.requires_grad)
+    num_adapter = sum(parameter.numel() for name, parameter in model.named_parameters() if is_adapter(name))
+    parts = plan, built, training_model, precision, coverage, recomputed, attention
+    return TrainingSetup(*parts, num_parameters, num_trained, num_adapter)
 
 
 def warm_up_scales(setup: TrainingSetup, loader: TrainLoader) -> None:

@@ -150,13 +150,8 @@ class RunState:
             "loader": self.data.train.state_dict(),
             "fp16_scaler": None if scaler is None else scaler.state_dict(),
         }
-        return self.checkpoints.save(
-            step,
-            self.tensors(optimizer) | rng_state(plan.accelerator.process_index),
-            meta,
-            history.kept_step,
-            in_background=plan.config.parallel.async_save,
-        )
+        tensors = self.tensors(optimizer) | rng_state(plan.accelerator.process_index)
+        return self.checkpoints.save(step, tensors, meta, history.kept_step, plan.config.parallel.async_save)
 
     def restore(self, checkpoint: Checkpoint, optimizer: Any) -> None:
         """Restore everything in place that is not the loop's own. Collective."""

@@ -185,14 +185,7 @@ def resolve_precision(config: Config, machine: Machine) -> PrecisionPlan:
         if options.fp8_strict:
             raise UserError(f"--fp8_scenario {wanted} with --fp8_strict: {fallback}")
         effective = DEFAULTS[options.fp8_backend]
-    return PrecisionPlan(
-        requested="fp8",
-        effective="fp8",
-        requested_scenario=options.fp8_scenario,
-        effective_scenario=effective,
-        fallback_reason=fallback,
-        backend=options.fp8_backend,
-    )
+    return PrecisionPlan("fp8", "fp8", options.fp8_scenario, effective, fallback, backend=options.fp8_backend)
 
 
 def check_machine(config: Config, machine: Machine, mode: str, precision: PrecisionPlan, size: RunSize) -> None:

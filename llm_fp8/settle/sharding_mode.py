@@ -15,18 +15,16 @@ STATE_SHARE = 0.6  # of a GPU's memory, for weights, gradients and optimizer sta
 _FROZEN_WEIGHT_BYTES, _ACCUMULATED_GRADIENT_BYTES = 2, 4
 
 
-def choose_mode(
-    config: Config, ranks: LaunchRanks, num_parameters: int, gpu_memory_gib: float | None
-) -> tuple[str, str | None]:
-    """The mode of a run and, under auto, the reason. `gpu_memory_gib`: of the smallest GPU, None on CPUs."""
+def choose_mode(config: Config, ranks: LaunchRanks, num_parameters: int, gpu_gib: float | None) -> tuple[str, str]:
+    """The mode of a run and, under auto, the reason, else ''. `gpu_gib`: of the smallest GPU, None on CPUs."""
     requested = config.parallel.sharding_mode
     if requested != "auto":
-        return requested, None
+        return requested, ""
     if ranks.world_size == 1:
         return "single", "there is one process"
-    if gpu_memory_gib is None:
+    if gpu_gib is None:
         return "ddp", "there is no GPU whose memory would count"
-    room, needs = STATE_SHARE * gpu_memory_gib, {}
+    room, needs = STATE_SHARE * gpu_gib, {}
     compute = "fp32" if config.precision.mixed_precision in ("no", "fp16") else "bf16"
     for mode in ("ddp", "fsdp_grad", "fsdp_full"):
         kind = resolve_optimizer(config, mode, compute)
