@@ -118,8 +118,7 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = No
 def announce(plan: RunPlan) -> None:
     """Print what was settled: notes, precision and optimizer."""
     precision, say = plan.precision, plan.say
-    for note in plan.notes:
-        say(note)
+    say("\n".join(plan.notes))
     say(f"precision: {precision.name} (asked for: {precision_name(precision.requested, precision.requested_scenario)})")
     if precision.backend not in (None, "te"):
         say(f"fp8 by {precision.backend}{', EMULATED on the CPU in higher precision' if precision.emulated else ''}")

@@ -173,10 +173,8 @@ def resolve_precision(config: Config, machine: Machine) -> PrecisionPlan:
         return PrecisionPlan(requested=requested, effective=requested)
     wanted, fallback = chosen(options.fp8_scenario, options.fp8_backend), None
     if not machine.has_fp8 and (machine.gpu is not None or options.fp8_backend not in EMULATING):
-        where = machine.gpu or "no CUDA GPU"
-        raise UserError(
-            f"--mixed_precision fp8 needs a GPU of compute capability 8.9 or later; found {where}. Use bf16."
-        )
+        needs = f"a GPU of compute capability 8.9 or later; found {machine.gpu or 'no CUDA GPU'}"
+        raise UserError(f"--mixed_precision fp8 needs {needs}. Use bf16.")
     effective = wanted
     if wanted in machine.lacking:
         others = ", ".join(name for name in recipe_names(options.fp8_backend) if name not in machine.lacking)
