@@ -22,7 +22,6 @@ FP8_SIZE_MULTIPLE = 16  # of an fp8 GEMM's sizes
 class Recipe:
     """How tensors are scaled when they are cast to fp8."""
 
-    name: str
     backend: Backend
     summary: str
     recipe_class: str
@@ -46,70 +45,60 @@ class Recipe:
 
 
 RECIPES: dict[str, Recipe] = {
-    recipe.name: recipe
-    for recipe in (
-        Recipe(
-            "delayed",
-            "te",
-            "one scale per tensor from the amax history of past steps; fastest, a spike beyond it is clipped",
-            "DelayedScaling",
-            options=("fp8_format", "amax_history_len", "amax_compute_algo"),
-            defaults={"amax_history_len": 1024, "amax_compute_algo": "max", "margin": 0},
-            scales_lag=True,
-            one_scale_per_weight=True,
-            saved_bytes_per_element=1,
-        ),
-        Recipe(
-            "current",
-            "te",
-            "one scale per tensor from the tensor itself, for one more pass over it",
-            "Float8CurrentScaling",
-            options=("fp8_format",),
-            one_scale_per_weight=True,
-            saved_bytes_per_element=1,
-        ),
-        Recipe(
-            "block",
-            "te",
-            "one scale per 128 values (128 x 128 for weights); Hopper with CUDA 12.9 or later",
-            "Float8BlockScaling",
-            token_multiple=128,
-            options=("fp8_format",),
-            availability="is_fp8_block_scaling_available",
-            capability=(9, 0),
-            fp32_scales_on_hopper=True,
-            saved_bytes_per_element=1 + 4 / 128,
-            saves_fc2_input_twice=True,
-        ),
-        Recipe(
-            "mxfp8",
-            "te",
-            "one power-of-two scale per 32 values; Blackwell (compute capability 10)",
-            "MXFP8BlockScaling",
-            token_multiple=32,
-            size_multiple=32,
-            options=("fp8_format",),
-            availability="is_mxfp8_available",
-            capability=(10, 0),
-        ),
-        Recipe(
-            "nvfp4",
-            "te",
-            "4-bit values with a scale per 16; Blackwell (compute capability 10)",
-            "NVFP4BlockScaling",
-            availability="is_nvfp4_available",
-            capability=(10, 0),
-            has_fp8_peak=False,
-        ),
-        Recipe("tensorwise", "torchao", "one scale per tensor", "tensorwise", one_scale_per_weight=True),
-        Recipe("rowwise", "torchao", "one scale per row", "rowwise"),
-        Recipe(
-            "rowwise_with_gw_hp", "torchao", "one scale per row, wgrad in bf16", "rowwise_with_gw_hp", gemms_in_fp8=2
-        ),
-    )
+    "delayed": Recipe(
+        "te",
+        "one scale per tensor from the amax history of past steps; fastest, a spike beyond it is clipped",
+        "DelayedScaling",
+        options=("fp8_format", "amax_history_len", "amax_compute_algo"),
+        defaults={"amax_history_len": 1024, "amax_compute_algo": "max", "margin": 0},
+        scales_lag=True,
+        one_scale_per_weight=True,
+        saved_bytes_per_element=1,
+    ),
+    "current": Recipe(
+        "te",
+        "one scale per tensor from the tensor itself, for one more pass over it",
+        "Float8CurrentScaling",
+        options=("fp8_format",),
+        one_scale_per_weight=True,
+        saved_bytes_per_element=1,
+    ),
+    "block": Recipe(
+        "te",
+        "one scale per 128 values (128 x 128 for weights); Hopper with CUDA 12.9 or later",
+        "Float8BlockScaling",
+        token_multiple=128,
+        options=("fp8_format",),
+        availability="is_fp8_block_scaling_available",
+        capability=(9, 0),
+        fp32_scales_on_hopper=True,
+        saved_bytes_per_element=1 + 4 / 128,
+        saves_fc2_input_twice=True,
+    ),
+    "mxfp8": Recipe(
+        "te",
+        "one power-of-two scale per 32 values; Blackwell (compute capability 10)",
+        "MXFP8BlockScaling",
+        token_multiple=32,
+        size_multiple=32,
+        options=("fp8_format",),
+        availability="is_mxfp8_available",
+        capability=(10, 0),
+    ),
+    "nvfp4": Recipe(
+        "te",
+        "4-bit values with a scale per 16; Blackwell (compute capability 10)",
+        "NVFP4BlockScaling",
+        availability="is_nvfp4_available",
+        capability=(10, 0),
+        has_fp8_peak=False,
+    ),
+    "tensorwise": Recipe("torchao", "one scale per tensor", "tensorwise", one_scale_per_weight=True),
+    "rowwise": Recipe("torchao", "one scale per row", "rowwise"),
+    "rowwise_with_gw_hp": Recipe("torchao", "one scale per row, wgrad in bf16", "rowwise_with_gw_hp", gemms_in_fp8=2),
 }
 """Name -> recipe."""
-NO_RECIPE = Recipe("", "te", "", "", token_multiple=1, gemms_in_fp8=0)
+NO_RECIPE = Recipe("te", "", "", token_multiple=1, gemms_in_fp8=0)
 RECIPE_OPTIONS = tuple(dict.fromkeys(name for recipe in RECIPES.values() for name in recipe.options))
 """Options that some recipes take and others do not."""
 

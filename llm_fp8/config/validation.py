@@ -71,14 +71,15 @@ def _check_recipe(config: Config) -> None:
     if scenario not in (DEFAULT, *recipe_names(backend)):
         able = ", ".join(recipe_names(backend))
         raise UserError(f"--fp8_scenario {scenario} is not of --fp8_backend {backend}; use one of {able}.")
-    recipe = RECIPES[chosen(scenario, backend)]
+    recipe_name = chosen(scenario, backend)
+    recipe = RECIPES[recipe_name]
     for name in RECIPE_OPTIONS:
         if getattr(precision, name) is not None and name not in recipe.options:
-            raise UserError(f"--{name} has no effect with --fp8_scenario {recipe.name}; drop one of them.")
+            raise UserError(f"--{name} has no effect with --fp8_scenario {recipe_name}; drop one of them.")
     if config.parallel.fp8_params:
         if not recipe.one_scale_per_weight:
             able = ", ".join(name for name, row in RECIPES.items() if row.one_scale_per_weight)
-            raise UserError(f"--fp8_params cannot go with --fp8_scenario {recipe.name}, only with {able}.")
+            raise UserError(f"--fp8_params cannot go with --fp8_scenario {recipe_name}, only with {able}.")
         if config.trains_adapters and config.draws_weights and config.run.export:
             raise UserError("--fp8_params keeps random weights of a frozen model in fp8 alone; add --no_export.")
 

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from llm_fp8.config.options import ParallelConfig
 from llm_fp8.distributed.strategy import DistributedStrategy, FindMainGrad
 from llm_fp8.optim.adamw_master import join_master, remainder_of
-from llm_fp8.utils.te_internals import keep_weight_casts, release_main_grad
+from llm_fp8.utils.te_internals import keep_weight_casts
 from llm_fp8.utils.torch_internals import fsdp_entries, gathered_parameter, local_of, materialize_, sharded_like
 
 
@@ -149,7 +149,7 @@ class MemorySavingReduceScatter:
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         for entry in self._entries:
             if (gathered := gathered_parameter(entry)[0]) is not None:
-                release_main_grad(gathered)
+                vars(gathered).pop("main_grad", None)
         if (stream := self._stream()) is None:
             return torch.empty(*size, dtype=dtype, device=device)
         current = torch.cuda.current_stream(device)

@@ -175,9 +175,7 @@ def losses_and_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
     return torch.cat(losses), torch.cat(statistics)
 
 
-def to_gradient_(
-    logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor, cap: float | None = None
-) -> None:
+def to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor, cap: float | None) -> None:
     """Overwrite `logits [T, V]` by the 0-dim grad_output times (softmax - one_hot(label)), or by 0 in ignored rows;
     with a `cap`, by the gradient with respect to the input of `cap_`.
     """

@@ -5,15 +5,14 @@ and division are correctly rounded, and `enable_fp_fusion=False` makes a multipl
 new step or learning rate recompiles nothing: coefficients are fp32 arguments and keys are not specialised.
 
 With 8-bit state the kernel moves only 10 bytes per element, so its instructions count (about 117 per element). A warp
-takes a block of 256 elements and reduces its amax. Each of the four conversions of an element, to and from m and v, is
-one look-up in a table of 256 numbers in shared memory.
+takes a block of 256 elements and reduces its amax. Each conversion of an element is one look-up in a table of 256
+numbers in shared memory, and a code is found without a search.
 
-A code is found without a search. Take x >= 0. In each decade codes are equally spaced, so the position of x among the
-codes is a line in x. A decade's slope is 0.2 of the slope below it, and neighbouring lines meet at the decade's edge,
-so the position is the least of seven lines. It errs by at most 0.25 of a code, at the edges and below the code of 1,
-and by rounding. The position less 0.5, rounded down, is therefore the code or the code before it; one comparison with
-the exact limit between the two decides. Adding 1.5 * 2^23 rounds to an integer, which is the lower bits of the sum. A
-negative x has the complement of the code of -x.
+Take x >= 0. In each decade codes are equally spaced, so the position of x among the codes is a line in x. A decade's
+slope is 0.2 of the slope below it, and neighbouring lines meet at the decade's edge, so the position is the least of
+seven lines. It errs by at most 0.25 of a code, at the edges and below the code of 1, and by rounding. The position less
+0.5, rounded down, is therefore the code or the code before it; one comparison with the exact limit between the two
+decides. Adding 1.5 * 2^23 rounds to an integer, in the sum's lower bits. A negative x has the complement of -x's code.
 """
 
 from __future__ import annotations

@@ -190,12 +190,9 @@ def learning_rate_factor(step: int, total_steps: int, warmup_steps: int, kind: s
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    if kind == "constant":
-        return 1.0
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    if kind == "linear":
-        return 1.0 - progress
-    return (1.0 + math.cos(math.pi * progress)) / 2
+    shapes = {"constant": 1.0, "linear": 1.0 - progress, "cosine": (1.0 + math.cos(math.pi * progress)) / 2}
+    return shapes[kind]
 
 
 def build_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: int, completed_steps: int = 0) -> LambdaLR:

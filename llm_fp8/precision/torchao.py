@@ -55,7 +55,7 @@ class TorchaoBackend:
         TORCHAO.require(why)
         if on_gpu and not any(map(shutil.which, (os.environ.get("CC") or "gcc", "clang", "cc"))):
             raise UserError(f"{why}: Triton needs a C compiler, and none is found; install gcc, or name one in CC.")
-        return build_config(recipe.name, emulate=not on_gpu)
+        return build_config(recipe.recipe_class, emulate=not on_gpu)
 
     def linears_of(self, model: nn.Module) -> dict[str, nn.Module]:
         return {name: module for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.precision.coverage import linear_weights
-from llm_fp8.utils.te_internals import release_main_grad, would_lose_main_grad
+from llm_fp8.utils.te_internals import would_lose_main_grad
 
 
 class FusedWgradAccumulation:
@@ -62,7 +62,7 @@ class FusedWgradAccumulation:
             for module, weights in fused:
                 module.fuse_wgrad_accumulation = False
                 for weight in weights:
-                    release_main_grad(weight)
+                    vars(weight).pop("main_grad", None)
 
     def _set_main_grads(self, module: Any, weights: list[Tensor], fused: list[tuple[Any, list[Tensor]]]) -> None:
         """Make `module` add to the main gradients of its weights, if it can for all of them, and append it to `fused`.

@@ -1,4 +1,4 @@
-"""Reading and writing of JSON files that survive a crash and that every reader accepts.
+"""JSON files that survive a crash and that every reader accepts.
 
 A file is written beside its place and renamed over it, so that a reader never sees half of one. JSON has no NaN or
 infinity; they are written as the strings "NaN", "Infinity" and "-Infinity", which `read_json` turns into floats again.
@@ -21,13 +21,11 @@ _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def _plain(value: Any) -> Any:
-    """Replace everything that JSON lacks: non-finite floats and paths by strings, tuples by lists."""
+    """Replace non-finite floats, which JSON lacks, by strings."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
     if isinstance(value, float) and not math.isfinite(value):
         return next((word for word, number in _WORDS.items() if value == number), "NaN")
     return value
@@ -44,12 +42,12 @@ def with_floats(value: Any) -> Any:
 
 def json_line(record: dict[str, Any]) -> str:
     """Return `record` as one line of a JSONL file, newline included."""
-    return json.dumps(_plain(record), allow_nan=False) + "\n"
+    return json.dumps(_plain(record), allow_nan=False, default=os.fspath) + "\n"
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
     """Write `value` to `path` as indented JSON, whole or not at all; TypeError if JSON cannot hold it."""
-    write_text_atomic(path, json.dumps(_plain(value), indent=2, allow_nan=False) + "\n")
+    write_text_atomic(path, json.dumps(_plain(value), indent=2, allow_nan=False, default=os.fspath) + "\n")
 
 
 def read_json(path: Path, flag: str = "the file") -> dict[str, Any]:

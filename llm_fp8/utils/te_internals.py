@@ -119,11 +119,6 @@ def attention_backend() -> str | None:
     return next((name for kind, name in names.items() if _attention_backends[f"use_{kind}_attention"]), None)
 
 
-def release_main_grad(weight: Any) -> None:
-    """Drop the reference to the main gradient of `weight`, if it has one."""
-    vars(weight).pop("main_grad", None)
-
-
 def make_rowwise_only(weight: Any) -> None:
     """Let later casts of an fp8 weight make no transpose."""
     weight._quantizer.set_usage(rowwise=True, columnwise=False)

@@ -13,7 +13,6 @@ from llm_fp8.tools.compare.run_record import parse_variants, variant_words
 from llm_fp8.utils.errors import UserError
 
 MADE_UP = Recipe(
-    "made_up",
     "te",
     "a scale that nobody has",
     "MadeUpScaling",
@@ -25,7 +24,7 @@ MADE_UP = Recipe(
 
 @pytest.fixture(autouse=True)
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RECIPES, MADE_UP.name, MADE_UP)
+    monkeypatch.setitem(RECIPES, "made_up", MADE_UP)
 
 
 def test_help_and_options():

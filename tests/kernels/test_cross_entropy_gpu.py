@@ -35,7 +35,7 @@ def test_kernels_match_fp32_reference(dtype):
     losses, statistics = cross_entropy.losses_and_statistics(logits, labels)
     assert torch.equal(logits, original), "the forward kernel must leave the logits alone"
     torch.testing.assert_close(losses, want.detach(), rtol=1e-5, atol=1e-5)
-    cross_entropy.to_gradient_(logits, statistics, labels, factor)
+    cross_entropy.to_gradient_(logits, statistics, labels, factor, None)
     gradient = logits.float()
     # One rounding to the logits' dtype is all that may differ.
     unit_roundoff = torch.finfo(dtype).eps / 2
