@@ -21,7 +21,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
-from accelerate import Accelerator
 from tqdm import tqdm
 
 from llm_fp8.config.options import Config
@@ -95,18 +94,12 @@ class RunReporter:
     """Reports the numbers of one run; every rank makes one. As a context manager it closes files and trackers' runs."""
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        config: Config,
-        folder: Path,
-        total_steps: int,
-        resume_step: int = 0,
-        evaluates_again: bool = False,
+        self, is_main: bool, config: Config, folder: Path, total_steps: int, resume_step: int, evaluates_again: bool
     ) -> None:
         """Open the files in `folder`. `resume_step` is the checkpoint's step; at 0 metrics.jsonl begins anew.
         `evaluates_again`: the evaluation after that step is repeated.
         """
-        self._is_main = accelerator.is_main_process
+        self._is_main = is_main
         self._trackers: dict[str, Any] = {}  # by name, Accelerate's; their module is imported for a run that has some
         self._config = config
         self._resume_step = self._last_step = resume_step
@@ -152,7 +145,6 @@ class RunReporter:
     def step(self, record: dict[str, float]) -> None:
         """Report an optimizer step, one after the other: `step` and other keys of `METRICS`, as plain numbers."""
         if self._is_main:
-            assert record["step"] > self._last_step, f"step {record['step']} comes after step {self._last_step}"
             self._last_step = int(record["step"])
             self._write(record)
             self._display.step(record)
@@ -170,7 +162,6 @@ class RunReporter:
     def evaluation(self, record: dict[str, float]) -> None:
         """Report an evaluation after the last reported step: that `step` and the `eval_` keys."""
         if self._is_main:
-            assert record["step"] == self._last_step
             self._write(record)
             self._display.print(f"evaluation at step {self._last_step}: {_figures(record, _EVALUATION)}")
 

@@ -170,7 +170,7 @@ def build_timeline(state: RunState, resumed: Checkpoint | None, results: RunResu
         plan.say(f"resumed from {resumed.folder} after step {step}")
         state.restore_history(history, resumed)
     evaluates_again = history.last_step != step
-    reporter = RunReporter(plan.accelerator, config, state.folder, num_steps, step, evaluates_again)
+    reporter = RunReporter(plan.accelerator.is_main_process, config, state.folder, num_steps, step, evaluates_again)
     return Timeline(stepper, data.train, reporter, num_steps, state, results, history, step, tokens)
 
 

@@ -57,10 +57,8 @@ def a_config(folder: Path, *arguments: str) -> Config:
 
 
 def a_reporter(config: Config, resume_step: int = 0) -> RunReporter:
-    accelerator = Accelerator(cpu=True)
-    reporter = RunReporter(
-        accelerator, config, Path(config.run.output_dir), TOTAL_STEPS, resume_step, resume_step >= TOTAL_STEPS
-    )
+    is_main, folder = Accelerator(cpu=True).is_main_process, Path(config.run.output_dir)
+    reporter = RunReporter(is_main, config, folder, TOTAL_STEPS, resume_step, resume_step >= TOTAL_STEPS)
     reporter.start_trackers({"config": config.to_dict(), **RUN_SECTIONS, "provenance": PROVENANCE})
     return reporter
 

@@ -45,9 +45,7 @@ class Comparison:
     quality_margin: float
 
 
-def compare(
-    runs: Sequence[RunRecord], failures: Sequence[Failure] = (), quality_margin: float = QUALITY_MARGIN
-) -> Comparison:
+def compare(runs: Sequence[RunRecord], failures: Sequence[Failure] = (), margin: float = QUALITY_MARGIN) -> Comparison:
     """Compare one or more finished runs. Raises `UserError` for two runs of the same variant and seed."""
     sources: dict[str, str] = {}
     for run in runs:
@@ -65,7 +63,7 @@ def compare(
     reference = by_variant.get(REFERENCE, [])
     figures = [variant_figures(name, by_variant.get(name, []), reference, num_failed[name]) for name in variants]
     baseline = figures[0] if figures[0].variant == REFERENCE else None
-    verdicts = {each.variant: judge(each, baseline, differences, quality_margin) for each in figures}
+    verdicts = {each.variant: judge(each, baseline, differences, margin) for each in figures}
     if baseline and len(figures) == 1:
         seeds = ", ".join(map(str, baseline.seeds))
         alone = f"Every run is in {baseline.name}, so there is nothing to compare: add runs in fp8 of seeds {seeds}."
@@ -83,7 +81,7 @@ def compare(
         curves=curves,
         runs=sources,
         provenance={**first["provenance"], **first["model"], "random_init": first["config"]["model"]["random_init"]},
-        quality_margin=quality_margin,
+        quality_margin=margin,
     )
 
 

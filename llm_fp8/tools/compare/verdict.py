@@ -38,10 +38,7 @@ class Verdict:
 
 
 def judge(
-    figures: VariantFigures,
-    reference: VariantFigures | None,
-    differences: Sequence[Difference],
-    margin: float = QUALITY_MARGIN,
+    figures: VariantFigures, reference: VariantFigures | None, differences: Sequence[Difference], margin: float
 ) -> Verdict:
     """Judge a variant relative to the baseline `reference` (None if the baseline has no finished run)."""
     name, state, reasons = figures.name, figures.certificate.state, "; ".join(figures.certificate.reasons)

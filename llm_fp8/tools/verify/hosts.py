@@ -46,12 +46,8 @@ NETWORK = (
 
 def check_hosts(argv: Sequence[str], ranks: LaunchRanks) -> list[Result]:
     """Run the checks for a run with the options `argv` up to the first failed one; return the results. Collective."""
-    output_dir = Path(parse_launch(list(argv), os.environ, parallel=True).run.output_dir or "runs")
-    checks = {
-        "versions": lambda: check_versions(ranks),
-        "network": check_network,
-        "step": lambda: check_step(output_dir),
-    }
+    folder = Path(parse_launch(list(argv), os.environ, parallel=True).run.output_dir or "runs")
+    checks = {"versions": lambda: check_versions(ranks), "network": check_network, "step": lambda: check_step(folder)}
     results: list[Result] = []
     for name, check in checks.items():
         if ranks.rank == 0:

@@ -26,7 +26,7 @@ from llm_fp8.tools.compare.figures import (
 )
 from llm_fp8.tools.compare.report import Failure, compare, render_page, without_folders
 from llm_fp8.tools.compare.run_record import RunRecord, parse_variants, read_run_folder, read_wandb, variant_words
-from llm_fp8.tools.compare.verdict import judge
+from llm_fp8.tools.compare.verdict import QUALITY_MARGIN, judge
 from llm_fp8.utils.errors import UserError
 from tests.support import small
 from tests.support.made_up_runs import made_up_run, precision_of, write_run_folder
@@ -95,7 +95,8 @@ MATCH = Gap(-0.4, -2.4, 1.6, {1: -0.6, 2: 0.2, 3: -0.8})
 
 
 def verdict(differences: list[Difference] | None = None, reference: VariantFigures | None = REFERENCE, **changes: Any):
-    return judge(dataclasses.replace(GOOD, **{"loss_gap": GAP, **changes}), reference, differences or [])
+    figures = dataclasses.replace(GOOD, **{"loss_gap": GAP, **changes})
+    return judge(figures, reference, differences or [], QUALITY_MARGIN)
 
 
 def test_verdict_use_it():
@@ -135,7 +136,7 @@ def test_the_quality_margin_is_an_argument():
     near = dataclasses.replace(GOOD, loss_gap=GAP)
     assert judge(near, REFERENCE, [], margin=0.001).conclusion == "not shown"
     far = dataclasses.replace(GOOD, loss_gap=Gap(0.02, 0.018, 0.022, LEANING))
-    assert judge(far, REFERENCE, []).conclusion == "worse"
+    assert judge(far, REFERENCE, [], QUALITY_MARGIN).conclusion == "worse"
     assert judge(far, REFERENCE, [], margin=0.03).conclusion == "slightly worse"
 
 
@@ -179,7 +180,7 @@ def test_verdict_without_or_with_a_broken_reference():
     assert verdict(reference=dataclasses.replace(REFERENCE, seeds=[])).conclusion == "no reference"
     broken = dataclasses.replace(REFERENCE, certificate=CertificateState("failed", ["fp8 kernels ran"]))
     assert verdict(reference=broken).conclusion == "not comparable"
-    judged = judge(broken, broken, [])
+    judged = judge(broken, broken, [], QUALITY_MARGIN)
     assert (judged.conclusion, judged.quality) == ("reference", "baseline")
     assert "fp8 kernels ran" in " ".join(judged.sentences)
 

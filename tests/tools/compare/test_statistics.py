@@ -48,7 +48,7 @@ def conclusions(num_seeds: int, truth: float, deviation: float = 0.003) -> dict[
     counted: Counter[str] = Counter()
     for differences in world.normal(truth, deviation, (NUM_COMPARISONS, num_seeds)):
         gap = Gap(*dataclasses.astuple(t_interval(differences)), dict(enumerate(differences.tolist())))
-        counted[judge(dataclasses.replace(FASTER, loss_gap=gap), REFERENCE, []).conclusion] += 1
+        counted[judge(dataclasses.replace(FASTER, loss_gap=gap), REFERENCE, [], QUALITY_MARGIN).conclusion] += 1
     return {conclusion: count / NUM_COMPARISONS for conclusion, count in counted.items()}
 
 
