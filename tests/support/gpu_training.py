@@ -46,6 +46,13 @@ def common(model_folder: Path, folder: Path, *more: str) -> list[str]:
     return [*words.split(), *more]
 
 
+def trained(model_folder: Path, folder: Path, *more: str, environment: dict[str, str] | None = None) -> str:
+    """What a run with these options besides the `common` ones prints; it has to end well."""
+    done = train(*common(model_folder, folder, *more), environment=environment)
+    assert done.returncode == 0, done.stderr
+    return str(done.stdout)
+
+
 def figures(folder: Path, name: str) -> list[float]:
     """The metric `name` of the steps or evaluations that have it."""
     return [record[name] for record in read_jsonl(folder / "metrics.jsonl") if name in record]
