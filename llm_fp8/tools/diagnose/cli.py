@@ -32,16 +32,13 @@ def main() -> int:
     import torch  # only here, so that --help and mistakes do not wait for it
 
     from llm_fp8.observability.provenance import collect_provenance
+    from llm_fp8.tools.diagnose.measure import describe_quality, diagnose, measure_quality
 
     code = 0
     if options.quality:
-        from llm_fp8.tools.diagnose.quality import describe, measure_quality
-
         findings = measure_quality(config)
-        print(describe(findings))
+        print(describe_quality(findings))
     elif torch.cuda.is_available():
-        from llm_fp8.tools.diagnose.step import diagnose
-
         findings = diagnose(config, options.trace)
         render(findings)
         code = EXIT_FAILED_CHECK if findings["problems"] else 0

@@ -1,4 +1,6 @@
-"""The diagnosis of a step: a real model's training steps, with stand-ins for what only a GPU has."""
+"""The diagnosis of a step: a real model's training steps, with stand-ins for what only a GPU has. Quality: on a
+CPU with torchao's emulated fp8.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,22 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from llm_fp8.config.parser import parse_config
 from llm_fp8.observability import kernel_trace
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.tools.diagnose import cli, step
+from llm_fp8.tools.diagnose import cli, measure
+from llm_fp8.tools.diagnose.measure import describe_quality, measure_quality
 from llm_fp8.utils.errors import UserError
 from tests.support.recorded_kernels import recorded
-from tests.support.small import forget_accelerator
+from tests.support.small import forget_accelerator, write_model
 
+FP8 = ["--mixed_precision=fp8", "--fp8_backend=torchao", "--max_seq_length=256", "--batch_size=2"]
+LINEARS = {f"self_attn.{name}_proj" for name in "qkvo"} | {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+HARMED = "model.layers.1.mlp.down_proj"
 GEMM = "nvjet_tst_128x256_64x4_2x1_v_bz_TNT"
 ATTENTION = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16"
-NUM_STEPS = step.NUM_WARMUP_STEPS + step.NUM_TIMED_STEPS + 2  # the memory, the kernels
 
 
 @pytest.fixture
@@ -34,14 +40,14 @@ def diagnosed(tiny_model, rows, monkeypatch):
         taken.export_chrome_trace = lambda path: Path(path).write_text("{}")
         counts = iter(range(GIB, 2 * GIB, 2**20))
         monkeypatch.setattr(kernel_trace, "record_kernels", lambda: contextlib.nullcontext(taken))
-        monkeypatch.setattr(step, "held_gib", lambda tensors: len([t for t in tensors if t is not None]) / 1024)
+        monkeypatch.setattr(measure, "held_gib", lambda tensors: len([t for t in tensors if t is not None]) / 1024)
         for name in ("synchronize", "reset_peak_memory_stats"):
             monkeypatch.setattr(torch.cuda, name, lambda *_: None)
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: next(counts))
         for name in ("max_memory_allocated", "max_memory_reserved"):
             monkeypatch.setattr(torch.cuda, name, lambda *_: 3 * GIB)
         words = [f"--model_name={tiny_model}", f"--dataset_name={rows}", "--max_seq_length=256", "--batch_size=2"]
-        return step.diagnose(parse_config([*words, *options]), trace)
+        return measure.diagnose(parse_config([*words, *options]), trace)
 
     return run
 
@@ -92,9 +98,9 @@ def made_up(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_problems(changes, word):
-    (problem,) = step.problems(made_up(**changes))
+    (problem,) = measure.problems(made_up(**changes))
     assert word in problem
-    assert step.problems(made_up()) == []
+    assert measure.problems(made_up()) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
@@ -105,3 +111,48 @@ def test_without_a_gpu_it_exits_3(tiny_model, call_main):
 def test_a_trace_needs_a_step(call_main, tmp_path):
     with pytest.raises(UserError, match="--trace"):
         call_main(cli, "--quality", f"--trace={tmp_path / 'trace.json'}")
+
+
+def measured(model: str, rows: str, *more: str) -> dict[str, Any]:
+    forget_accelerator()
+    return measure_quality(parse_config([f"--model_name={model}", f"--dataset_name={rows}", *FP8, *more]))
+
+
+@pytest.fixture
+def outlier_model(tmp_path):
+    """One channel between up_proj and down_proj of the second layer is a million times as large, which fp8's one scale
+    per tensor pays with all others.
+    """
+    folder = write_model(tmp_path / "outlier")
+    path = tmp_path / "outlier" / "model.safetensors"
+    tensors = load_file(path)
+    tensors[f"{HARMED}.weight"] *= 300  # what a random MLP adds to the residual stream is little
+    for name in ("gate", "up"):
+        tensors[f"model.layers.1.mlp.{name}_proj.weight"][3] *= 1e3
+    tensors[f"{HARMED}.weight"][:, 3] /= 1e6
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.slow
+def test_quality_finds_the_module_with_the_largest_fp8_error(outlier_model, tiny_model, rows):
+    found, plain = measured(outlier_model, rows), measured(tiny_model, rows)
+    assert found["kinds"].keys() == LINEARS and len(found["modules"]) == 14
+    worst, error = next(iter(found["modules"].items()))
+    assert worst == HARMED
+    assert error["relative_error"] > 10 * next(iter(plain["modules"].values()))["relative_error"]
+    total, without = found["all_in_fp8"]["divergence"], found["kinds"]["mlp.down_proj"]["without"]["divergence"]
+    assert total > 2 * without
+    # Alone or left out, every kind is measured against the same bf16 pass, and shares are of all linear weights.
+    assert all(0 < kind["alone"]["divergence"] < total * 1.5 for kind in found["kinds"].values())
+    assert 0.1 < sum(kind["linear_flop_share"] for kind in found["kinds"].values()) < 1
+    assert "--fp8_bf16_modules mlp.down_proj would lower" in describe_quality(found)
+    kept = measured(outlier_model, rows, "--fp8_bf16_modules=mlp.down_proj")
+    assert kept["kinds"].keys() == LINEARS - {"mlp.down_proj"}
+    assert kept["all_in_fp8"]["divergence"] == pytest.approx(without, rel=1e-4)
+
+
+def test_quality_needs_fp8(tiny_model, rows):
+    forget_accelerator()
+    with pytest.raises(UserError, match="--mixed_precision fp8"):
+        measure_quality(parse_config([f"--model_name={tiny_model}", f"--dataset_name={rows}"]))

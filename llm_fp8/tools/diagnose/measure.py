@@ -1,0 +1,290 @@
+"""The measurements of `llm-fp8 diagnose`, on a run that is built by the run's own functions.
+
+**A step**: fp8 coverage, certificate, time by class of kernels, and memory by kind. Recording slows the host but not
+the kernels, so the GPU's idle time is the time of an unrecorded step minus the kernels' time. Memory is divided at the
+last forward pass of a step. "kept_casts" was allocated before it, beside weights, optimizer state and gradients: fp8
+casts of weights, which later micro-batches reuse. "activations" is what the pass allocated. "backward_pass" is the rest
+of the peak; with one micro-batch it holds the gradients.
+
+**Quality** (--quality) is the cost of fp8's forward pass before any training, by kind of module. The model predicts the
+same text in bf16, in fp8, with only one kind of module in fp8, and with all other kinds in fp8. The measure is the
+Kullback-Leibler divergence from bf16's next-token distributions, in nats per supervised token; the rounding of bf16
+itself diverges by about 0.001. The loss is no measure: a disturbance may lower the loss of new text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import set_seed
+from torch import Tensor, nn
+
+from llm_fp8.config.options import Config, RunConfig
+from llm_fp8.data.collate import Batch, count_tokens
+from llm_fp8.data.loader import TrainLoader
+from llm_fp8.distributed.process_group import start_process_group
+from llm_fp8.kernels.cross_entropy import IGNORE_INDEX
+from llm_fp8.models.build import decoder_size
+from llm_fp8.models.source import check_model, load_tokenizer
+from llm_fp8.observability.kernel_trace import KernelTime, gemm_kernels, profiled, time_by_class
+from llm_fp8.observability.metrics import GIB, device_peak_tflops, speed_metrics
+from llm_fp8.optim.optimizers import unwrap
+from llm_fp8.precision.certificate import ExpectedKernels, certify
+from llm_fp8.precision.coverage import linear_weights
+from llm_fp8.run.plan import RunPlan, announce, plan_run
+from llm_fp8.run.run import load_data
+from llm_fp8.run.setup import TrainingSetup, build_setup, build_stepper, warm_up_scales
+from llm_fp8.step.stepper import Stepper
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.ranks import LaunchRanks
+from llm_fp8.utils.script import quiet_libraries
+from llm_fp8.utils.te_internals import attention_backend
+from llm_fp8.utils.torch_internals import wrap_forward
+
+NUM_WARMUP_STEPS = 4
+NUM_TIMED_STEPS = 7
+NUM_BATCHES = 4  # whose quality is measured
+NUM_LISTED = 10  # the number of modules that the terminal shows; the JSON file has all
+_CHUNK = 512  # the number of tokens whose logits are in memory at a time
+
+
+def plan_without_output(config: Config) -> RunPlan:
+    """Plan the run of `config`, which was checked, without output folder and trackers."""
+    ranks = LaunchRanks.from_environment(os.environ)
+    start_process_group(ranks)
+    quiet_libraries()
+    plan = plan_run(dataclasses.replace(config, run=RunConfig(output_dir=os.devnull)), ranks)
+    announce(plan)
+    return plan
+
+
+def diagnose(config: Config, trace: Path | None = None) -> dict[str, Any]:
+    """Return the findings on the run of `config`, as in the JSON file: times in seconds, memory in GiB. The recorded
+    step also goes to the file `trace`, in Chrome's format. Raises `UserError` as the run itself would.
+    """
+    plan = plan_without_output(config)
+    set_seed(plan.config.optim.seed)
+    tokenizer, _ = load_tokenizer(plan.config.model, plan.source)
+    check_model(plan.config, plan.hf_config, tokenizer)
+    data = load_data(plan, tokenizer)
+    plan.say(data.description)
+    setup = build_setup(plan)
+    num_steps = NUM_WARMUP_STEPS + NUM_TIMED_STEPS + 2  # and one for the memory, one for the kernels
+    findings = measure(setup, build_stepper(setup, data.train, num_steps), data.train, trace)
+    return findings | {"problems": problems(findings)}
+
+
+def measure(setup: TrainingSetup, stepper: Stepper, loader: TrainLoader, trace: Path | None) -> dict[str, Any]:
+    """Take steps: first to warm up, then for the time, the memory and the kernels."""
+    plan, steps = setup.plan, iter(loader)
+    stepper.model.train()
+
+    def take(num_steps: int = 1) -> tuple[float, list[Batch]]:
+        """Take steps; return the mean seconds of a step and the last one's micro-batches."""
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(num_steps):
+            batches = next(steps)
+            stepper.take_step(batches)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - began) / num_steps, batches
+
+    take(NUM_WARMUP_STEPS)
+    step_s, batches = take(NUM_TIMED_STEPS)
+    memory = memory_by_kind(stepper, take)
+    with profiled(trace) as profile:
+        take()
+    kernels = profile.kernels
+    busy_s = profile.work_s + profile.exposed_communication_s
+    certificate = certify(
+        ExpectedKernels.of_model(setup.precision, setup.coverage, setup.recomputed),
+        kernels,
+        setup.precision.module_state(),
+        num_micro_batches=len(batches),
+        attention=attention_backend() if plan.config.model.use_te else setup.attention,
+    )
+    size = decoder_size(plan.hf_config, setup.num_adapter_parameters)
+    peak = device_peak_tflops(plan.device)
+    classes = _figures(time_by_class(kernels))
+    classes["gpu_idle"] = {"count": 0, "time_s": max(0.0, step_s - busy_s)}
+    return {
+        "precision": plan.precision.to_dict(),
+        "coverage": setup.coverage.to_dict(),
+        "certificate": certificate.to_dict(),
+        "attention": certificate.attention,
+        "step": speed_metrics(count_tokens(batches), step_s, size, 1, peak, plan.precision.has_fp8_peak),
+        "classes": classes,
+        "gemms": _figures(gemm_kernels(kernels)),
+        "memory_gib": memory,
+    }
+
+
+def _figures(by_name: Mapping[Any, KernelTime]) -> dict[str, dict[str, float]]:
+    return {name: {"count": kernels.count, "time_s": kernels.time_s} for name, kernels in by_name.items()}
+
+
+def held_gib(tensors: Iterable[Any]) -> float:
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_cuda) / GIB
+
+
+def memory_by_kind(stepper: Stepper, take: Callable[[], object]) -> dict[str, float]:
+    """Measure the memory of a step's peak in GiB by kind (see the module's docstring); `take` takes a step."""
+    parameters = list(stepper.model.parameters())
+    marks: list[tuple[float, float]] = []
+
+    def mark(*_: object) -> None:
+        marks.append((torch.cuda.memory_allocated() / GIB, held_gib(parameter.grad for parameter in parameters)))
+
+    model: nn.Module = stepper.training_model
+    hooks = [model.register_forward_pre_hook(mark), model.register_forward_hook(mark)]
+    torch.cuda.reset_peak_memory_stats()
+    take()
+    for hook in hooks:
+        hook.remove()
+    peak = torch.cuda.max_memory_allocated() / GIB
+    weights = held_gib(parameters)
+    (before, gradients), (after, _) = marks[-2:]  # before and after the last forward pass
+    state = held_gib(value for entry in unwrap(stepper.optimizer).state.values() for value in entry.values())
+    return {
+        "weights": weights,
+        "optimizer_state": state,
+        "gradients": gradients,
+        "kept_casts": before - weights - state - gradients,
+        "activations": after - before,
+        "backward_pass": peak - after,
+        "peak": peak,
+        "reserved": torch.cuda.max_memory_reserved() / GIB,
+    }
+
+
+def problems(findings: Mapping[str, Any]) -> list[str]:
+    """List sentences on what differs from the request; with any of them the exit code is 1."""
+    precision, certificate = findings["precision"], findings["certificate"]
+    wrong = list(certificate["reasons"]) if certificate["verdict"] == "failed" else []
+    if precision["fallback_reason"]:
+        wrong.append(f"--fp8_scenario {precision['requested_scenario']} fell back: {precision['fallback_reason']}")
+    if "unfused" in str(findings["attention"]):
+        wrong.append("attention runs unfused: unset NVTE_FUSED_ATTN and NVTE_FLASH_ATTN, CUDNN_HOME and CUDNN_PATH")
+    skipped = findings["coverage"]["skipped"].items() if precision["effective"] == "fp8" else ()
+    return wrong + [f"{name}: {reason}" for name, reason in skipped if "not a multiple of" in reason]
+
+
+def measure_quality(config: Config) -> dict[str, Any]:
+    """Measure the model and recipe of the run of `config`, which was checked, on its eval or else training text."""
+    plan = plan_without_output(config)
+    if plan.precision.recipe is None:
+        raise UserError("--quality compares fp8 with bf16; add --mixed_precision fp8.")
+    data = load_data(plan, load_tokenizer(plan.config.model, plan.source)[0])
+    text: Iterable[Batch] = itertools.chain.from_iterable(data.train) if data.eval is None else data.eval
+    batches = [batch.to(plan.device) for batch in itertools.islice(text, NUM_BATCHES)]
+    setup = build_setup(plan, in_bf16=True)
+    warm_up_scales(setup, data.train)
+    setup.training_model.eval()
+    # What is compiled would pass by the forward functions that stand in for those of modules.
+    with torch.no_grad(), setup.precision.preserving_state(), torch.compiler.set_stance("force_eager"):
+        return _Comparison(setup, batches).findings()
+
+
+class _Comparison:
+    """A model whose modules can be taken out of fp8, and the last hidden states of `batches` in bf16."""
+
+    def __init__(self, setup: TrainingSetup, batches: list[Batch]) -> None:
+        self.setup, self.batches = setup, batches
+        in_fp8 = setup.precision.fp8_modules
+        self.names = {module: name for name, module in setup.model.module.named_modules() if module in in_fp8}
+        self._in_bf16: Collection[nn.Module] = self.names
+        self._errors: dict[str, dict[str, float]] = {}
+        for module in self.names:
+            wrap_forward(module, functools.partial(self._forward, module))
+        self.reference = [self._hidden(batch) for batch in batches]
+        self.num_tokens = sum(map(len, self.reference))
+
+    def findings(self) -> dict[str, Any]:
+        """Measure divergences and loss differences by kind of module and in all, and errors of single modules."""
+
+        def num_weights(modules: Iterable[nn.Module]) -> int:
+            return sum(weight.numel() for module in modules for weight in linear_weights(module))
+
+        kinds: dict[str, list[nn.Module]] = {}
+        for module, name in self.names.items():
+            kinds.setdefault(re.split(r"\.\d+\.", name)[-1], []).append(module)
+        return {
+            "scenario": self.setup.plan.precision.effective_scenario,
+            "num_tokens": self.num_tokens,
+            "kinds": {
+                kind: {
+                    "linear_flop_share": num_weights(modules) / num_weights(self.setup.model.module.modules()),
+                    "alone": self.cost(in_bf16=self.names.keys() - set(modules)),
+                    "without": self.cost(in_bf16=set(modules)),
+                }
+                for kind, modules in kinds.items()
+            },
+            "all_in_fp8": self.cost(in_bf16=()),
+            "modules": dict(sorted(self._errors.items(), key=lambda item: -item[1]["relative_error"])),
+        }
+
+    def cost(self, in_bf16: Collection[nn.Module]) -> dict[str, float]:
+        """Measure the divergence from bf16 and the difference in loss, nats per token, with these modules in bf16."""
+        self._in_bf16 = in_bf16
+        sums = torch.zeros(2, dtype=torch.float64, device=self.setup.plan.device)
+        weight = self.setup.model.module.get_output_embeddings().weight
+        for batch, reference in zip(self.batches, self.reference, strict=True):
+            labels = batch.labels[batch.labels != IGNORE_INDEX]
+            parts = [tensor.split(_CHUNK) for tensor in (reference, self._hidden(batch), labels)]
+            for exact, rounded, label in zip(*parts, strict=True):
+                log_p = F.log_softmax((exact @ weight.to(exact.dtype).t()).float(), -1)
+                log_q = F.log_softmax((rounded @ weight.to(rounded.dtype).t()).float(), -1)
+                sums[0] += F.kl_div(log_q, log_p, reduction="sum", log_target=True)
+                sums[1] += F.nll_loss(log_q, label, reduction="sum") - F.nll_loss(log_p, label, reduction="sum")
+        divergence, loss_difference = (sums / self.num_tokens).tolist()
+        return {"divergence": divergence, "loss_difference": loss_difference}
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        """Compute the last hidden states of the supervised tokens [tokens, h]."""
+        with self.setup.precision.context(first_microbatch=None):
+            return self.setup.training_model.hidden(batch)[batch.labels != IGNORE_INDEX]
+
+    def _forward(self, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        if module not in self._in_bf16:
+            return forward(*args, **kwargs)
+        output = self.setup.precision.backend.call_in_bf16(module, forward, *args, **kwargs)
+        if self.names[module] not in self._errors:
+            error = (forward(*args, **kwargs) - output).float().norm() / output.float().norm()
+            inputs = args[0].float()
+            peak = inputs.abs().amax() / inputs.square().mean().sqrt()  # outliers leave few codes to other values
+            self._errors[self.names[module]] = {"relative_error": float(error), "input_peak": float(peak)}
+        return output
+
+
+def describe_quality(findings: dict[str, Any]) -> str:
+    """Return the findings as lines, and the kind of module whose bf16 would help most for its FLOPs."""
+    total, kinds = findings["all_in_fp8"]["divergence"], findings["kinds"]
+    saved = {kind: total - cost["without"]["divergence"] for kind, cost in kinds.items()}
+    shares = {kind: cost["linear_flop_share"] for kind, cost in kinds.items()}
+    order = sorted(saved, key=lambda kind: -saved[kind] / shares[kind])
+    lines = [
+        f"fp8 {findings['scenario']}, {findings['num_tokens']} supervised tokens: KL divergence from bf16 {total:.4f} "
+        f"nats a token, loss {findings['all_in_fp8']['loss_difference']:+.4f}",
+        f"{'modules':24}{'linear FLOPs':>14}{'KL alone':>12}{'KL without':>12}",
+    ]
+    for kind in order:
+        alone, without = (kinds[kind][name]["divergence"] for name in ("alone", "without"))
+        lines.append(f"{kind:24}{shares[kind]:>14.1%}{alone:>12.4f}{without:>12.4f}")
+    lines.append("largest errors of single modules (relative error of the output; largest input over its rms):")
+    for name, error in itertools.islice(findings["modules"].items(), NUM_LISTED):
+        lines.append(f"  {name:38}{error['relative_error']:8.4f}{error['input_peak']:10.0f}")
+    best = order[0]
+    if saved[best] > 0:
+        cost = f"{shares[best]:.1%} of the linear FLOPs in bf16"
+        lines.append(f"--fp8_bf16_modules {best} would lower the divergence by {saved[best] / total:.0%}, with {cost}")
+    return "\n".join(lines)
