@@ -37,16 +37,12 @@ _SMALL = 2**18  # elements: below it a tensor has memory while draws are recorde
 _Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
-def choose_attention(
-    requested: str, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype
-) -> str | None:
-    """The attention of the Hugging Face decoder; None is transformers' choice. `auto` takes flash-attn on a GPU where
-    it is installed and the model has it.
-    """
-    if requested == "flash_attention_2":
+def choose_attention(choice: str, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+    """The decoder's attention; None is transformers' choice. `auto` takes flash-attn where GPU and model have it."""
+    if choice == "flash_attention_2":
         FLASH_ATTENTION_2.require("--attn_implementation flash_attention_2")
-    if requested != "auto":
-        return requested
+    if choice != "auto":
+        return choice
     installed = package_version(FLASH_ATTENTION_2.name) is not None
     on_gpu = device.type == "cuda" and dtype != torch.float32
     has_flash = on_gpu and installed and supports_flash_attention(auto_class(hf_config), hf_config)
@@ -65,11 +61,9 @@ def build_structure(
     te_on_meta: bool = True,
     full_tensor: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> Model:
-    """The model with parameters on "meta" and buffers on `device`; `fill_weights` gives it values. `unfused_mlp` is a
-    field of `te_llama.LayerSpec`, `full_tensor` of `Model`.
-    """
-    requested = "sdpa" if options.use_te else options.attn_implementation
-    attention = choose_attention(requested, hf_config, device, compute_dtype)
+    """The model without values, its parameters on "meta". For `unfused_mlp` see `te_llama.LayerSpec`."""
+    choice = "sdpa" if options.use_te else options.attn_implementation
+    attention = choose_attention(choice, hf_config, device, compute_dtype)
     with init_empty_weights(include_buffers=False), torch.device("cpu" if options.use_te else device):
         model = model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
     if options.use_te:
@@ -90,9 +84,8 @@ def build_model(
     keep_lower_bits: bool = False,
     **structure: Any,
 ) -> Model:
-    """The model on `device` with the weights `stored`, or without them random ones; for `structure` see
-    `build_structure`. `keep_lower_bits`: bf16 parameters keep what stored fp32 or fp16 weights have beyond bf16, in
-    remainders for `llm_fp8.optim.adamw_master`.
+    """The model on `device` with its stored weights, or random ones; for `structure` see `build_structure`. With
+    `keep_lower_bits` bf16 parameters keep what stored ones have beyond bf16 (`llm_fp8.optim.adamw_master`).
     """
     model = build_structure(options, hf_config, stored, device=device, te_on_meta=False, **structure)
     if not options.use_te:
@@ -103,9 +96,8 @@ def build_model(
 
 
 def fill_weights(model: Model, device: Device = "cpu", seed: int = 0, keep_lower_bits: bool = False) -> None:
-    """Give a model whose parameters have memory its weights, of sharded parameters this rank's shards. Without stored
-    ones they are drawn on `device` from `seed`, the same for every world size. For `keep_lower_bits` see `build_model`.
-    Raises `UserError` naming file and tensor that do not fit.
+    """Give a model whose parameters have memory its weights, or this rank's shards. Without stored ones they are drawn
+    on `device` from `seed`, the same for every world size. `UserError` names file and tensor that do not fit.
     """
     if keep_lower_bits and model.stored is not None:
         for parameter in model.module.parameters():
@@ -122,7 +114,7 @@ def filled_layers(model: Model, layers: Iterable[nn.Module], device: Device, see
     tensors = saved_tensors(model.module)
     owners = {id(parameter): layer for layer in layers for parameter in layer.parameters()}
     if model.stored:
-        fill: Any = functools.partial(copy_stored, model.stored, model.targets)
+        fill: Any = functools.partial(read_into, model.stored, model.targets)
     else:
         fill = RandomWeights(model, torch.Generator(device=device).manual_seed(seed)).fill
     for layer, names in itertools.groupby(tensors, lambda name: owners.get(id(tensors[name]))):
@@ -152,9 +144,7 @@ def auto_class(hf_config: PretrainedConfig) -> Any:
 
 
 def without_towers(model: PreTrainedModel) -> Model:
-    """Take out of `model` all but the parts that text passes through, decoder and lm_head, whose tensors keep their
-    names.
-    """
+    """Take out of `model` all but decoder and lm_head, which text passes through; tensors keep their names."""
     decoder, head = text_decoder(model), model.get_output_embeddings()
     text_parts = {module for part in (decoder, head) if part is not None for module in part.modules()}
     left_out: list[str] = []
@@ -181,9 +171,7 @@ def model_on_meta(hf_config: PretrainedConfig) -> Model:
 
 
 def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -> DecoderSize:
-    """The dimensions of a decoder of any architecture: of a mixture of experts the weights that compute a token, of a
-    hybrid the layers with attention.
-    """
+    """The decoder's dimensions: of experts the weights that compute a token, of a hybrid the layers with attention."""
     model, decoder = model_on_meta(hf_config), text_config(hf_config)
     routed, num_linear = routed_modules(model.module), 0.0
     for module in model.module.modules():
@@ -222,9 +210,7 @@ def attention_width(layer: Any) -> int:
     return num_heads * head_dim
 
 
-def copy_stored(
-    stored: StoredCheckpoint, targets: Mapping[str, tuple[str, Part]], tensors: Mapping[str, Tensor]
-) -> None:
+def read_into(stored: StoredCheckpoint, targets: Mapping[str, tuple[str, Part]], tensors: Mapping[str, Tensor]) -> None:
     """Copy what belongs to `tensors` (this rank's shards, by name) into place; for `targets` see `Model`."""
     wanted = {name for name, (owner, _) in targets.items() if owner in tensors}
     place = next(iter(tensors.values())).device
@@ -244,9 +230,7 @@ class LocalShard:
     remainder: Tensor | None = None  # of bf16 `data`: the lower bits of its fp32 values, where they are kept
 
     def fill(self, part: Part, rows: Any) -> None:
-        """Copy what this rank has of a Hugging Face tensor into place, cast to the parameter's dtype; `rows[a:b]` gives
-        its rows a to b of dim 0.
-        """
+        """Copy what this rank has of a Hugging Face tensor into place, cast; `rows[a:b]` gives its rows a to b."""
         first, last = max(part.start, self.start), min(part.stop, self.start + len(self.data))
         if first >= last:
             return

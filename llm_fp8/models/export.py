@@ -53,9 +53,7 @@ def export_hf(
     origin: Origin = NO_SOURCE,
 ) -> None:
     """Write `model` and `tokenizer` to `folder` (replaced if it exists), tensors as `dtype`; `card` fills README.md.
-
-    Collective; only the rank with `is_main` writes. Raises `UserError` there if the folder cannot be written, and keeps
-    an earlier one.
+    Collective; only the rank with `is_main` writes. A `UserError` there keeps an earlier folder.
     """
     gathered = hf_tensors(model, dtype if is_main else None)
     if not is_main:
@@ -127,8 +125,7 @@ def replaced_folder(folder: Path, what: str = "The trained model", advice: str =
 
 def hf_tensors(model: Model, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """Name and CPU copy of each unsharded Hugging Face tensor, one parameter at a time: parameters in `dtype`, with
-    adapters merged in fp32; buffers, such as a router's correction bias, in their own. With `dtype` None it only takes
-    part in the collectives.
+    adapters merged in fp32, buffers in their own. With `dtype` None it only takes part in the collectives.
     """
     tensors, adapters = saved_tensors(model.module), dict[str, Any]()
     if any(is_adapter(name) for name, _ in model.module.named_parameters()):
@@ -225,9 +222,7 @@ def tokenizer_of(folder: str | Path, base: str | None) -> PreTrainedTokenizerBas
 
 
 def merged_by_peft(model: PreTrainedModel, folder: str | Path, flag: str) -> PreTrainedModel:
-    """Add the PEFT adapter in `folder`, of any kind, to the weights of `model`. Raises `UserError`, which names `flag`,
-    where it does not fit them, or makes them infinite.
-    """
+    """Add the PEFT adapter in `folder` to `model`'s weights; `UserError` names `flag` where it misfits or gives NaN."""
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
 

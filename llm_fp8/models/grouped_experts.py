@@ -32,19 +32,17 @@ def compute_experts(model: nn.Module, autocast_dtype: torch.dtype | None) -> Non
             wrap_forward(module, functools.partial(torch.compiler.disable(_on_casts), module, autocast_dtype))
 
 
-def _on_casts(
-    experts: nn.Module, dtype: torch.dtype, forward: Any, hidden: Tensor, *routing: Any, **others: Any
-) -> Any:
+def _on_casts(experts: nn.Module, dtype: torch.dtype, forward: Any, hidden: Tensor, *routing: Any, **more: Any) -> Any:
     """Call `forward` of `experts` on casts of input and weights, which torch.autocast does not make for grouped GEMMs
     (torch 2.13); gradients reach the weights in the weights' dtype.
     """
     if not torch.is_autocast_enabled(hidden.device.type):
-        return forward(hidden, *routing, **others)
+        return forward(hidden, *routing, **more)
     casts = {name: weight.to(dtype) for name, weight in experts.named_parameters(recurse=False)}
     # An entry of the instance hides the parameter of that name.
     vars(experts).update(casts)
     try:
-        return forward(hidden.to(dtype), *routing, **others)
+        return forward(hidden.to(dtype), *routing, **more)
     finally:
         for name in casts:
             del vars(experts)[name]

@@ -55,9 +55,8 @@ def needs_unfused_mlp(options: LoraConfig) -> bool:
 
 
 def add_adapters(model: Model, options: LoraConfig, dtype: torch.dtype) -> str:
-    """Freeze `model` and add adapters of `dtype`, uninitialised, on the device of its weights ("meta" included). Return
-    the line that names the kinds of layers without an adapter; "" where there are none. Raises `UserError` where a name
-    in --lora_targets is no linear layer of the model.
+    """Freeze `model` and add adapters of `dtype`, without values, on its device ("meta" included). Return a line on
+    layers without an adapter, or "". Raises `UserError` where a name in --lora_targets is no linear layer of the model.
     """
     prefer_torchs_cudnn()  # PEFT imports Transformer Engine where that is installed
     import peft  # noqa: F401  # which an export needs too: where it is missing, the run ends here
@@ -178,9 +177,7 @@ def _add_by_peft(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype
 
     on_meta, (modules, parameters, note) = next(model.parameters()).is_meta, _hf_targets(model, options)
     if parameters and on_meta:
-        raise UserError(
-            f"--lora_targets {EXPERTS}: PEFT's adapters of experts are not sharded; use --sharding_mode ddp."
-        )
+        raise UserError(f"--lora_targets {EXPERTS}: PEFT's adapters of them are not sharded; use --sharding_mode ddp.")
     around = nn.Module()  # has no config, by which PEFT would take shared experts for the routed ones
     around.add_module("model", model)
     settings = peft_config(options, modules, parameters)
@@ -242,9 +239,7 @@ class FusedAdapters(nn.Module):
 
 
 class _AddLowRank(torch.autograd.Function):
-    """output[..., start:stop] += low[..., its rank columns] @ b.T for each b [stop - start, rank], in place, as TE
-    never saves it.
-    """
+    """output[..., start:stop] += low[..., its columns] @ b.T, b [stop - start, rank]; in place: TE never saves it."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, low: Tensor, columns: list[tuple[int, int]], *bs: Tensor) -> Tensor:

@@ -193,9 +193,7 @@ def is_te_model(model: nn.Module) -> bool:
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters (without adapters) and persistent buffers, by their names in the model without adapters; a tied
-    parameter once, under its first name.
-    """
+    """Parameters and persistent buffers by their names in the model without adapters; a tied parameter once."""
     tensors: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if not is_adapter(name)}
     for prefix, module in model.named_modules():
         if buffers := dict(module.named_buffers(recurse=False)):

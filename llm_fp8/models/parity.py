@@ -40,6 +40,8 @@ MEAN_LIMIT = 1.25
 LAYER_LIMIT = 2.0
 SMALLEST_ERROR = 1e-4  # added to both errors of a ratio: below it a difference means nothing
 MAX_TOKENS = 2048  # compared: TE's attention in fp32 holds scores of their square for every head
+Tensors = dict[str, Tensor]
+Row = tuple[Tensor, Tensor, Tensor]  # `input_ids`, `position_ids` [1, n], `cu_seqlens` int32
 _ADVICE = "Report this with config.json, or train without --use_te."
 
 
@@ -86,8 +88,8 @@ def relative_difference(value: Tensor, reference: Tensor) -> float:
     return float(difference / norm) if norm > 0 else float(difference)
 
 
-def first_row(batch: Batch, max_seq_length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """First sequence up to `MAX_TOKENS` real tokens: `input_ids`, `position_ids` [1, n], `cu_seqlens` int32."""
+def first_row(batch: Batch, max_seq_length: int) -> Row:
+    """The first sequence up to `MAX_TOKENS` real tokens."""
     if batch.cu_seqlens is None:
         assert batch.attention_mask is not None
         length = min(int(batch.attention_mask[0].sum()), MAX_TOKENS)
@@ -100,9 +102,7 @@ def first_row(batch: Batch, max_seq_length: int) -> tuple[Tensor, Tensor, Tensor
     return batch.input_ids[:1, :length], batch.position_ids[:1, :length], cu_seqlens
 
 
-def check_parity(
-    model: Model, layers: Iterable[nn.Module], batch: Batch, max_seq_length: int, dtype: torch.dtype
-) -> str:
+def check_parity(model: Model, layers: Iterable[Any], batch: Batch, max_seq_length: int, dtype: torch.dtype) -> str:
     """Run the three tests on a TE decoder that computes in `dtype` and return a sentence on them; `UserError` where one
     fails. Each of its `layers` needs its weights only until the next is asked for. Collective.
     """
@@ -134,12 +134,8 @@ def check_weights(model: Model, entries: Mapping[str, tuple[Part, ...]]) -> None
                 raise UserError(f"--use_te: {part.hf_name} is not the tensor in {source}. {_ADVICE}")
 
 
-def compare_layers(
-    model: Model, layers: Iterable[Any], row: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype
-) -> list[Comparison]:
-    """Tests 2 and 3, unjudged, on layers of both kinds that are built anew and given the weights of `layers`; for `row`
-    see `first_row`.
-    """
+def compare_layers(model: Model, layers: Iterable[Any], row: Row, dtype: torch.dtype) -> list[Comparison]:
+    """Tests 2 and 3, unjudged, on both kinds of each layer, built anew with its weights; for `row` see `first_row`."""
     input_ids, position_ids, cu_seqlens = row
     documents = {"cu_seq_lens_q": cu_seqlens, "max_length_q": int((cu_seqlens[1:] - cu_seqlens[:-1]).max())}
     config, full_tensor = text_decoder(model.module).config, model.full_tensor
@@ -161,8 +157,8 @@ def compare_layers(
         weights = {name: full_tensor(layer.get_parameter(name)) for name in parts}
         hf_weights = te_llama.in_hf_layout(parts, weights)
         gradient = torch.randn(hidden.shape, generator=generator, device=hidden.device)
-        hf: dict[torch.dtype, dict[str, Tensor]] = {}
-        te: dict[torch.dtype, dict[str, Tensor]] = {}
+        hf: dict[torch.dtype, Tensors] = {}
+        te: dict[torch.dtype, Tensors] = {}
         for kind in dict.fromkeys((torch.float32, dtype)):
             if (spec, kind) not in pairs:
                 te_layer = te_llama.TEDecoderLayer(spec, number, layer.softmax_scale, kind, hidden.device)
@@ -197,9 +193,7 @@ def _one_layer_model(config: PretrainedConfig, layer: int, dtype: torch.dtype, d
     return model.model.train()
 
 
-def _run(
-    module: nn.Module, hidden: Tensor, gradient: Tensor, **arguments: object
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _run(module: nn.Module, hidden: Tensor, gradient: Tensor, **arguments: object) -> tuple[Tensors, Tensors]:
     """Forward and backward pass: output and input gradient [1, S, h], and the parameters' gradients by name."""
     module.zero_grad(set_to_none=True)
     hidden = hidden.clone().requires_grad_()

@@ -64,9 +64,7 @@ def save_side_files(
     dtype: torch.dtype | None,
     origin: Origin = NO_SOURCE,
 ) -> None:
-    """Write all but weights to `folder`; no config.json without their `dtype`, as beside an adapter. What the source
-    does not have is what transformers writes.
-    """
+    """Write all but weights; without `dtype` (an adapter) no config.json. transformers writes what the source lacks."""
     _save_tokenizer(tokenizer, folder, has_config=dtype is not None)
     _copy(origin.location, (GENERATION_CONFIG_NAME, *([] if dtype is None else [CONFIG_NAME])), folder)
     if dtype is not None:

@@ -83,9 +83,7 @@ def load_config(source: ModelSource) -> PretrainedConfig:
 
 
 def stored_fp8(hf_config: PretrainedConfig) -> Fp8Format | None:
-    """How the stored weights are scaled; None where they are not quantised. `UserError` where they are in another way
-    than fp8.
-    """
+    """How stored weights are scaled in fp8; None where they are not quantised. `UserError` for any other way."""
     if getattr(hf_config, "quantization_config", None) is None:
         return None
     from llm_fp8.models.fp8_checkpoint import fp8_format
@@ -157,9 +155,7 @@ def checkpoint_of(source: ModelSource, hf_config: PretrainedConfig) -> StoredChe
 
 
 def untie(hf_config: PretrainedConfig, checkpoint: StoredCheckpoint | None) -> list[str]:
-    """Change a config that ties the lm_head to the embedding, where both are stored and differ, as transformers 5 does.
-    Returns the line that says so.
-    """
+    """Untie lm_head and embedding in a config, as transformers 5 does, where stored ones differ; return a warning."""
     ties = [part for part in (hf_config, text_config(hf_config)) if getattr(part, "tie_word_embeddings", False)]
     if not ties or checkpoint is None:
         return []
