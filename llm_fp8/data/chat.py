@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, cast
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from llm_fp8.data.rows import AS_THEY_STAND, REASONING, ColumnForm, Conversation, Unused, called, read_row, repr_of
+from llm_fp8.data.rows import REASONING, UNTEMPLATED, Conversation, RowForm, Unused, called, read_row, repr_of
 from llm_fp8.utils.errors import UserError, reading
 
 PROMPT_FORM = "Problem:\n{problem}\n\nSolution:\n"  # of a problem without a chat template
@@ -43,11 +43,15 @@ _THINK_TAGS = re.compile("</?think>")
 _THOUGHT = re.compile(r"(<think>\s*).*?(\s*</think>)", re.DOTALL)
 
 
+Span = tuple[int, int]  # a range of characters
+Spans = dict[int, Span]  # number of a turn -> range of its supervised text
+
+
 class Rendered(NamedTuple):
     """The text of a row and the character ranges to supervise; empty for a row with nothing to learn."""
 
     text: str = ""
-    spans: Sequence[tuple[int, int]] = ()
+    spans: Sequence[Span] = ()
     from_template: bool = False
 
     def cuts(self) -> list[int]:
@@ -64,26 +68,26 @@ class Encoded(NamedTuple):
 
 def encode_batch(
     conversations: Sequence[Conversation],
-    form: ColumnForm,
+    form: RowForm,
     tokenizer: PreTrainedTokenizerBase,
     train_on_prompt: bool = False,
 ) -> list[Encoded]:
     """Tokenise conversations in one, parallel, tokenizer call; their `unused` counts what the template leaves out."""
     eos = trained_eos(tokenizer, form)
     ends = {eos, tokenizer.eos_token_id}
-    if form not in AS_THEY_STAND:
+    if form not in UNTEMPLATED:
         ends |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     encoded = _encode_spans([render(each, form, tokenizer) for each in conversations], tokenizer)
     documents = [_end_turns(each, tokenizer, eos, ends) for each in encoded]
     return [Encoded(ids, [True] * len(ids)) for ids, _ in documents] if train_on_prompt else documents
 
 
-def trained_eos(tokenizer: PreTrainedTokenizerBase, form: ColumnForm) -> int:
+def trained_eos(tokenizer: PreTrainedTokenizerBase, form: RowForm) -> int:
     """Return the id of the end token of documents of this form: the token with which the chat template ends an
     assistant's turn, such as Llama 3's <|eot_id|>, else the tokenizer's EOS. `UserError` if there is neither.
     """
     ending, answer = [], "pineapple"
-    if form not in AS_THEY_STAND and tokenizer.chat_template is not None:
+    if form not in UNTEMPLATED and tokenizer.chat_template is not None:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
         with suppress(UserError):  # a template that refuses this may take others
             after = _render(tokenizer, Conversation(turns, Unused()))[0].rpartition(answer)[2].lstrip()
@@ -94,17 +98,17 @@ def trained_eos(tokenizer: PreTrainedTokenizerBase, form: ColumnForm) -> int:
     return eos
 
 
-def render(conversation: Conversation, form: ColumnForm, tokenizer: PreTrainedTokenizerBase) -> Rendered:
+def render(conversation: Conversation, form: RowForm, tokenizer: PreTrainedTokenizerBase) -> Rendered:
     """Render a conversation to text, with the ranges to supervise in it."""
     if not (messages := conversation.messages):
         return Rendered()
-    if form not in AS_THEY_STAND and tokenizer.chat_template is not None:
+    if form not in UNTEMPLATED and tokenizer.chat_template is not None:
         return _render_template(conversation, tokenizer)
     conversation.unused.update(f"entry '{name}'" for name in (*conversation.entries(), *conversation.arguments()))
     if form in ("messages", "sharegpt", "prompt_messages") or len(messages) > 2:
         return _render_plain(conversation, str(tokenizer.eos_token))
     prompt, answer = (messages[0]["content"] if len(messages) == 2 else ""), messages[-1]["content"]
-    prompt = prompt if form in AS_THEY_STAND else PROMPT_FORM.format(problem=prompt)
+    prompt = prompt if form in UNTEMPLATED else PROMPT_FORM.format(problem=prompt)
     return Rendered(prompt + answer, [(len(prompt), len(prompt) + len(answer))])
 
 
@@ -123,7 +127,7 @@ def _render_plain(conversation: Conversation, eos: str) -> Rendered:
 
 def _render_template(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Rendered:
     unused, template = conversation.unused, str(tokenizer.chat_template)
-    conversation, text = _as_the_template_takes_it(conversation, tokenizer)
+    conversation, text = _as_template_takes_it(conversation, tokenizer)
     messages, supervised = conversation.messages, conversation.supervised_turns()
     locate = _marked_spans if _GENERATION_BLOCK.search(template) else _turn_spans
     spans = locate(text, conversation, tokenizer)
@@ -155,9 +159,7 @@ def _render_template(conversation: Conversation, tokenizer: PreTrainedTokenizerB
     return Rendered(text, list(spans.values()), from_template=True)
 
 
-def _as_the_template_takes_it(
-    conversation: Conversation, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Conversation, str]:
+def _as_template_takes_it(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> tuple[Conversation, str]:
     """Convert a conversation to the names and types that the template reads; return it and its text.
 
     Reasoning gets the entries that templates read (transformers 5.23 does this itself, 5.17 does not). JSON text of a
@@ -212,9 +214,7 @@ def _as_text(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def _render(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, **options: bool
-) -> tuple[str, list[tuple[int, int]]]:
+def _render(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, **options: bool) -> tuple[str, list[Span]]:
     """Return the chat template's text and, with `return_assistant_tokens_mask`, the ranges that it marks."""
     roles = ", ".join(message["role"] for message in conversation.messages)
     what = f"a conversation of the roles {roles} with the tokenizer's chat template"
@@ -228,9 +228,6 @@ def _render(
             [conversation.messages], tools=conversation.tools, chat_template=template, **variables
         )
         return texts[0], marked[0] if marked else []
-
-
-Spans = dict[int, tuple[int, int]]  # number of a turn -> range of its supervised text
 
 
 def _marked_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Spans:

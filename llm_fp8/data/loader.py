@@ -90,10 +90,8 @@ def stream_buffers(
     report: DataReport,
     position: Position,
 ) -> Iterator[Buffer]:
-    """Yield buffers of the tokenised rows of `sources`.
-
-    `open_stream` opens the stream at its beginning; `is_held_out` masks keys of problems; `plan_of` takes the lengths
-    of all documents and the numbers of those to train on; `report` is updated.
+    """Yield buffers of the tokenised rows of `sources`, and update `report`. `open_stream` opens the stream at its
+    start; `plan_of` takes the lengths of all documents and the numbers of those to train on.
     """
     begin, ended = {**position, "next_row": 0}, True
     report.forget_rows()
@@ -215,9 +213,7 @@ class TrainLoader:
 class EvalLoader:
     """Yields this rank's `Batch`es of the first evaluation sequences, as many on each rank, padding included."""
 
-    def __init__(
-        self, sequences: Sequence[Reader], data: str, layout: Layout, share: Share, limit: int | None = None
-    ) -> None:
+    def __init__(self, sequences: Sequence[Reader], data: str, layout: Layout, share: Share, limit: int | None) -> None:
         """Take the first `limit` sequences; `data` identifies them all."""
         self._micro_batches = share.micro_batches(sequences[:limit], layout.batch_size)
         self._layout = layout

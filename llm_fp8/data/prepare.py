@@ -32,7 +32,7 @@ from llm_fp8.data.chat import trained_eos
 from llm_fp8.data.collate import Batch, Layout
 from llm_fp8.data.load import DatasetSource, find_splits, first_row, load_split, reading_of
 from llm_fp8.data.loader import EvalLoader, Sequences, Share, TrainLoader, epochs, stream_buffers
-from llm_fp8.data.rows import AS_THEY_STAND, COLUMNS, OPTIONAL_COLUMNS, detect_columns
+from llm_fp8.data.rows import COLUMNS, OPTIONAL_COLUMNS, UNTEMPLATED, detect_columns
 from llm_fp8.data.tokenise import (
     DataReport,
     Document,
@@ -140,7 +140,7 @@ class _Job:
         fraction = 0.0 if self.evaluation else data.validation_fraction
         share = DEFAULT_FRACTION if fraction is None else fraction  # of a stream, whose size nobody knows
         parts = self.open(self.train, data.num_of_samples)
-        if self.config.model.chat_template and all(part.options.form in AS_THEY_STAND for part in parts):
+        if self.config.model.chat_template and all(part.options.form in UNTEMPLATED for part in parts):
             raise UserError("--chat_template: all rows are text that no template touches; drop it.")
         if data.streaming:
             rows = self.first_rows(parts, share)

@@ -26,11 +26,9 @@ from typing import Any, Literal, NamedTuple
 
 from llm_fp8.utils.errors import UserError
 
-ColumnForm = Literal[
-    "problem_solution", "messages", "sharegpt", "alpaca", "prompt_messages", "prompt_completion", "text"
-]
+RowForm = Literal["problem_solution", "messages", "sharegpt", "alpaca", "prompt_messages", "prompt_completion", "text"]
 
-COLUMNS: dict[ColumnForm, tuple[str, ...]] = {
+COLUMNS: dict[RowForm, tuple[str, ...]] = {
     "problem_solution": ("problem", "generated_solution"),
     "messages": ("messages",),
     "sharegpt": ("conversations",),
@@ -41,10 +39,8 @@ COLUMNS: dict[ColumnForm, tuple[str, ...]] = {
 }
 CONTEXT = ("system", "system_prompt", "history", "tools", "functions", "chat_template_kwargs")
 """Columns of a system prompt, earlier turns, JSON schemas of tools, and variables of the chat template."""
-AS_THEY_STAND: tuple[ColumnForm, ...] = ("prompt_completion", "text")  # without a chat template
-OPTIONAL_COLUMNS = {form: () if form in AS_THEY_STAND else CONTEXT for form in COLUMNS} | {
-    "alpaca": ("input", *CONTEXT)
-}
+UNTEMPLATED: tuple[RowForm, ...] = ("prompt_completion", "text")  # text that stands as it is
+OPTIONAL_COLUMNS = {form: () if form in UNTEMPLATED else CONTEXT for form in COLUMNS} | {"alpaca": ("input", *CONTEXT)}
 QUESTIONS = "problem question query instruction prompt input user human".split()
 ANSWERS = "chosen answer response output assistant completion solution target gpt conversation dialogue chat".split()
 """Other names of columns of questions and answers, in lower case, in order of preference."""
@@ -98,9 +94,7 @@ class Conversation(NamedTuple):
         return "\n".join(message["content"] for message in (questions if asks else self.messages))
 
 
-def detect_columns(
-    row: Mapping[str, Any], mapped: Collection[str] = (), of: str = "--dataset_name: the dataset"
-) -> ColumnForm:
+def detect_columns(row: Mapping[str, Any], mapped: Collection[str] = (), of: str = "--dataset_name") -> RowForm:
     """Return the first form that fits `row` and uses all columns in --columns (`mapped`); `UserError` if none does."""
     for form, needed in COLUMNS.items():
         if form == "prompt_messages" and not any(isinstance(row.get(name), list) for name in needed):
@@ -130,7 +124,7 @@ def _mapping(row: Mapping[str, Any]) -> str:
     return ",".join(f"{name}={theirs}" for name, theirs in ours.items() if name != theirs) if all(ours.values()) else ""
 
 
-def conversation_of(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
+def conversation_of(row: Mapping[str, Any], form: RowForm) -> Conversation:
     """Read a row's messages up to the last supervised turn; text without a template is a prompt and an answer."""
     unused = Unused()
     history = [_message(turn, unused) for entry in _structured(row, "history") for turn in _both(entry)]
@@ -158,7 +152,7 @@ def conversation_of(row: Mapping[str, Any], form: ColumnForm) -> Conversation:
     return whole.until(end)
 
 
-def _turns(row: Mapping[str, Any], form: ColumnForm, unused: Unused) -> list[Turn]:
+def _turns(row: Mapping[str, Any], form: RowForm, unused: Unused) -> list[Turn]:
     """Read the turns of the form's own columns; none where a question or an answer is missing."""
     if form in ("messages", "sharegpt"):
         return [_message(turn, unused) for turn in _structured(row, COLUMNS[form][0])]
@@ -166,10 +160,10 @@ def _turns(row: Mapping[str, Any], form: ColumnForm, unused: Unused) -> list[Tur
         prompt = [(_message(turn, unused)[0], False) for turn in _messages_of(row, "prompt", "user")]
         return prompt + [_message(turn, unused) for turn in _messages_of(row, "completion", "assistant")]
     *questions, answer = (text_of(row, column) for column in COLUMNS[form])
-    if form not in AS_THEY_STAND:
+    if form not in UNTEMPLATED:
         questions += [text_of(row, "input")] if form == "alpaca" else []
         questions, answer = ["\n\n".join(filter(None, map(str.strip, questions)))], answer.strip()
-    if not answer.strip() or (form not in AS_THEY_STAND and not questions[0]):
+    if not answer.strip() or (form not in UNTEMPLATED and not questions[0]):
         return []
     turns = [*({"role": "user", "content": text} for text in questions), {"role": "assistant", "content": answer}]
     return [(turn, True) for turn in turns]

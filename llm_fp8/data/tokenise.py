@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.data.chat import FORMAT_VERSION, PLAIN_TURN, PROMPT_FORM, TEMPLATE_DATE, encode_batch
 from llm_fp8.data.load import ROW
-from llm_fp8.data.rows import ColumnForm, Unused, conversation_of, read_row
+from llm_fp8.data.rows import RowForm, Unused, conversation_of, read_row
 from llm_fp8.utils.hf_internals import fingerprint
 from llm_fp8.utils.ranks import end_with_parent
 
@@ -147,7 +147,7 @@ class DataReport:
 class TokeniseOptions:
     """How the rows of one dataset are tokenised; every field shapes the cached result."""
 
-    form: ColumnForm
+    form: RowForm
     columns: Mapping[str, str]  # our name of each column that is read -> the dataset's
     other_columns: Sequence[str]  # not used; those of JSON files are seen row by row
     max_seq_length: int
@@ -174,10 +174,6 @@ def _hash(content: bytes) -> int:
 def problem_key(text: str) -> int:
     """Hash a problem, whatever its case, white space and Unicode forms."""
     return _hash(" ".join(unicodedata.normalize("NFKC", text).casefold().split()).encode())
-
-
-def document_key(input_ids: npt.ArrayLike, supervised: npt.ArrayLike) -> int:
-    return _hash(np.array(input_ids, dtype=np.int32).tobytes() + np.array(supervised, dtype=bool).tobytes())
 
 
 def content_key(document_keys: Sequence[int] | npt.NDArray[np.int64]) -> str:
@@ -215,10 +211,10 @@ def _tokenise_batch(
             outcome = Outcome.EMPTY
         if outcome >= Outcome.OVERLONG:
             ids, supervised = [], []
-        keys = problem_key(read.problem()), document_key(ids, supervised)
+        document_key = _hash(np.array(ids, np.int32).tobytes() + np.array(supervised, bool).tobytes())
+        figures = len(ids), sum(supervised[1:]), outcome, ids[-1] if outcome is Outcome.USED else -1
         unused = json.dumps(+read.unused, sort_keys=True)
-        end = ids[-1] if outcome is Outcome.USED else -1
-        rows.append((ids, supervised, len(ids), sum(supervised[1:]), outcome, end, *keys, row_id, unused))
+        rows.append((ids, supervised, *figures, problem_key(read.problem()), document_key, row_id, unused))
     return {name: [values[i] for values in rows] for i, name in enumerate(FEATURES)}
 
 

@@ -24,7 +24,7 @@ from llm_fp8.config.parser import parse_config
 from llm_fp8.data.chat import PROMPT_FORM, Encoded, encode_batch, trained_eos
 from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.data.prepare import prepare_data
-from llm_fp8.data.rows import AS_THEY_STAND, COLUMNS, OPTIONAL_COLUMNS, conversation_of, detect_columns
+from llm_fp8.data.rows import COLUMNS, OPTIONAL_COLUMNS, UNTEMPLATED, conversation_of, detect_columns
 from llm_fp8.utils.errors import UserError
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -125,7 +125,7 @@ def test_masks_are_those_of_transformers_where_a_template_marks(template: str | 
             continue
         # Of these the template is given something else, or two marked parts touch.
         ours = ("a developer", "tools and arguments as text", "functions of 2023", "two answers in a row", NONE_SUCH)
-        if title not in ours and form not in AS_THEY_STAND and document.input_ids and not conversation.excluded:
+        if title not in ours and form not in UNTEMPLATED and document.input_ids and not conversation.excluded:
             options: dict[str, Any] = {"tools": conversation.tools, **conversation.template_kwargs}
             whole = tokenizer.apply_chat_template(
                 conversation.messages, return_dict=True, return_assistant_tokens_mask=True, **options
