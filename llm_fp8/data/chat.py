@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import date
 from itertools import pairwise
@@ -167,21 +167,21 @@ def _as_template_takes_it(conversation: Conversation, tokenizer: PreTrainedToken
     """
     renamed = {} if "developer" in str(tokenizer.chat_template) else {"developer": "system"}
 
-    def with_arguments(convert: Callable[[Any], Any]) -> Conversation:
+    def with_arguments(as_text: bool) -> Conversation:
         messages = []
         for original in conversation.messages:
             message = {**original, "role": renamed.get(original["role"], original["role"])}
             if (thought := next((original[name] for name in REASONING if name in original), None)) is not None:
                 message = {"thinking": thought, **message, "reasoning_content": thought}
             if "tool_calls" in message:
-                message["tool_calls"] = [_with_arguments(call, convert) for call in message["tool_calls"]]
+                message["tool_calls"] = [_with_arguments(call, as_text) for call in message["tool_calls"]]
             messages.append(message)
         return conversation._replace(messages=messages)
 
     try:
-        return (converted := with_arguments(_as_object)), _render(tokenizer, converted)[0]
+        return (converted := with_arguments(as_text=False)), _render(tokenizer, converted)[0]
     except UserError:
-        return (converted := with_arguments(_as_text)), _render(tokenizer, converted)[0]
+        return (converted := with_arguments(as_text=True)), _render(tokenizer, converted)[0]
 
 
 def _check_shown(message: Mapping[str, Any], shown: str, template: str, unused: Unused) -> None:
@@ -196,22 +196,17 @@ def _check_shown(message: Mapping[str, Any], shown: str, template: str, unused: 
         unused["text beside a call that the chat template does not show"] += 1
 
 
-def _with_arguments(call: Mapping[str, Any], convert: Callable[[Any], Any]) -> Mapping[str, Any]:
-    """Convert the arguments of a call, or of the object under its `function`."""
+def _with_arguments(call: Mapping[str, Any], as_text: bool) -> Mapping[str, Any]:
+    """Convert the arguments of a call, or of the object under its `function`, to JSON text or to an object."""
     if "function" in call:
-        return {**call, "function": _with_arguments(call["function"], convert)}
-    return {**call, "arguments": convert(call["arguments"])} if "arguments" in call else call
-
-
-def _as_object(arguments: Any) -> Any:
-    """Parse the JSON text of an object; return any other text unchanged."""
-    with suppress(TypeError, ValueError):
-        return parsed if isinstance(parsed := read_row(arguments), dict) else arguments
-    return arguments
-
-
-def _as_text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": _with_arguments(call["function"], as_text)}
+    arguments: Any = call.get("arguments")
+    if as_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif not as_text:
+        with suppress(TypeError, ValueError):  # other text stays as it is
+            arguments = parsed if isinstance(parsed := read_row(arguments), dict) else arguments
+    return {**call, "arguments": arguments} if "arguments" in call else call
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, **options: bool) -> tuple[str, list[Span]]:

@@ -58,13 +58,9 @@ class Batch:
     row_ids: tuple[int, ...]  # of the documents
 
     def to(self, device: str | torch.device, non_blocking: bool = False) -> Batch:
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-    def pin_memory(self) -> Batch:
-        """Copy the batch to page-locked memory, for asynchronous copies to the GPU. Needs CUDA."""
-        return self._map(Tensor.pin_memory)
-
-    def _map(self, move: Callable[[Tensor], Tensor]) -> Batch:
+    def map(self, move: Callable[[Tensor], Tensor]) -> Batch:
         moved: dict[str, Any] = {name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return dataclasses.replace(self, **moved)
 
@@ -130,7 +126,7 @@ class Layout:
     packed: bool
     num_slices: int = 1
     split_batch: Callable[[Batch], Batch] | None = None  # takes this rank's slice
-    pin_memory: bool = False
+    pin_memory: bool = False  # for asynchronous copies to the GPU; needs CUDA
 
     @property
     def multiple(self) -> int:
@@ -160,7 +156,7 @@ class Layout:
         batch = self([read() for read in readers])
         if self.split_batch is not None:
             batch = self.split_batch(batch)
-        return batch.pin_memory() if self.pin_memory else batch
+        return batch.map(Tensor.pin_memory) if self.pin_memory else batch
 
     def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch:
         """Collate a batch. A sequence or a batch that is too long raises NumPy's `ValueError` or `IndexError`."""

@@ -8,10 +8,9 @@
     any of these:configuration  one of its configurations (openai/gsm8k:main)
     any of these,another        several datasets; --dataset_weights says how many rows of each
 
-Only the files of the requested split are downloaded and converted, however large the other splits are. Cells of CSV
-files stay text, and rows of JSON files are the text in the file (`JsonRows`): `datasets` would make text that looks
-like a date one, and a null field would look like one that only other rows have. A folder's other files, such as copies
-that editors and downloads leave, are not read, and named where their names are those of data.
+Cells of CSV files stay text, and rows of JSON files are the text in the file (`JsonRows`): `datasets` would make text
+that looks like a date one, and a null field would look like one that only other rows have. A folder's other files, such
+as copies that editors and downloads leave, are not read, and named where their names are those of data.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,16 +32,7 @@ from llm_fp8.data.collate import Batch, Layout
 from llm_fp8.data.load import DatasetSource, find_splits, first_row, load_split, reading_of
 from llm_fp8.data.loader import EvalLoader, Sequences, Share, TrainLoader, epochs, stream_buffers
 from llm_fp8.data.rows import COLUMNS, OPTIONAL_COLUMNS, UNTEMPLATED, detect_columns
-from llm_fp8.data.tokenise import (
-    DataReport,
-    Document,
-    TokeniseOptions,
-    content_key,
-    document_reader,
-    figures_of,
-    next_rows,
-    tokenise,
-)
+from llm_fp8.data.tokenise import DataReport, RowOptions, content_key, document_reader, figures_of, next_rows, tokenise
 from llm_fp8.utils.errors import UserError
 
 DEFAULT_FRACTION, DEFAULT_ROWS = 0.01, 100  # of the held-out share, and its fewest rows: fewer say little
@@ -116,7 +106,7 @@ class _Part(NamedTuple):
 
     source: DatasetSource
     rows: Any
-    options: TokeniseOptions
+    options: RowOptions
 
 
 class _Job:
@@ -185,7 +175,8 @@ class _Job:
             report.num_rows_of_batches = len(plan)
             num_positions = self.layout.num_positions(figures["length"][plan.samples][order])
             report.padding_efficiency = report.num_tokens / num_positions
-        description = self.describe(report, document_reader(rows)(chosen[:1].tolist())[0], amounts)
+        (example,) = document_reader(rows)(chosen[:1].tolist())
+        description = self.describe(report, example.marked_text(self.tokenizer), amounts)
         # A template may refuse the test conversation of `trained_eos`, and a call may end otherwise than an answer.
         expected = list(dict.fromkeys(trained_eos(self.tokenizer, part.options.form) for part in parts))
         taught = [end for end in expected if end in report.ends or end != self.tokenizer.eos_token_id]
@@ -204,7 +195,7 @@ class _Job:
                 raise UserError(f"--columns {ours}={theirs}: there is no such column among {', '.join(there)}.")
         return list(map(_Part, sources, loaded, map(self.options, sources, begun)))
 
-    def options(self, source: DatasetSource, row: Mapping[str, Any]) -> TokeniseOptions:
+    def options(self, source: DatasetSource, row: Mapping[str, Any]) -> RowOptions:
         """Choose how a dataset with this first row is tokenised."""
         data = self.data
         renames = {ours: theirs for ours, theirs in data.column_names.items() if theirs in row}
@@ -217,7 +208,7 @@ class _Job:
         used = {ours: theirs for ours, theirs in columns.items() if ours in wanted}
         others = [] if source.is_json else [name for name in row if name not in used.values()]
         limits = (data.max_seq_length, data.overlong, data.train_on_prompt)
-        return TokeniseOptions(form, used, others, *limits, data.template_kwargs)
+        return RowOptions(form, used, others, *limits, data.template_kwargs)
 
     def mixed(self, parts: list[_Part]) -> list[_Part]:
         """Take rows by --dataset_weights, each at most once an epoch, until one dataset is used up, like a stream."""
@@ -275,14 +266,8 @@ class _Job:
         limit = None if batches is None else batches * batch_size
         return EvalLoader(readers, content_key(figures["document_key"]), self.layout, self.share, limit)
 
-    def describe(self, report: DataReport, example: Document, amounts: Sequence[str]) -> str:
+    def describe(self, report: DataReport, sample: str, amounts: Sequence[str]) -> str:
         """Return lines to print; `amounts` says how much of each dataset is trained on."""
-        ids, sample, end, shown = example.input_ids.tolist(), "", 0, 0
-        for supervised, run in groupby(example.supervised):
-            end += len(list(run))
-            # From the first token: a part alone loses its first space.
-            text = str(self.tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False))
-            sample, shown = sample + (f">>>{text[shown:]}<<<" if supervised else text[shown:]), len(text)
         kind = "packed" if self.config.packing else "padded"
         evaluated = ", ".join(f"split {source.split} of {source.name}" for source in self.evaluation)
         lines = [

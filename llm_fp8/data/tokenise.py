@@ -52,7 +52,6 @@ FEATURES = Features(
 )
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # quota of CPU time and its period, in microseconds
 ROWS_PER_WORKER = 10_000  # a few seconds of tokenising; a process takes half a second to start
-EVALUATION_COUNTS = ("num_eval_rows", "eval_rows_left_out", "nothing_held_out")
 FIGURES = ("length", "num_supervised", "outcome", "end", "problem_key", "document_key")
 Figures = dict[str, npt.NDArray[np.int64]]  # columns of `FIGURES`, [number of rows] each
 
@@ -111,7 +110,7 @@ class DataReport:
     def forget_rows(self) -> None:
         """Reset the counts, except those of evaluation and files: the rows of a stream are read again."""
         files = Unused({what: number for what, number in self.unused.items() if what.startswith("file ")})
-        evaluation = {name: value for name, value in vars(self).items() if name in EVALUATION_COUNTS}
+        evaluation = {name: vars(self)[name] for name in ("num_eval_rows", "eval_rows_left_out", "nothing_held_out")}
         vars(self).update(vars(DataReport(**evaluation, unused=files)))
 
     def summary(self) -> str:
@@ -144,7 +143,7 @@ class DataReport:
 
 
 @dataclass(frozen=True)
-class TokeniseOptions:
+class RowOptions:
     """How the rows of one dataset are tokenised; every field shapes the cached result."""
 
     form: RowForm
@@ -164,6 +163,16 @@ class Document:
     input_ids: npt.NDArray[np.int64]
     supervised: npt.NDArray[np.bool_]
     row_id: int
+
+    def marked_text(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Return the text, with its supervised parts between >>> and <<<."""
+        ids, marked, end, shown = self.input_ids.tolist(), "", 0, 0
+        for supervised, run in itertools.groupby(self.supervised):
+            end += len(list(run))
+            # From the first token: a part alone loses its first space.
+            text = str(tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False))
+            marked, shown = marked + (f">>>{text[shown:]}<<<" if supervised else text[shown:]), len(text)
+        return marked
 
 
 def _hash(content: bytes) -> int:
@@ -186,7 +195,7 @@ def _tokenise_batch(
     row_ids: list[int],
     features: Any,
     tokenizer: PreTrainedTokenizerBase,
-    options: TokeniseOptions,
+    options: RowOptions,
     main_pid: int,
 ) -> dict[str, list[Any]]:
     """Tokenise rows, which have the columns `features`, to the columns of `FEATURES`."""
@@ -238,7 +247,7 @@ def _as_stored(value: Any, feature: Any) -> Any:
     return [_as_stored(each, inner) for each in value] if isinstance(value, list) else value
 
 
-def cache_key(dataset_fingerprint: str, tokenizer: PreTrainedTokenizerBase, options: TokeniseOptions) -> str:
+def cache_key(dataset_fingerprint: str, tokenizer: PreTrainedTokenizerBase, options: RowOptions) -> str:
     """Hash everything that shapes the tokenised dataset."""
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
         # padding and truncation are left over from earlier calls; ours ask for neither.
@@ -251,7 +260,7 @@ def cache_key(dataset_fingerprint: str, tokenizer: PreTrainedTokenizerBase, opti
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def tokenise(dataset: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, options: TokeniseOptions) -> Any:
+def tokenise(dataset: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, options: RowOptions) -> Any:
     """Tokenise a dataset or stream; a dataset's result is cached."""
     columns = [ROW] if dataset.column_names == [ROW] else list(options.columns.values())
     selected = dataset.select_columns(columns)

@@ -19,11 +19,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llm_fp8.data import tokenise as module
 from llm_fp8.data.embedded import MODEL_DIR
-from llm_fp8.data.tokenise import Outcome, TokeniseOptions, cache_key, document_reader, tokenise
+from llm_fp8.data.tokenise import Outcome, RowOptions, cache_key, document_reader, tokenise
 from tests.support.small import write_jsonl
 
 COLUMNS = {"problem": "problem", "generated_solution": "generated_solution"}
-OPTIONS = TokeniseOptions("problem_solution", COLUMNS, ["other"], max_seq_length=64)
+OPTIONS = RowOptions("problem_solution", COLUMNS, ["other"], max_seq_length=64)
 ROWS = [
     {"problem": "What is 7 * 8?", "generated_solution": "The answer is \\boxed{56}.", "other": 1},
     {"problem": "What is 7 * 9?", "generated_solution": "1 2 3 4 5 6 7 8 9 " * 20, "other": 2},
