@@ -65,13 +65,12 @@ class DequantisedRows:
     """An fp8 weight [n, k] of a file with its scale, of which `[a:b]` reads rows a to b and gives fp32."""
 
     def __init__(self, rows: Any, fp8: Fp8Format, scale: Tensor) -> None:
-        self._rows, self._scale, self._shape = rows, scale, tuple(rows.get_shape())
-        self._block = fp8.block[0] or self._shape[0], fp8.block[1] or self._shape[1]
+        self._rows, (height, width) = rows, rows.get_shape()
+        self._block = fp8.block[0] or height, fp8.block[1] or width
+        self._scale = scale.reshape(-(-height // self._block[0]), -(-width // self._block[1]))
 
-    def __getitem__(self, wanted: slice) -> Tensor:
-        first, last, _ = wanted.indices(self._shape[0])
-        blocks = (-(-size // shared) for size, shared in zip(self._shape, self._block, strict=True))
-        return dequantised(self._rows[first:last], self._scale.reshape(*blocks), self._block, first)
+    def __getitem__(self, rows: slice) -> Tensor:
+        return dequantised(self._rows[rows], self._scale, self._block, rows.start or 0)
 
 
 def dequantised(values: Tensor, scale: Tensor, block: tuple[int, int], first: int = 0) -> Tensor:

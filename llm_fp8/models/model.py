@@ -46,7 +46,7 @@ class Model:
     @functools.cached_property
     def uses_te(self) -> bool:
         """True for decoder layers of te_llama.py."""
-        return is_te_model(self.module)
+        return any(isinstance(module, te_llama.TEDecoderLayer) for module in self.module.modules())
 
     @functools.cached_property
     def layout(self) -> dict[str, tuple[Part, ...]]:
@@ -185,11 +185,6 @@ def is_adapter(name: str) -> bool:
 def name_without_adapter(name: str) -> str:
     """The name in the model without adapters; PEFT's is `...q_proj.base_layer.weight`."""
     return name.replace(".base_layer", "")
-
-
-def is_te_model(model: nn.Module) -> bool:
-    """True for a model with decoder layers of te_llama.py."""
-    return any(isinstance(module, te_llama.TEDecoderLayer) for module in model.modules())
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

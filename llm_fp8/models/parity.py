@@ -8,8 +8,8 @@
    fp32; the ratio of TE's error to Hugging Face's own is near 1. A single ratio proves nothing, so the geometric mean
    over all tensors (`MEAN_LIMIT`) and the median within each layer (`LAYER_LIMIT`) are judged.
 
-The limits are far from what rounding gives and from what a wrong model gives. The data are the first sequence of the
-first batch. Two Hugging Face layers are in memory at a time, so the check runs wherever training does.
+The limits are far from what rounding and a wrong model give. The data are the first sequence of the first batch. Two
+Hugging Face layers are in memory at a time, so the check runs wherever training does.
 """
 
 from __future__ import annotations

@@ -22,10 +22,11 @@ from transformers import PreTrainedModel
 from llm_fp8.data.collate import Batch
 from llm_fp8.kernels.cross_entropy import IGNORE_INDEX, cap_, linear_cross_entropy_sum
 from llm_fp8.models.experts import experts_per_token
-from llm_fp8.models.model import decoder_layers, is_te_model, text_decoder
+from llm_fp8.models.model import decoder_layers, text_decoder
 from llm_fp8.models.source import text_config
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.torch_internals import wrap_forward
+from te_llama import TEDecoderLayer
 
 ROUTER_LOSS = "router_aux_loss"
 
@@ -60,7 +61,7 @@ class TrainingModel(nn.Module):
         self.compute_dtype = compute_dtype
         self.router_loss, self.router_note = router_loss(model)
         self._router_logits: tuple[Tensor, ...] = ()
-        self.uses_te_decoder = is_te_model(decoder_layers(model)[0])
+        self.uses_te_decoder = isinstance(decoder_layers(model)[0], TEDecoderLayer)
         self.packed_form = packed_form  # None: no batch is packed
         config = text_config(model.config)
         factors = (getattr(config, name, None) or 1.0 for name in _SCALES)
