@@ -53,8 +53,7 @@ class Batch:
     num_tokens: int
     num_real_tokens: int  # without padding
     num_supervised_tokens: int
-    sum_squared_lengths: int
-    """Sum of squared lengths of segments (packed) or sequences (padded): attention's cost; a slice has a share."""
+    sum_squared_lengths: int  # of segments (packed) or sequences (padded): attention's cost; a slice has a share
     row_ids: tuple[int, ...]  # of the documents
 
     def to(self, device: str | torch.device, non_blocking: bool = False) -> Batch:

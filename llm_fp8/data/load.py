@@ -61,8 +61,7 @@ class DatasetSource:
     path: str  # argument of `datasets.load_dataset`
     config: str | None = None
     flag: str = field(default="--dataset_name", compare=False)
-    files: dict[str, list[str]] = field(default_factory=dict)
-    """Split -> its data files, absolute or addresses of the hub; empty where they are unknown."""
+    files: dict[str, list[str]] = field(default_factory=dict)  # split -> paths or hub's addresses; [] if unknown
     split: str = ""
     is_json: bool = False
     left_out: tuple[str, ...] = ()  # names of data-like files that are not read

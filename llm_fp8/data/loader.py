@@ -155,8 +155,7 @@ class TrainLoader:
     def __init__(self, sequences: Sequences, layout: Layout, num_micro_batches: int, share: Share) -> None:
         """Begin at the first sequence; `num_micro_batches` counts per rank and step (gradient_accumulation_steps)."""
         self._sequences, self._layout, self._share = sequences, layout, share
-        self.global_batch_size = layout.batch_size * num_micro_batches * share.world_size
-        """Number of sequences of an optimizer step over all ranks."""
+        self.global_batch_size = layout.batch_size * num_micro_batches * share.world_size  # over all ranks
         self._position = sequences.start()
 
     @property
@@ -214,11 +213,10 @@ class EvalLoader:
     """Yields this rank's `Batch`es of the first evaluation sequences, as many on each rank, padding included."""
 
     def __init__(self, sequences: Sequence[Reader], data: str, layout: Layout, share: Share, limit: int | None) -> None:
-        """Take the first `limit` sequences; `data` identifies them all."""
+        """Take the first `limit` sequences; `data` identifies them all, and the attribute those taken."""
         self._micro_batches = share.micro_batches(sequences[:limit], layout.batch_size)
         self._layout = layout
         self.data = data if limit is None or limit >= len(sequences) else f"{data}, the first {limit}"
-        """Identity of the evaluated sequences."""
 
     def __iter__(self) -> Iterator[Batch]:
         with closing(prefetch(map(self._layout.read, self._micro_batches))) as batches:

@@ -47,11 +47,9 @@ def is_held_out(key: int | npt.NDArray[np.int64], fraction: float) -> Any:
 
 
 def held_out_mask(keys: npt.NDArray[np.int64], fraction: float | None) -> npt.NDArray[np.bool_]:
-    """Return True for each row that is held out, by its problem's key. If the share holds no problem, hold out the one
-    with the smallest key, unless it is the only one.
-
-    If `fraction` is None, hold out the problems of smallest keys that make up `DEFAULT_FRACTION` of the rows, but at
-    least `DEFAULT_ROWS` rows, or a tenth of them if that is less. A problem with more rows than that is skipped.
+    """Mask the rows that are held out, by their problems' keys: the share `fraction`, or the problem of smallest key if
+    that holds none (unless it is the only one). None: the problems of smallest keys that make up `DEFAULT_FRACTION` of
+    the rows, but at least `DEFAULT_ROWS`, or a tenth of them if that is less; a problem with more rows is skipped.
     """
     if fraction == 0 or len(keys) == 0:
         return np.zeros(len(keys), dtype=bool)

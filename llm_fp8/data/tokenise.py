@@ -77,8 +77,7 @@ class DataReport:
     num_empty: int = 0
     num_tokens: int = 0
     num_supervised_tokens: int = 0
-    padding_efficiency: float | None = None
-    """Filled share of the first epoch's positions, like `packing_efficiency` of a step; None for a stream."""
+    padding_efficiency: float | None = None  # filled share of the first epoch's positions; None for a stream
     num_rows_of_batches: int = 0  # sequences that the used rows form
     num_eval_rows: int = 0
     eval_rows_left_out: dict[str, int] = field(default_factory=dict)  # reason -> number of rows
@@ -152,8 +151,7 @@ class RowOptions:
     max_seq_length: int
     overlong: Literal["drop", "truncate"] = "drop"
     train_on_prompt: bool = False
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Default variables of the chat template (--chat_template_kwargs); a row's take precedence."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of all rows; a row's take precedence
 
 
 @dataclass(frozen=True)

@@ -94,8 +94,7 @@ def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> tuple[list[str],
     others = {model.get_output_embeddings(), *routed_modules(model)}
     mamba = sorted({name.rpartition(".")[2] for name in read_by_kernels(model)})  # PEFT forbids an adapter there
     # A subclass of nn.Linear returns something else, as a router does, or takes its input in groups.
-    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    linears = {name: module for name, module in linears.items() if module not in others}
+    linears = {name: one for name, one in model.named_modules() if type(one) is nn.Linear and one not in others}
     layers = [end for end in dict.fromkeys(_ends(model, linears)) if end not in mamba]
     experts = {
         f"{name.rpartition('.')[2]}.{weight}"

@@ -34,10 +34,8 @@ class Model:
 
     module: PreTrainedModel
     stored: StoredCheckpoint | None = None  # its weights; None where they are drawn
-    left_out: tuple[str, ...] = ()
-    """The modules of a multimodal checkpoint that text does not pass through, and that `module` does not have."""
-    full_tensor: Callable[[Tensor], Tensor] = Tensor.detach
-    """Returns an unsharded parameter of `module`; collective where they are sharded."""
+    left_out: tuple[str, ...] = ()  # modules of a multimodal checkpoint, not passed by text, that `module` lacks
+    full_tensor: Callable[[Tensor], Tensor] = Tensor.detach  # unshards a parameter; collective where it is sharded
 
     @functools.cached_property
     def layers(self) -> nn.ModuleList:
@@ -50,11 +48,10 @@ class Model:
 
     @functools.cached_property
     def layout(self) -> dict[str, tuple[Part, ...]]:
-        """Name in `saved_tensors` -> the tensors of the model's files that it is made of. transformers 5 may keep
-        in one tensor what files hold in several, one for each matrix, unless `stored` has it in one too. Raises
-        `UserError` where a file's tensor is more than a view of the model's.
-
-        transformers' conversion for saving runs on tensors without memory, which tell where in them each result begins.
+        """Name in `saved_tensors` -> the tensors of the model's files that it is made of. transformers 5 may keep in
+        one tensor what files hold in several, one for each matrix, unless `stored` has it in one too. Its conversion
+        for saving runs on tensors without memory, which tell where in them each result begins. Raises `UserError` where
+        a file's tensor is more than a view of the model's.
         """
         if self.uses_te:
             return te_llama.parameter_map(self.module)
@@ -78,11 +75,9 @@ class Model:
 
     @functools.cached_property
     def targets(self) -> dict[str, tuple[str, Part]]:
-        """Name of a stored tensor -> the name in `saved_tensors` that it belongs to, and as which part. Raises
+        """Name of a stored tensor -> the name in `saved_tensors` that it belongs to, and as which part. Names with or
+        without the base model's prefix fit, as in `from_pretrained`, and a tied matrix under any of its names. Raises
         `UserError` naming tensors that do not fit.
-
-        Like `from_pretrained` it takes names with or without the base model's prefix, and a tied matrix from whichever
-        of its names is stored.
         """
         if (stored := self.stored) is None:
             return {}
