@@ -25,11 +25,10 @@ EXPERTS = "experts"  # entry of --lora_targets for the weights of routed experts
 DECODER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Hugging Face's names of a decoder layer's linear layers, in the order in which they compute."""
 
-COLUMN_NAMES = (
+COLUMN_NAMES = (  # of a dataset that training reads (`llm_fp8.data.rows`); --columns maps them to other names
     "problem", "generated_solution", "messages", "tools", "conversations", "instruction", "input",
     "output", "prompt", "completion", "text", "system", "system_prompt", "history", "functions", "chat_template_kwargs",
 )  # fmt: skip
-"""Columns of a dataset that training reads (`llm_fp8.data.rows`); --columns maps them to other names."""
 
 IN_FP8 = "mixed_precision=fp8|auto"
 WHOLE_MODEL = "sharding_mode=single|ddp"
@@ -53,7 +52,6 @@ def option(
     option's own value. Without those in `needs` the option has no effect; `excludes` says why it cannot go with others.
     `alias` is its name in transformers, where the meaning is exactly the same, `bare` the value of a number whose flag
     stands alone; `bounds` are at_least, at_most, above and below.
-
     `resume`: a resumed run refuses a change unless --allow_changed names the option. 'same': it changes the result;
     'scales': also what delayed scaling's histories mean; 'total_steps', 'global_batch_size': the setting it decides,
     which is what is compared. A change of 'evaluation' is reported.
@@ -339,7 +337,6 @@ ShardingMode = Literal[
 @dataclass(frozen=True)
 class Mode:
     """How a sharding mode spreads a model over N GPUs.
-
     Bytes are per parameter on one GPU, of weights, gradients and optimizer state between micro-batches: with
     `adamw_master` 12 in ddp, 12 / N + 2 (unsharded bf16 weights) in fsdp_grad and 12 / N in fsdp_full. fsdp modes have
     4 more while gradients are accumulated, unless --sync_every_micro_batch reduces them at once.
@@ -357,7 +354,7 @@ class Mode:
         return self.sharded_bytes is not None
 
 
-MODES = {
+MODES = {  # 'single' for one process
     "single": Mode("copies"),
     "ddp": Mode("copies"),
     "fsdp_grad": Mode("fsdp", unsharded_bytes=2),
@@ -368,7 +365,6 @@ MODES = {
     "deepspeed_2": Mode("deepspeed", unsharded_bytes=2, sharded_bytes=14),
     "deepspeed_3": Mode("deepspeed", sharded_bytes=16),
 }
-"""Sharding mode, 'single' for one process -> how it shards."""
 
 
 @dataclass(frozen=True)
@@ -463,7 +459,7 @@ class Config:
         """The peak of a run without --learning_rate."""
         if self.draws_weights:
             return SCRATCH_LEARNING_RATE
-        return LORA_LEARNING_RATE if self.trains_adapters else OptimConfig().learning_rate
+        return LORA_LEARNING_RATE if self.trains_adapters else self.optim.learning_rate
 
 
 def names_in(listed: str | None) -> tuple[str, ...]:
@@ -473,11 +469,10 @@ def names_in(listed: str | None) -> tuple[str, ...]:
 
 SECTIONS = {name: type(section) for name, section in vars(Config()).items()}
 
-MOST_USED = (
+MOST_USED = (  # options that --help explains; --help_all explains all
     "model_name", "dataset_name", "output_dir", "use_te", "mixed_precision", "fp8_scenario", "max_seq_length",
     "batch_size", "gradient_accumulation_steps", "learning_rate", "num_epochs", "max_steps", "sharding_mode",
 )  # fmt: skip
-"""Options that --help explains; --help_all explains all."""
 
 FIELDS = {each.name: each for section in SECTIONS.values() for each in dataclasses.fields(section)}
 RESUME = {name: each.metadata["resume"] for name, each in FIELDS.items() if each.metadata["resume"]}
@@ -485,7 +480,7 @@ RESUME = {name: each.metadata["resume"] for name, each in FIELDS.items() if each
 SETTINGS = {name: name if kind in ("same", "scales") else kind for name, kind in RESUME.items() if kind != "evaluation"}
 """Option -> the setting, itself or what it decides, that a resumed run compares."""
 
-OTHER_NAMES = {
+OTHER_NAMES = {  # other trainers' options that do not resemble ours, or mean something else -> advice
     "accumulate_grad_batches grad_accum grad_accum_steps": "use --gradient_accumulation_steps",
     "activation_checkpointing recompute use_gradient_checkpointing": "use --gradient_checkpointing",
     "adam_beta1": "it is always 0.9",
@@ -511,4 +506,3 @@ OTHER_NAMES = {
     "train_on_inputs": "use --train_on_prompt",
     "warmup_ratio warmup_steps": "use --num_warmup_steps, in optimizer steps",
 }
-"""Other trainers' options that do not resemble ours, or mean something else -> advice."""

@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 import yaml
 
 from llm_fp8.config.options import AUTO_BATCH_SIZE, MOST_USED, OTHER_NAMES, SECTIONS, Config, ParallelConfig
-from llm_fp8.config.recipes import DEFAULT, describe_recipes, recipe_names
+from llm_fp8.config.recipes import DEFAULT, DEFAULTS, RECIPES, recipe_names
 from llm_fp8.config.validation import check_options
 from llm_fp8.utils.errors import OneSentenceParser, UserError, number, positive, reading
 from llm_fp8.utils.ranks import LaunchRanks
@@ -113,7 +113,9 @@ class OptionsParser(OneSentenceParser):
         actions["batch_size"].type = number_or_auto
         actions["gradient_checkpointing"].type = number_or_share_or_auto
         actions["fp8_scenario"].choices = (DEFAULT, *recipe_names())
-        actions["fp8_scenario"].help = f"{describe_recipes()} {actions['fp8_scenario'].help}"
+        rows = "; ".join(f"{name} ({recipe.backend}): {recipe.summary}" for name, recipe in RECIPES.items())
+        default = " or, with torchao, ".join(DEFAULTS.values())
+        actions["fp8_scenario"].help = f"FP8 recipe; 'default' is {default}. {rows}. {actions['fp8_scenario'].help}"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does, and accept hyphens in the names of options."""

@@ -1,7 +1,6 @@
-"""The table of fp8 recipes, which everything reads. To add a recipe, add a row.
-
-A row is plain data, so that `--help` reads it without torch; `llm_fp8.precision` resolves the names of classes and
-functions, which are those of Transformer Engine 2.20 and torchao 0.18.
+"""The table of fp8 recipes, which everything reads. To add a recipe, add a row: plain data, so that `--help` reads it
+without torch. `llm_fp8.precision` resolves the names of classes and functions, which are those of Transformer Engine
+2.20 and torchao 0.18.
 """
 
 from __future__ import annotations
@@ -97,7 +96,6 @@ RECIPES: dict[str, Recipe] = {
     "rowwise": Recipe("torchao", "one scale per row", "rowwise"),
     "rowwise_with_gw_hp": Recipe("torchao", "one scale per row, wgrad in bf16", "rowwise_with_gw_hp", gemms_in_fp8=2),
 }
-"""Name -> recipe."""
 NO_RECIPE = Recipe("te", "", "", token_multiple=1, gemms_in_fp8=0)
 RECIPE_OPTIONS = tuple(dict.fromkeys(name for recipe in RECIPES.values() for name in recipe.options))
 """Options that some recipes take and others do not."""
@@ -126,9 +124,3 @@ def precision_name(mixed_precision: str, scenario: str | None) -> str:
 def recipe_words(name: str) -> tuple[str, ...]:
     """Return the options of a run in this recipe."""
     return ("--mixed_precision", "fp8", "--fp8_backend", RECIPES[name].backend, "--fp8_scenario", name)
-
-
-def describe_recipes() -> str:
-    """Return the table for --help."""
-    rows = (f"{name} ({recipe.backend}): {recipe.summary}" for name, recipe in RECIPES.items())
-    return f"FP8 recipe; 'default' is {' or, with torchao, '.join(DEFAULTS.values())}. {'; '.join(rows)}."

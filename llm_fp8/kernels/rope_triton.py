@@ -4,10 +4,9 @@
 
 Let (x, y) be columns i and rotary_dim / 2 + i of q or k (the rotate-half layout). They become (x cos - y sin,
 y cos + x sin), computed in fp32 and rounded once to the dtype of `fused`. In the backward pass the same kernel rotates
-the gradients, which may have any strides, by the negative angle.
-
-A program takes BLOCK_ELEMENTS / (rotary_dim / 2) tokens and HEADS_PER_PROGRAM heads. It finds a token's position by
-bisection of `cu_seqlens`, without a host synchronisation or a recompilation for another number of documents.
+the gradients, which may have any strides, by the negative angle. A program takes BLOCK_ELEMENTS / (rotary_dim / 2)
+tokens and HEADS_PER_PROGRAM heads. It finds a token's position by bisection of `cu_seqlens`, without a host
+synchronisation or a recompilation for another number of documents.
 """
 
 from __future__ import annotations
@@ -182,9 +181,7 @@ def _launch(
 ) -> None:
     """Split contiguous `fused` [..., W] into `parts` (q, k, v [..., heads, d], any strides); `backward`: join them."""
     q, k, _ = parts
-    num_heads, head_dim = q.shape[-2:]
-    num_kv_heads = k.shape[-2]
-    rotary_dim = angles.shape[-1]
+    (num_heads, head_dim), num_kv_heads, rotary_dim = q.shape[-2:], k.shape[-2], angles.shape[-1]
     num_tokens = fused[..., 0].numel()
     num_documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     block_half = triton.next_power_of_2(rotary_dim // 2)
@@ -242,8 +239,7 @@ class _SplitRope(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         angles, cu_seqlens = ctx.saved_tensors
         *shape, _, head_dim = gradients[0].shape
-        width = sum(gradient.shape[-2] for gradient in gradients) * head_dim
-        fused_gradient = gradients[0].new_empty(*shape, width)
+        fused_gradient = gradients[0].new_empty(*shape, head_dim * sum(each.shape[-2] for each in gradients))
         _launch(fused_gradient, gradients, angles, cu_seqlens, backward=True)
         return fused_gradient, None, None, None, None
 

@@ -11,9 +11,8 @@ fp32, in the order of torch.optim.AdamW (Loshchilov and Hutter, arXiv 1711.05101
     v = beta2 v + (1 - beta2) g^2
     x = (1 - lr weight_decay) x - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-The last line uses the new moments before they are rounded for storage.
-
-Transformer Engine's `FusedAdam(store_param_remainders=True)` copies a bf16 m to fp32 where v is fp32.
+The last line uses the new moments before they are rounded for storage. Transformer Engine's
+`FusedAdam(store_param_remainders=True)` copies a bf16 m to fp32 where v is fp32.
 """
 
 from __future__ import annotations
@@ -86,7 +85,6 @@ def update_with_torch_(
     weight: Tensor, gradient: Tensor, state: State, gradient_scale: Tensor | None, coefficients: Coefficients, key: Key
 ) -> None:
     """Take one step of one contiguous tensor in place, on any device; the reference for the Triton kernel.
-
     Moments are bf16 or fp32, or codes where `state` has scales. An fp32 `weight` is its own master. A bf16 `weight` is
     rounded to nearest where `state` has a remainder, else stochastically with the random bits of `key`.
     """
@@ -113,10 +111,9 @@ def update_with_torch_(
 
 
 class GroupedAdamW(Optimizer):
-    """AdamW over contiguous bf16 and fp32 parameters; a subclass defines the state.
-
-    Every group counts its steps in `group["step"]`, an int. Each rank updates its shard of a DTensor. The next step
-    multiplies all gradients by `gradient_scale`, an fp32 scalar on their device, as it reads them.
+    """AdamW over contiguous bf16 and fp32 parameters; a subclass defines the state. Every group counts its steps in
+    `group["step"]`, an int. Each rank updates its shard of a DTensor. The next step multiplies all gradients by
+    `gradient_scale`, an fp32 scalar on their device, as it reads them.
     """
 
     def __init__(self, params: Params, seed: int | None = None, **adamw_arguments: Any) -> None:

@@ -6,10 +6,9 @@
     exp_avg_scale, ..._sq_..  fp32     1 / 32  one scale per 256 elements each
 
 A tensor keeps fp32 moments where it has fewer than 4,096 elements or 256 does not divide their number. fp32 parameters
-are rounded to nearest.
-
-torchao's `AdamW8bit(bf16_stochastic_round=True)` (0.18) has the same format. For 14.8 billion parameters on an H200 its
-step takes 199 ms, and casts and clipping 249 ms; ours takes 88 ms in all (`speed_table_14b_torchao_adamw.json`).
+are rounded to nearest. torchao's `AdamW8bit(bf16_stochastic_round=True)` (0.18) has the same format. For 14.8 billion
+parameters on an H200 its step takes 199 ms, and casts and clipping 249 ms; ours takes 88 ms in all
+(`speed_table_14b_torchao_adamw.json`).
 
 **Codes** form a dynamic map of 256 numbers (Dettmers et al., arXiv 2110.02861; `torchao/optim/quant_utils.py`), with
 one scale per 256 elements: seven decades from 1e-7 to 1, each with twice the codes of that below, equally spaced.
@@ -62,7 +61,6 @@ def code_values(signed: bool) -> Tensor:
 
 def code_limits(values: Tensor) -> Tensor:
     """Return the least number that gets each code: fp32 [256], -inf for code 0.
-
     As in torchao, x takes the upper of two neighbouring codes where its distance from the lower one is at least half of
     their spacing, both in fp32. This limit is within 8 units in the last place of their mean.
     """

@@ -7,7 +7,6 @@
     exp_avg_sq             fp32     4       v, the running mean of squared gradients
 
 fp32 parameters are their own master weights and have no remainder. `optimizers` explains why m may be bf16, but not v.
-
 bf16 is the upper half of fp32, so an fp32 number x with the bits b splits into two 16-bit halves without loss:
 
     weight    = (b + 0x8000) >> 16      the upper half, rounded to nearest; a tie goes away from zero

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from llm_fp8.config.options import OptimConfig, OptimizerKind
-from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE, draw_lower_bits_
+from llm_fp8.optim.adamw_master import draw_lower_bits_
 
 NamedParameters = Iterable[tuple[str, Parameter]]
 Groups = list[dict[str, Any]]
@@ -83,21 +83,15 @@ class OptimizerRow:
     keeps_lower_bits: bool = False  # the state has the bits of an fp32 master weight that a bf16 parameter lacks
 
     @property
-    def gradient_bytes(self) -> int:
-        return self.parameter_dtype.itemsize
-
-    @property
     def total_bytes(self) -> float:
         """Bytes of weight, gradient and state."""
         return 2 * self.parameter_dtype.itemsize + self.state_bytes
 
 
-_MASTER_BYTES = 2 + FIRST_MOMENT_DTYPE.itemsize + SECOND_MOMENT_DTYPE.itemsize
-_EIGHT_BIT_BYTES = 2 * (1 + 4 / 256)  # m and v: a code, and 1/256 of a block's fp32 scale
 OPTIMIZERS: dict[OptimizerKind, OptimizerRow] = {
-    "adamw_fp32": OptimizerRow(torch.float32, 4 + 4, _adamw_fp32),
-    "adamw_master": OptimizerRow(torch.bfloat16, _MASTER_BYTES, _adamw_master, keeps_lower_bits=True),
-    "adamw_8bit": OptimizerRow(torch.bfloat16, _EIGHT_BIT_BYTES, _adamw_8bit),
+    "adamw_fp32": OptimizerRow(torch.float32, 4 + 4, _adamw_fp32),  # m and v
+    "adamw_master": OptimizerRow(torch.bfloat16, 2 + 4 + 2, _adamw_master, keeps_lower_bits=True),  # and the remainder
+    "adamw_8bit": OptimizerRow(torch.bfloat16, 2 * (1 + 4 / 256), _adamw_8bit),  # codes, a block's fp32 scale
 }
 """Kind -> its row. To add an optimizer, add a row, and its name to `OptimizerKind`."""
 
@@ -121,9 +115,7 @@ def not_optimised(model: nn.Module, optimizer: Optimizer) -> list[str]:
 
 
 def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-    """Clip gradients to the global L2 norm `max_norm` (0: never) and step, without a host synchronisation; return the
-    norm before, an fp32 scalar on the gradients' device.
-    """
+    """Clip gradients to the global L2 norm `max_norm` (0: never) and step; return the norm before, in fp32."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     # torch's `clip_grad_norm_` accumulates in the gradients' dtype, which in bf16 is off by up to 0.4 %.
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32)))
@@ -184,7 +176,6 @@ def effective_warmup_steps(num_warmup_steps: int, total_steps: int) -> int:
 
 def learning_rate_factor(step: int, total_steps: int, warmup_steps: int, kind: str) -> float:
     """Return the learning rate of optimizer step number `step`, counted from 0, as a share of the peak.
-
     The w warm-up steps get 1/w, 2/w, ..., 1: no step runs at zero. After them, with p = (step - w) / (total_steps - w),
     at most 1: constant 1, linear 1 - p, cosine (1 + cos(pi p)) / 2. `total_steps` includes resumed parts.
     """

@@ -214,15 +214,16 @@ class RunSize:
             head = max(head, tokens * working + transposed)
 
         optimizer, unsharded = OPTIMIZERS[self.optimizer], keeps_unsharded_gradients(mode, config)
+        gradient_bytes = optimizer.parameter_dtype.itemsize
         trained = self.num_adapter_parameters(spec) if self.adapted else self.num_parameters
         shards = num_gpus if self.sharded else 1
         if self.adapted:
             state += optimizer.total_bytes / shards * trained
-        all_gradients = 0.0 if unsharded else optimizer.gradient_bytes / shards * trained
+        all_gradients = 0.0 if unsharded else gradient_bytes / shards * trained
         if unsharded:
-            state -= optimizer.gradient_bytes / num_gpus * trained  # the shards of gradients come with the reduction
+            state -= gradient_bytes / num_gpus * trained  # the shards of gradients come with the reduction
         if mode == "ddp" and not config.model.cuda_graphs:
-            state += optimizer.gradient_bytes * trained  # buckets
+            state += gradient_bytes * trained  # buckets
         # In place of frozen weights of two bytes, or beside their masters.
         state += (-1 if self.adapted else 1) * fp8_weights / num_gpus
         if mode == "fsdp_grad":
@@ -247,7 +248,7 @@ class RunSize:
             if beside_layer:  # torch's `foreach_reduce` lays the outermost unit's gradients out in fp32, beside bf16
                 moments.append((state + 3 * outermost, 0.0, 0.0))
             if beside_layer and layers - 2 not in recomputes:  # the layer below the last, as fc1's gradient is made
-                of_layer = (_BF16 + optimizer.gradient_bytes / num_gpus) * layer_linear
+                of_layer = (_BF16 + gradient_bytes / num_gpus) * layer_linear
                 made = gathered + beside_layer + of_layer - all_gradients
                 made += h * spec.intermediate_size * (4 if recipe == "bf16" else 7)  # and fp8 weights for the dgrad
                 below, saved = activations - 2 * tokens * per_layer, per_layer + 4 * h + spec.intermediate_size
@@ -265,7 +266,7 @@ class RunSize:
             if graphs:
                 beside += activations + head  # of an eager micro-batch beside those of the graphs
             if one_micro_batch:
-                beside += _SHARDS_WITHOUT_ROOM * optimizer.gradient_bytes * trained / num_gpus
+                beside += _SHARDS_WITHOUT_ROOM * gradient_bytes * trained / num_gpus
         elif mode == "ddp":
             beside = 2 * trained  # on the first GPU in 3 of 10 recorded runs
         sizes = {STATE: parts[0], CASTS: casts, ACTIVATIONS: parts[1], HEAD: parts[2]}

@@ -18,20 +18,17 @@ EXIT_FAILED_CHECK, EXIT_USER_ERROR, EXIT_NO_GPU = 1, 2, 3
 
 
 class UserError(Exception):
-    """A mistake in the user's options or files: one sentence that names the flag or the file, says what is wrong and
-    what to do. Scripts print it without a traceback and exit with code 2.
-    """
+    """A mistake in options or files: a sentence with the flag or file, what is wrong and what to do; exit code 2."""
 
 
 class FailedCheck(Exception):
-    """A check of the program failed though the options are right; scripts print the sentence and exit with code 1."""
+    """A check of the program failed though the options are right: a sentence that scripts print; exit code 1."""
 
 
 @contextlib.contextmanager
 def reading(flag: str, name: object, what: str = "it", advice: str = "") -> Iterator[None]:
-    """Turn any error of a library or the file system in the block into a `UserError` of one line, with its words:
-    "{flag} {name}: cannot read {what} (...). {advice}". Wrap each call that reads a file or a folder or asks a library.
-    A `UserError`, exhausted memory, a full disk, a killed worker process and signals pass unchanged.
+    """Turn an error of a library or the file system in the block into a `UserError`, "{flag} {name}: cannot read {what}
+    (its words). {advice}". A `UserError`, exhausted memory, a full disk, a killed worker and signals pass unchanged.
     """
     try:
         yield

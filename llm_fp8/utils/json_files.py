@@ -1,7 +1,5 @@
-"""JSON files that survive a crash and that every reader accepts.
-
-A file is written beside its place and renamed over it, so that a reader never sees half of one. JSON has no NaN or
-infinity; they are written as the strings "NaN", "Infinity" and "-Infinity", which `read_json` turns into floats again.
+"""JSON files that survive a crash and that every reader accepts. Each is written beside its place and renamed over it.
+JSON has no NaN or infinity; they are the strings "NaN", "Infinity" and "-Infinity", which are read as floats again.
 """
 
 from __future__ import annotations

@@ -144,9 +144,8 @@ def _in_one_sentence(error: Exception) -> str | None:
 
 
 def run_script(main: Callable[[], int]) -> None:
-    """Run `main` and exit with its code. If `_in_one_sentence` explains an error, one process of the launch prints the
-    sentence, and the code is 2, or 1 for a `FailedCheck`. The code is 130 on Ctrl-C, 141 on a closed pipe (`| head`).
-    `main` imports what it needs, so that a missing package is such an error.
+    """Run `main`, which imports what it needs, and exit with its code. If `_in_one_sentence` explains an error, one
+    process of the launch prints that, and the code is 2, or 1 for a `FailedCheck`; 130 on Ctrl-C, 141 on a closed pipe.
     """
     open_missing_output()
     if not faulthandler.is_enabled():
