@@ -80,6 +80,5 @@ class EvalHistory:
         """Go on from a checkpoint; False, and nothing changes, where its evaluations were on other data."""
         if state["data"] != self.data:
             return False
-        for name in _STATE:
-            setattr(self, name, state[name])
+        vars(self).update(state)
         return True
