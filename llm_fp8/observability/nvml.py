@@ -46,9 +46,7 @@ class EnergyMeter:
         self._start_s, self._start_j = time.perf_counter(), energy_j(self._accelerator.device)
 
     def read(self, num_tokens: Mapping[int, int]) -> dict[str, float]:
-        """End the interval and return its figures, empty while it is too short or without a counter. `num_tokens`: new
-        finished step -> its positions on all GPUs.
-        """
+        """Return the interval's figures, {} while it is too short. `num_tokens`: new step -> positions on all GPUs."""
         self._num_tokens += sum(count for step, count in num_tokens.items() if step > self._last_step)
         now_s, now_j = time.perf_counter(), energy_j(self._accelerator.device)
         since = [now_j - self._start_j, now_j - self._begin_j, now_s - self._start_s]

@@ -146,9 +146,7 @@ def _judge(
     num_micro_batches: int,
     recipe: str | None = None,
 ) -> Certificate:
-    """Judge the step just recorded of `model`, as Accelerate converted it but without DDP. Return the worst certificate
-    of all processes. Collective.
-    """
+    """Judge the step just recorded of `model`, without DDP; return the worst certificate of all ranks. Collective."""
     backend = backend_in(model)
     layers = list(backend.linears_of(model).values())
     state = backend.state(layers)

@@ -22,7 +22,6 @@ from llm_fp8.config.recipes import RECIPES, precision_name
 from llm_fp8.observability.trackers import flattened
 from llm_fp8.tools.compare.run_record import REFERENCE, RunRecord
 
-CONFIDENCE = 0.95
 _SEVERITY = ("certified", "missing", "undetermined", "failed")
 
 
@@ -44,7 +43,7 @@ def t_interval(values: Sequence[float]) -> Interval:
     mean = float(np.mean(values))
     if len(values) < 2:
         return Interval(mean, None, None)
-    quantile = special.stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2)
+    quantile = special.stdtrit(len(values) - 1, 0.975)  # two-sided 95%
     half = float(quantile * np.std(values, ddof=1) / math.sqrt(len(values)))
     return Interval(mean, mean - half, mean + half)
 

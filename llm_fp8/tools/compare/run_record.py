@@ -154,9 +154,7 @@ def read_wandb(path: str, api: Any = None) -> RunRecord:
         run = (api or wandb.Api()).run(path)
         if run.state != "finished":
             raise UserError(f"--wandb {path}: the W&B run is {run.state}; give a run that finished.")
-        metrics: dict[int, dict[str, Any]] = {}
-        for row in run.scan_history():  # an evaluation may have a row of its own
-            metrics.setdefault(row["step"], {}).update({k: v for k, v in row.items() if v is not None})
+        metrics = [{key: value for key, value in row.items() if value is not None} for row in run.scan_history()]
         config, effective = dict(run.config), dict(run.config["effective"])
         stored = {name: effective.pop(name) for name in ("precision", "model", "data")}
         options = {name: config[name] for name in SECTIONS}
@@ -166,4 +164,4 @@ def read_wandb(path: str, api: Any = None) -> RunRecord:
             part, is_nested, key = name.partition("/")  # as `send_summary` names the entries of a part
             value = literal_eval(value) if key == "reasons" else value
             summary |= {part: summary.get(part, {}) | {key: value}} if is_nested else {name: value}
-        return _record(path, stored, with_floats([metrics[step] for step in sorted(metrics)]), summary)
+        return _record(path, stored, with_floats(metrics), summary)

@@ -69,9 +69,7 @@ def plan_without_output(config: Config) -> RunPlan:
 
 
 def diagnose(config: Config, trace: Path | None = None) -> dict[str, Any]:
-    """Return the findings on the run of `config`, as in the JSON file: times in seconds, memory in GiB. The recorded
-    step also goes to the file `trace`, in Chrome's format. Raises `UserError` as the run itself would.
-    """
+    """Return the findings on the run of `config`, as in the JSON file; also write the recorded step to `trace`."""
     plan = plan_without_output(config)
     set_seed(plan.config.optim.seed)
     tokenizer, _ = load_tokenizer(plan.config.model, plan.source)
