@@ -51,12 +51,10 @@ class StepClock:
 
 @dataclass(frozen=True)
 class StepResult:
-    """An optimizer step. `values` has what it computed on the device, 0-dim tensors by name: the keys of `METRICS`, and
-    the token counts of all ranks by the names of `StepTokens`.
-    """
+    """An optimizer step."""
 
     learning_rate: float
-    values: dict[str, Tensor]
+    values: dict[str, Tensor]  # 0-dim, on the device, by keys of `METRICS`, and token counts of all ranks (`StepTokens`)
     rank_loss: Tensor  # this rank's part of the training loss
     row_ids: tuple[int, ...]
     start: Any
