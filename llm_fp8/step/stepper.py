@@ -54,7 +54,7 @@ class StepResult:
     """An optimizer step."""
 
     learning_rate: float
-    values: dict[str, Tensor]  # 0-dim, on the device, by keys of `METRICS`, and token counts of all ranks (`StepTokens`)
+    values: dict[str, Tensor]  # 0-dim, on the device: `METRICS` by key, and token counts of all ranks (`StepTokens`)
     rank_loss: Tensor  # this rank's part of the training loss
     row_ids: tuple[int, ...]
     start: Any
