@@ -37,7 +37,7 @@ READ = {  # variables that options come from -> the launcher's default
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "None",
 }
-DEFAULTS = {  # one of `fp8_config` or of this table that is not `READ` must have its default
+DEFAULTS = {  # the launcher's; a variable of `fp8_config` or of this table that is not in `READ` must have it
     **READ,
     "ACCELERATE_FP8_MARGIN": "0",
     "ACCELERATE_FP8_INTERVAL": "1",

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 Backend = Literal["te", "torchao"]
 
-DEFAULT = "default"  # value of --fp8_scenario for that of the backend:
+DEFAULT = "default"  # value of --fp8_scenario that stands for the back end's:
 DEFAULTS: Mapping[Backend, str] = {"te": "delayed", "torchao": "tensorwise"}
-EMULATING: tuple[Backend, ...] = ("torchao",)  # fp8 without a GPU
+EMULATING: tuple[Backend, ...] = ("torchao",)  # back ends that emulate fp8 without a GPU
 FP8_SIZE_MULTIPLE = 16  # of an fp8 GEMM's sizes
 
 
@@ -30,7 +30,7 @@ class Recipe:
     size_multiple: int = FP8_SIZE_MULTIPLE  # of both sizes of a weight; a layer with another one stays in bf16
     options: tuple[str, ...] = ()  # as the recipe's class calls them
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keywords; they replace the class's own
-    availability: str = "is_fp8_available"  # function of transformer_engine.pytorch: has a GPU it, and why not
+    availability: str = "is_fp8_available"  # function of TE that says whether a GPU has it, and why not
     capability: tuple[int, int] = (8, 9)  # the lowest that has it, for a GPU that is only assumed
     scales_lag: bool = False  # scales come from earlier passes, so there are none before the first
     fp32_scales_on_hopper: bool = False  # not powers of two, the class's default: halves fp8's cost in quality

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from llm_fp8.utils.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]  # of the installed package, te_llama.py and the training scripts
-SHIPPED = REPOSITORY / "llm_fp8" / "config" / "shipped"  # requirements, configs/: links, in a wheel files
+SHIPPED = REPOSITORY / "llm_fp8" / "config" / "shipped"  # configs/, requirements: links here, files in a wheel
 _IN_REPOSITORY = (REPOSITORY / "requirements.txt").is_file()
 FOLDER = "" if _IN_REPOSITORY else f"{SHIPPED}/"
 """Folder of the requirements files, as it stands in a command that is meant to be copied."""

@@ -20,7 +20,7 @@ class LaunchRanks:
     rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
-    restart_count: int = 0  # of restarts by torchrun (--max-restarts)
+    restart_count: int = 0  # by torchrun (--max-restarts)
     launched: bool = False  # by a launcher, perhaps as the only process
 
     @classmethod
