@@ -36,7 +36,6 @@ from llm_fp8.kernels.cross_entropy import IGNORE_INDEX
 from llm_fp8.observability.metrics import StepTokens
 
 IntArray = npt.NDArray[np.int64]
-
 PADDED_MULTIPLE = 128  # of padded lengths: for few different shapes, and for fp8 kernels
 
 
@@ -86,10 +85,9 @@ class PackingPlan:
 
 
 def pack(lengths: npt.ArrayLike, capacity: int, multiple: int = 1) -> PackingPlan:
-    """Pack documents of these `lengths`, each padded to `multiple`, into sequences of at most `capacity` tokens.
-
-    Best fit decreasing: longest first, each document goes into the sequence with the least room that still holds it. An
-    integer whose bit r says that a sequence has r tokens left finds it at once: a million documents take about 1 s.
+    """Pack documents of these `lengths`, each padded to `multiple`, into sequences of at most `capacity` tokens, best
+    fit decreasing: longest first, each goes into the sequence with the least room that still holds it. An integer whose
+    bit r says that a sequence has r tokens left finds it at once: a million documents take about 1 s.
     """
     sizes = -(-np.asarray(lengths, dtype=np.int64) // multiple) * multiple
     sequence_of = np.empty(len(sizes), dtype=np.int64)

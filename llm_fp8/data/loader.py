@@ -147,7 +147,6 @@ def prefetch(items: Iterator[T]) -> Generator[T]:
 
 class TrainLoader:
     """Yields `list[Batch]`, this rank's micro-batches of one optimizer step, epoch after epoch without end.
-
     `state_dict()` is the position after the last step that was yielded, whatever has been prefetched. A loader that
     loads it yields exactly the steps that would have followed, also with another cut of the same global batch.
     """

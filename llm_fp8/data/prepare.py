@@ -89,8 +89,7 @@ def prepare_data(
 
     `num_slices` neighbouring ranks get the same sequences, of which `split_batch` takes a rank's slice. --eval_batches
     counts batches of `eval_batch_size` (default: that of `config`), so that merged micro-batches change nothing in it.
-    Within `main_process_first` (such as `accelerator.local_main_process_first`) the other processes wait for the main
-    one and find its result in the cache.
+    Within `main_process_first` (accelerate's) other processes wait for the main one and find its result in the cache.
     """
     data, share = config.data, Share(rank // num_slices, world_size // num_slices)
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if isinstance(i, int)), 0)

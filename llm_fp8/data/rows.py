@@ -48,8 +48,7 @@ ANSWERS = "chosen answer response output assistant completion solution target gp
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function": "tool", "function_call": "assistant"}
 """ShareGPT's `from` -> `role`; a function call is the JSON text of one call or of several."""
 ROLES |= {role: role for role in ("system", "developer", "user", "assistant", "tool")}
-FLAGS = {"weight": True, "train": True, "training": True, "loss": True, "masked": False}
-"""Entry of a turn -> the value with which the turn is supervised."""
+FLAGS = {"weight": True, "train": True, "training": True, "loss": True, "masked": False}  # of a supervised turn
 SYSTEM = ("system", "developer")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 Unused = Counter[str]  # unused part of a row -> number of times

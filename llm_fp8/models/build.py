@@ -61,7 +61,7 @@ def build_structure(
     te_on_meta: bool = True,
     full_tensor: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> Model:
-    """The model without values, its parameters on "meta". For `unfused_mlp` see `te_llama.LayerSpec`."""
+    """The model without values: parameters on "meta", buffers on `device`. `unfused_mlp`: see `te_llama.LayerSpec`."""
     choice = "sdpa" if options.use_te else options.attn_implementation
     attention = choose_attention(choice, hf_config, device, compute_dtype)
     with init_empty_weights(include_buffers=False), torch.device("cpu" if options.use_te else device):
@@ -262,7 +262,6 @@ def local_shard(tensor: Tensor) -> LocalShard:
 
 class RandomWeights(TorchFunctionMode):
     """Draws parameters as transformers' `_init_weights` does for the architecture: norms, gates and decays included.
-
     That runs once on a model without memory, in this mode, which records its calls for each parameter. Here a parameter
     is drawn whole on the generator's device and this rank takes its shard, so that weights depend neither on the number
     of ranks nor on the split. What transformers leaves to constructors is drawn as Llama's: normal, or one, or zero.

@@ -216,8 +216,8 @@ def load_exported(folder: str | Path, base: str | None, dtype: torch.dtype | str
 
 def tokenizer_of(folder: str | Path, base: str | None) -> PreTrainedTokenizerBase:
     """Load the tokenizer in `folder`, or that of the `base` model if an adapter has none."""
-    has_tokenizer = base is None or (Path(folder) / "tokenizer_config.json").is_file()
-    source = ModelSource(str(folder), str(folder) if has_tokenizer else str(base), is_random=False)
+    location = folder if base is None or (Path(folder) / "tokenizer_config.json").is_file() else base
+    source = ModelSource(str(folder), str(location), is_random=False)
     return load_tokenizer(ModelConfig(model_name=str(folder)), source)[0]
 
 

@@ -33,10 +33,6 @@ class Fp8Format:
             return "fp8 (e4m3) with a scale for each block of {} x {} values".format(*self.block)
         return f"fp8 (e4m3) with a scale for each {'weight matrix' if self.block[0] is None else 'row'}"
 
-    def is_surplus(self, name: str) -> bool:
-        """True for a stored tensor that is a scale, and so none of the model's."""
-        return name.endswith((f".weight{self.suffix}", ".input_scale"))
-
 
 def fp8_format(config: PretrainedConfig) -> Fp8Format:
     """How the quantised weights that belong to `config` are stored in fp8; `UserError` for any other quantisation."""

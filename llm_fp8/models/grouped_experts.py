@@ -22,9 +22,7 @@ from llm_fp8.utils.torch_internals import wrap_forward
 
 
 def compute_experts(model: nn.Module, autocast_dtype: torch.dtype | None) -> None:
-    """Let experts whose grouped GEMMs transformers would run be computed by `grouped_experts`, and under torch.autocast
-    all of them in `autocast_dtype`; None where the run does not enter it.
-    """
+    """Let `grouped_experts` compute experts of grouped GEMMs; under torch.autocast all compute in `autocast_dtype`."""
     for module in filter(expert_weights, model.modules()):
         if runs_grouped_gemms(module):
             wrap_forward(module, functools.partial(grouped_experts, module))

@@ -141,10 +141,9 @@ def peft_config(options: LoraConfig, modules: Iterable[str], parameters: Iterabl
 
 
 def config_for_loading(model: Model, options: LoraConfig, base_model: str) -> Any:
-    """`peft_config` of the adapters that `model` has, as PEFT reads it on the plain model.
-
-    In a mixture of experts PEFT takes gate_proj, up_proj and down_proj for experts, as transformers 4 called them,
-    whatever layers of these names there are. Named as parameters, the weights of these layers are taken as they are.
+    """`peft_config` of the adapters that `model` has, as PEFT reads it on the plain model. In a mixture of experts PEFT
+    takes gate_proj, up_proj and down_proj for experts, as transformers 4 called them, whatever layers have these names.
+    Named as parameters, the weights of these layers are taken as they are.
     """
     module, adapters = model.module, adapters_of(model.module)
     parameters = {".".join(adapter.weight.split(".")[-2:]) for adapter in adapters.values() if adapter.delta}

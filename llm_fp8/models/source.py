@@ -200,14 +200,15 @@ class StoredCheckpoint:
 
     def __init__(self, files: list[Path], hf_config: PretrainedConfig) -> None:
         self.files, self.fp8 = files, stored_fp8(hf_config)
+        suffix = "" if self.fp8 is None else self.fp8.suffix
         self.stored: dict[str, StoredTensor] = {}
         self._scales: dict[str, Tensor] = {}  # weight -> its scale, which another file may hold
         for path in files:
             with open_weights(path) as tensors:
                 for name in tensors.keys():
-                    if self.fp8 is not None and self.fp8.is_surplus(name):
+                    if self.fp8 is not None and name.endswith((f".weight{suffix}", ".input_scale")):
                         # A copy, which keeps no file mapped.
-                        self._scales[name.removesuffix(self.fp8.suffix)] = tensors.get_tensor(name).clone()
+                        self._scales[name.removesuffix(suffix)] = tensors.get_tensor(name).clone()
                         continue
                     header = tensors.get_slice(name)
                     self.stored[name] = StoredTensor(path, header.get_dtype(), tuple(header.get_shape()))

@@ -229,7 +229,7 @@ OF_THE_MIX = ("--columns=problem=question,generated_solution=answer", "--validat
 def _counted(steps: list[list[Batch]], tokenizer: PreTrainedTokenizerBase) -> Counter[str]:
     """How many documents of each problem ("a 3") the batches hold."""
     texts = (tokenizer.decode(batch.input_ids.flatten()) for step in steps for batch in step)
-    return Counter(found for text in texts for found in re.findall(r"[ab] \d+(?=\n)", text))
+    return Counter(problem for text in texts for problem in re.findall(r"[ab] \d+(?=\n)", text))
 
 
 def test_several_datasets(prepare: Any, tmp_path: Path, tokenizer: Any) -> None:
