@@ -409,6 +409,11 @@ class ParallelConfig:
     )
     empty_cache_freq: int = option(0, "Steps after which cached GPU memory is returned; 0: never.", at_least=0)
 
+    @property
+    def num_slices(self) -> int:
+        """The number of GPUs that share the tokens of a sequence."""
+        return self.context_parallel_size
+
 
 @dataclass(frozen=True)
 class Config:
@@ -438,6 +443,11 @@ class Config:
             for name, section in vars(self).items()
         }
         return Config(**sections)
+
+    @property
+    def always_graphs(self) -> bool:
+        """True if every micro-batch runs as a CUDA graph or beside the graphs."""
+        return bool(self.model.cuda_graphs)
 
     @property
     def packing(self) -> bool:

@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
 from llm_fp8.config.options import MODES, Config
-from llm_fp8.distributed.strategy import DistributedStrategy, PlainCopiesStrategy
+from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -34,7 +34,7 @@ def build_strategy(mode: str, config: Config, ranks: LaunchRanks, plan: Precisio
     if engine == "deepspeed":
         return deepspeed.DeepSpeedStrategy(*run)
     if engine == "copies":
-        return PlainCopiesStrategy(*run) if config.model.cuda_graphs else DistributedStrategy(*run)
+        return DistributedStrategy(*run, plain=config.always_graphs)
     sharded = (*run, plan.compute_dtype, ranks.local_world_size)
     if parallel.fp8_params:
         from llm_fp8.distributed.fp8_params import Fp8ParamsStrategy

@@ -5,7 +5,7 @@ model, optimizer = strategy.prepare(model, optimizer)
 for each step:
     for each micro-batch:
         with strategy.micro_batch(model, last=...):
-            strategy.backward(loss)        loss: this rank's part of the global mean, see llm_fp8.run.timeline
+            strategy.backward(loss)        loss: this rank's part of the global mean, see llm_fp8.step.stepper
     grad_norm = strategy.step(optimizer, parameters, max_norm)
 """
 
@@ -35,7 +35,11 @@ FindMainGrad: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 
 
 class DistributedStrategy:
-    """One process (mode 'single'), or several with a copy of the model each (DDP)."""
+    """One process (mode 'single'), or several with a copy of the model each.
+
+    The copies are DDP's or `plain`: then the last micro-batch of a step averages the gradients itself. Captured graphs
+    need plain copies, since a replay runs no hooks of DDP.
+    """
 
     shards_parameters = False  # parameters are DTensors, and weights are loaded shard by shard
     caches_weight_casts = True  # fp8 casts of weights may serve several micro-batches
@@ -43,10 +47,8 @@ class DistributedStrategy:
     saves_itself = False  # weights and optimizer state, by `save_state`, and not by name
     saved_by = "any mode but DeepSpeed's"  # can resume from a checkpoint, with any number of processes
 
-    def __init__(self, mode: str, accelerator: Accelerator, options: ParallelConfig) -> None:
-        self.mode = mode
-        self.accelerator = accelerator
-        self.options = options
+    def __init__(self, mode: str, accelerator: Accelerator, options: ParallelConfig, plain: bool = False) -> None:
+        self.mode, self.accelerator, self.options, self._is_plain = mode, accelerator, options, plain
         self.layers: nn.ModuleList | None = None  # set by `shard`
         self.context_group: Any = None  # the ranks that share sequences
         if (size := options.context_parallel_size) > 1:
@@ -64,15 +66,24 @@ class DistributedStrategy:
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, precision: Any = None) -> tuple[nn.Module, Any]:
         """The model to call and the optimizer to step. --fp8_params needs the `Precision` of `model`."""
+        if self._is_plain:
+            return model, self.accelerator.prepare(optimizer, device_placement=[False])
         return self.accelerator.prepare(model, optimizer, device_placement=[True, False])
 
+    def without_ddp(self, model: nn.Module) -> nn.Module:
+        """Leave DDP from the next step on, if the prepared `model` is in it; returns the model to call."""
+        if not isinstance(model, DistributedDataParallel):
+            return model
+        self._is_plain = True
+        return model.module  # DDP's hooks go with it, when the first graph is captured at the latest
+
     def main_grads(self, model: nn.Module) -> FindMainGrad | None:
-        """Where the GEMMs of a prepared `model` find the gradients to add to; None where they may not."""
+        """How the GEMMs of a prepared `model` find the gradients to add to; None if they must not add."""
         return lambda weight: (weight, weight.grad)
 
     def reduces_by_hooks(self, last: bool) -> bool:
         """Return True if a micro-batch's gradients are reduced when autograd, and not a GEMM, has accumulated them."""
-        return self._reduces(last) and self.accelerator.num_processes > 1
+        return self._reduces(last) and self.accelerator.num_processes > 1 and not self._is_plain
 
     def _reduces(self, last: bool) -> bool:
         return last or self.options.sync_every_micro_batch
@@ -80,7 +91,14 @@ class DistributedStrategy:
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
         """Encloses forward and backward of a micro-batch; gradients are reduced in the `last` one of a step only."""
-        with contextlib.nullcontext() if self._reduces(last) else self.accelerator.no_sync(model):
+        if not self._is_plain:
+            context = contextlib.nullcontext() if self._reduces(last) else self.accelerator.no_sync(model)
+        elif last and self.accelerator.num_processes > 1:
+            assert self.layers is not None
+            context = averaged_over_ranks(model, self.layers)
+        else:
+            context = contextlib.nullcontext()
+        with context:
             yield
 
     def backward(self, loss: Tensor) -> None:
@@ -125,34 +143,6 @@ class DistributedStrategy:
     def after_load(self, model: nn.Module, optimizer: Any, step: int) -> None:
         """Compute anew what is derived from weights and `step`, once the tensors of `state` were read. Collective."""
         set_completed_steps(optimizer, step)
-
-
-class PlainCopiesStrategy(DistributedStrategy):
-    """The strategy of captured micro-batches: a copy of the model on each GPU without DDP, whose hooks would run only
-    while a graph is captured. The last micro-batch of a step averages gradients over the ranks, in its graph too.
-    """
-
-    @classmethod
-    def without_ddp(cls, strategy: DistributedStrategy, model: nn.Module) -> tuple[DistributedStrategy, nn.Module]:
-        """The strategy and the model of a run from a step on that captures its micro-batches, from those before it."""
-        if not isinstance(model, DistributedDataParallel):
-            return strategy, model
-        plain = cls(strategy.mode, strategy.accelerator, strategy.options)
-        plain.layers = strategy.layers
-        return plain, model.module  # DDP's hooks go with it, when the first graph is captured at the latest
-
-    def prepare(self, model: nn.Module, optimizer: Optimizer, precision: Any = None) -> tuple[nn.Module, Any]:
-        return model, self.accelerator.prepare(optimizer, device_placement=[False])
-
-    def reduces_by_hooks(self, last: bool) -> bool:
-        return False
-
-    @contextlib.contextmanager
-    def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
-        assert self.layers is not None
-        reduces = last and self.accelerator.num_processes > 1
-        with averaged_over_ranks(model, self.layers) if reduces else contextlib.nullcontext():
-            yield
 
 
 @contextlib.contextmanager

@@ -84,7 +84,7 @@ def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -
     with reading("--output_dir", path, advice="Move the file away to resume without the earlier metrics."):
         lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
         steps = [(int(record["step"]), "eval_loss" in record) for record in map(json.loads, lines)]
-    # A step comes before its evaluation in this order too.
+    # (step, is_evaluation) sorts a step before its evaluation.
     end = (last_step, keep_evaluation)
     write_text_atomic(path, "".join(line for line, step in zip(lines, steps, strict=True) if step <= end))
     return steps[-1][0] if steps else 0

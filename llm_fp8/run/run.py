@@ -1,7 +1,7 @@
 """A whole run, phase after phase: plan, data, model, checks, loop, evaluation, export, records.
 
-From `main` to the backward pass: `run_training` -> `Timeline.train` -> `Stepper.take_step` -> `micro_batch`, which
-calls the model and `DistributedStrategy.backward`.
+From `main` to the backward pass: `run_training` -> `Timeline.train`, `take_step` -> `Stepper.take_step`, `micro_batch`,
+which calls the model and `DistributedStrategy.backward`.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
         return dry_run(config, ranks)
     is_own_group = not torch.distributed.is_initialized()
     start_process_group(ranks)
-    with contextlib.ExitStack() as held:
-        claimed, resume_from = run_dir.claim_folder(config, ranks, held)
+    with contextlib.ExitStack() as stack:
+        claimed, resume_from = run_dir.claim_folder(config, ranks, stack)
         folder = claimed or Path("runs")
         resumed = run_dir.find_checkpoint(folder, resume_from, ranks)
         plan = plan_run(config, ranks, resumed)
         phase_ends("devices")
 
-        held.enter_context(run_dir.explained_failures(lambda: folder))
+        stack.enter_context(run_dir.explained_failures(lambda: folder))
         set_seed(config.optim.seed)
         tokenizer, note = load_tokenizer(config.model, plan.source)
         plan.say(note)
@@ -83,13 +83,13 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
 
             plan, results.measured_tokens_per_s = choose_precision(config, plan, data)
             phase_ends("auto_precision")
-        folder = claimed or run_dir.default_folder(plan, held)
+        folder = claimed or run_dir.default_folder(plan, stack)
         announce(plan)
         options = train_state.run_options(plan.config, data, num_steps)
         if resumed is not None and (changed := train_state.changed_options(plan.config, resumed, options)):
             plan.say(f"resuming with other options: {', '.join(changed)}")
-        checks = config.model.use_te and plan.stored is not None and resumed is None
-        setup = build_setup(plan, data.train.first_step()[0] if checks else None)
+        checks_parity = config.model.use_te and plan.stored is not None and resumed is None
+        setup = build_setup(plan, data.train.first_step()[0] if checks_parity else None)
         if setup.num_trainable_parameters < setup.num_parameters:
             plan.say(f"trainable parameters: {setup.num_trainable_parameters:,} of {setup.num_parameters:,}")
         phase_ends("weights")
@@ -136,7 +136,7 @@ def load_data(settled: Settled, tokenizer: PreTrainedTokenizerBase, context: Any
         pin_memory=on_gpu,
         main_process_first=PartialState(cpu=not on_gpu).local_main_process_first,
         split_batch=None if context is None else context.split,
-        num_slices=settled.config.parallel.context_parallel_size,
+        num_slices=settled.config.parallel.num_slices,
         eval_batch_size=settled.requested_batch_size,
     )
 
@@ -195,7 +195,7 @@ def finish(timeline: Timeline, stop: GracefulStop, tokenizer: PreTrainedTokenize
     if config.run.export and exported is None:
         best_step = timeline.history.kept_step
         if best_step is not None and best_step != timeline.step:
-            if best := timeline.state.held(best_step):
+            if best := timeline.state.complete_checkpoint(best_step):
                 timeline.state.restore(best, timeline.stepper.optimizer)
                 step, tokens_seen = best.step, best.meta["tokens_seen"]
             else:

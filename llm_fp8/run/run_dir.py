@@ -29,18 +29,18 @@ _WRITTEN = ("run.json", "metrics.jsonl", "certificate.json", "certificate_after_
 _UNFINISHED = ".*.[0-9]*.tmp"  # what a killed process did not finish (`write_text_atomic`, `export_hf`)
 
 
-def claim_folder(config: Config, ranks: LaunchRanks, held: contextlib.ExitStack) -> tuple[Path | None, str | None]:
-    """The main process's output folder, locked until `held` closes (None: `default_folder` names it), and what the run
+def claim_folder(config: Config, ranks: LaunchRanks, stack: contextlib.ExitStack) -> tuple[Path | None, str | None]:
+    """The main process's output folder, locked until `stack` closes (None: `default_folder` names it), and what the run
     resumes from: the newest checkpoint after a restart by the launcher. `UserError` where the folder cannot be written,
     is in use or holds another run, or processes have other options. Collective.
     """
     first, *others = gathered(config.options)
     if differing := [f"--{name}" for name in first if any(other[name] != first[name] for other in others)]:
         raise UserError(f"the processes were started with different {listed(differing)}; give all the same options.")
-    return decided_by_main(lambda: _claimed(config.run, ranks, held))
+    return decided_by_main(lambda: _claimed(config.run, ranks, stack))
 
 
-def _claimed(run: RunConfig, ranks: LaunchRanks, held: contextlib.ExitStack) -> tuple[Path | None, str | None]:
+def _claimed(run: RunConfig, ranks: LaunchRanks, stack: contextlib.ExitStack) -> tuple[Path | None, str | None]:
     output_dir, resume_from, restarted = run.output_dir, run.resume_from, ranks.restart_count > 0
     if output_dir is None and restarted:
         output_dir = agree_on("output_dir", "") or None
@@ -50,7 +50,7 @@ def _claimed(run: RunConfig, ranks: LaunchRanks, held: contextlib.ExitStack) -> 
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise UserError(f"--output_dir {folder}: {existing} is not a folder that can be written.")
         if output_dir is not None:
-            held.enter_context(run_lock(folder))  # what is looked at from here on stays as it is
+            stack.enter_context(run_lock(folder))  # what is looked at from here on stays as it is
             if not restarted:
                 _refuse_other_run(folder, resume_from)
             checkpoints = CheckpointManager(folder, limit=1)
@@ -60,11 +60,11 @@ def _claimed(run: RunConfig, ranks: LaunchRanks, held: contextlib.ExitStack) -> 
     return None if output_dir is None else folder, resume_from
 
 
-def default_folder(plan: RunPlan, held: contextlib.ExitStack) -> Path:
-    """A new folder, named after time, model and the precision that runs, locked until `held` closes. Collective."""
+def default_folder(plan: RunPlan, stack: contextlib.ExitStack) -> Path:
+    """A new folder, named after time, model and the precision that runs, locked until `stack` closes. Collective."""
     words = re.sub(r"[^A-Za-z0-9.]+", "-", f"{plan.config.model.model_name} {plan.precision.name}").strip("-")
     name = str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{words}")
-    return decided_by_main(lambda: held.enter_context(run_lock(Path(agree_on("output_dir", name)))))
+    return decided_by_main(lambda: stack.enter_context(run_lock(Path(agree_on("output_dir", name)))))
 
 
 def find_checkpoint(folder: Path, resume_from: str | None, ranks: LaunchRanks) -> Checkpoint | None:

@@ -109,8 +109,8 @@ def warm_up_scales(setup: TrainingSetup, loader: TrainLoader) -> None:
 
     plan, batches = setup.plan, loader.first_step()
     # The stepper divides by the tokens of all processes, and `DistributedStrategy.backward` multiplies by their number.
-    of_rank = torch.tensor(float(sum(batch.num_supervised_tokens for batch in batches)), device=plan.device)
-    num_supervised = float(plan.accelerator.reduce(of_rank, reduction="mean"))
+    num_on_rank = torch.tensor(float(sum(batch.num_supervised_tokens for batch in batches)), device=plan.device)
+    num_supervised = float(plan.accelerator.reduce(num_on_rank, reduction="mean"))
     warm_up_delayed_scales(setup.training_model, setup.precision, batches[0].to(plan.device), num_supervised)
     plan.say(f"delayed scaling: first scales from {PASSES} passes over the first micro-batch")
 

@@ -250,7 +250,7 @@ class Timeline:
 
         setup, plan = self.setup, self.setup.plan
         expected = ExpectedKernels.of_model(self.precision, setup.coverage, setup.recomputed)
-        of_rank = certify(
+        rank_certificate = certify(
             expected.without_fp8 if self.precision.has_ended else expected,
             profile.kernels,
             self.precision.module_state(),
@@ -259,7 +259,7 @@ class Timeline:
             rank=self.accelerator.process_index,
         )
         name = "certificate_after_fp8" if self.precision.has_ended else "certificate"
-        certificate, path = worst(gathered(of_rank)), self.state.folder / f"{name}.json"
+        certificate, path = worst(gathered(rank_certificate)), self.state.folder / f"{name}.json"
         if self.accelerator.is_main_process:
             write_json_atomic(path, certificate.to_dict())
             self.reporter.track({name: certificate.to_dict()})

@@ -157,8 +157,8 @@ class RunState:
         """Restore everything in place that is not the loop's own. Collective."""
         plan, meta = self.setup.plan, checkpoint.meta
         # Ranks that the checkpoint doesn't know keep their initial seeds.
-        rng_of_rank = rng_state(plan.accelerator.process_index)
-        rng = {name: tensor for name, tensor in rng_of_rank.items() if name in checkpoint.kinds}
+        current_rng = rng_state(plan.accelerator.process_index)
+        rng = {name: tensor for name, tensor in current_rng.items() if name in checkpoint.kinds}
         plan.strategy.load_state(checkpoint.folder / STRATEGY_STATE, optimizer)
         tensors = self.tensors(optimizer) | rng
         if not self.has_the_scales(checkpoint):
@@ -175,11 +175,11 @@ class RunState:
         say = self.setup.plan.say
         if not history.load_state_dict(checkpoint.meta["evaluations"]) and (history.keeps_best or history.patience):
             say("evaluation is on other data than before this checkpoint: only the evaluations to come count")
-        if history.kept_step is not None and self.held(history.kept_step) is None:
+        if history.kept_step is not None and self.complete_checkpoint(history.kept_step) is None:
             say(f"--keep_best: the checkpoint of step {history.kept_step} is gone: only steps to come count")
             history.best_step, history.best_loss = None, math.inf
 
-    def held(self, step: int) -> Checkpoint | None:
+    def complete_checkpoint(self, step: int) -> Checkpoint | None:
         """The checkpoint of `step`, where every rank sees it complete. Collective."""
         folder = self.checkpoints.of_step(step)
         checkpoint = next((each for each in self.checkpoints.newest_first() if each.folder == folder), None)

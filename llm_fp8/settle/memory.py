@@ -84,21 +84,21 @@ class MemoryEstimate:
 def saved_bytes(spec: te_llama.DecoderSizes, recipe: str, adapted: frozenset[str], lora_rank: int) -> float:
     """Bytes that a decoder layer keeps per token for its backward pass; see the module's docstring."""
     h, f, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
-    always = _BF16 * (2 * h + q + 2 * kv + q + 2 * f) + _FP32 * spec.num_heads
+    per_token = _BF16 * (2 * h + q + 2 * kv + q + 2 * f) + _FP32 * spec.num_heads
     if spec.qk_norm:
-        always += _BF16 * (q + kv)
-    always += _BF16 * h * sum(name is not None for name in (spec.attention_norms[1], spec.mlp_norms[1]))
+        per_token += _BF16 * (q + kv)
+    per_token += _BF16 * h * sum(name is not None for name in (spec.attention_norms[1], spec.mlp_norms[1]))
     if adapted:
         mlp = adapted & {"gate_proj", "up_proj", "down_proj"}
-        always += _BF16 * lora_rank * len(adapted)
-        always += _BF16 * h * (bool(adapted & {"q_proj", "k_proj", "v_proj"}) + bool(mlp - {"down_proj"}))
-        always += _BF16 * f * ("down_proj" in adapted)
-        return always + (0 if recipe == "bf16" else h * (2 if mlp else 1))
+        per_token += _BF16 * lora_rank * len(adapted)
+        per_token += _BF16 * h * (bool(adapted & {"q_proj", "k_proj", "v_proj"}) + bool(mlp - {"down_proj"}))
+        per_token += _BF16 * f * ("down_proj" in adapted)
+        return per_token + (0 if recipe == "bf16" else h * (2 if mlp else 1))
     if recipe == "bf16":
-        return always + _BF16 * (2 * h + f)
+        return per_token + _BF16 * (2 * h + f)
     row = RECIPES[recipe]
     assert row.saved_bytes_per_element is not None, f"the memory of {recipe} is not measured"
-    return always + row.saved_bytes_per_element * (3 * h + q + f * (2 if row.saves_fc2_input_twice else 1))
+    return per_token + row.saved_bytes_per_element * (3 * h + q + f * (2 if row.saves_fc2_input_twice else 1))
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class RunSize:
     def spec(self) -> te_llama.DecoderSizes | None:
         """The TE decoder's sizes; None where the run has none, or where its memory is not counted in whole."""
         counted = self.recipe in ("bf16", *RECIPES_COUNTED) and self.mode in MODES_COUNTED
-        counted = counted and self.config.model.use_te and self.config.parallel.context_parallel_size == 1
+        counted = counted and self.config.model.use_te and self.config.parallel.num_slices == 1
         return self.sizes if counted and not (self.sharded and self.num_gpus == 1) else None
 
     @property
@@ -222,7 +222,7 @@ class RunSize:
         all_gradients = 0.0 if unsharded else gradient_bytes / shards * trained
         if unsharded:
             state -= gradient_bytes / num_gpus * trained  # the shards of gradients come with the reduction
-        if mode == "ddp" and not config.model.cuda_graphs:
+        if mode == "ddp" and not config.always_graphs:
             state += gradient_bytes * trained  # buckets
         # In place of frozen weights of two bytes, or beside their masters.
         state += (-1 if self.adapted else 1) * fp8_weights / num_gpus
@@ -231,9 +231,9 @@ class RunSize:
         state += _FP32 * (te_llama.num_positions(text_config(self.hf_config)) or 0) * spec.head_dim  # RoPE's angles
         gathered = outermost + (1 if fp8_weights else _BF16) * layer_linear if mode == "fsdp_full" else 0.0
 
-        graphs = config.model.cuda_graphs
+        graphs = config.always_graphs
         copies = 2 if graphs and not self.sharded else 1  # of the graphs, and of an eager micro-batch
-        moments = [(state + gathered, copies * activations, copies * head)]
+        peaks = [(state + gathered, copies * activations, copies * head)]
         if graphs and self.sharded:
             state += all_gradients  # the graphs' from one step to the next, beside those of an eager micro-batch
         one_micro_batch, beside_layer = config.optim.gradient_accumulation_steps == 1, 0.0
@@ -241,36 +241,36 @@ class RunSize:
             # The fp32 gradients of the layer above as they are reduced, fc2's, and the head's.
             beside_layer = _FP32 * layer_linear + _BF16 * h * (spec.intermediate_size + vocabulary)
         if one_micro_batch and copies == 1:
-            moments = [
+            peaks = [
                 (state + gathered - all_gradients, activations, head),
                 (state + gathered + beside_layer, 0.0, tokens * working),  # the first layer, whose backward is last
             ]
             if beside_layer:  # torch's `foreach_reduce` lays the outermost unit's gradients out in fp32, beside bf16
-                moments.append((state + 3 * outermost, 0.0, 0.0))
+                peaks.append((state + 3 * outermost, 0.0, 0.0))
             if beside_layer and layers - 2 not in recomputes:  # the layer below the last, as fc1's gradient is made
                 of_layer = (_BF16 + gradient_bytes / num_gpus) * layer_linear
-                made = gathered + beside_layer + of_layer - all_gradients
-                made += h * spec.intermediate_size * (4 if recipe == "bf16" else 7)  # and fp8 weights for the dgrad
+                live = gathered + beside_layer + of_layer - all_gradients
+                live += h * spec.intermediate_size * (4 if recipe == "bf16" else 7)  # and fp8 weights for the dgrad
                 below, saved = activations - 2 * tokens * per_layer, per_layer + 4 * h + spec.intermediate_size
-                moments.append((state + made, below, tokens * saved))
+                peaks.append((state + live, below, tokens * saved))
         if recomputed and beside_layer and not unsharded:  # the last recomputed layer
-            made = state - all_gradients if one_micro_batch else state
+            live = state - all_gradients if one_micro_batch else state
             kept_below = recomputes[-1] + 1 - recomputed
             below = tokens * (kept_below * per_layer + _BF16 * h * (recomputed - 1))
-            made += _BF16 * layer_linear  # the weights of the layer below
-            moments.append((made + gathered + beside_layer, below, tokens * working))
-        parts = max(moments, key=sum)
-        beside = 0.0
+            live += _BF16 * layer_linear  # the weights of the layer below
+            peaks.append((live + gathered + beside_layer, below, tokens * working))
+        parts = max(peaks, key=sum)
+        untracked = 0.0
         if self.sharded:
-            beside = outermost * (1 + 1 / num_gpus)  # as it is gathered, beside this GPU's part of it
+            untracked = outermost * (1 + 1 / num_gpus)  # as it is gathered, beside this GPU's part of it
             if graphs:
-                beside += activations + head  # of an eager micro-batch beside those of the graphs
+                untracked += activations + head  # of an eager micro-batch beside those of the graphs
             if one_micro_batch:
-                beside += _SHARDS_WITHOUT_ROOM * gradient_bytes * trained / num_gpus
+                untracked += _SHARDS_WITHOUT_ROOM * gradient_bytes * trained / num_gpus
         elif mode == "ddp":
-            beside = 2 * trained  # on the first GPU in 3 of 10 recorded runs
+            untracked = 2 * trained  # on the first GPU in 3 of 10 recorded runs
         sizes = {STATE: parts[0], CASTS: casts, ACTIVATIONS: parts[1], HEAD: parts[2]}
-        return MemoryEstimate({name: size / GIB for name, size in sizes.items() if size}, RESERVE_GIB + beside / GIB)
+        return MemoryEstimate({name: size / GIB for name, size in sizes.items() if size}, RESERVE_GIB + untracked / GIB)
 
     def _layer_bytes(self, spec: te_llama.DecoderSizes) -> float:
         """Bytes that a layer keeps per token: at most, where it is Hugging Face's, or only some modules are in fp8."""

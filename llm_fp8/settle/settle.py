@@ -1,7 +1,8 @@
 """Options, config.json and a machine become what a run does: precision, sharding, optimizer, micro-batches, memory.
 
-`settle` is pure: it builds nothing, asks no GPU and no file, and the same arguments give the same answer. A run, a dry
-run and `llm-fp8 memory` ask it, and nothing else decides, so that they cannot differ. Nothing changes its answer later.
+`settle` is pure: it allocates nothing, asks no GPU and no file, and the same arguments give the same answer. A run, a
+dry run and `llm-fp8 memory` ask it, and nothing else decides, so that they cannot differ. Only --mixed_precision auto
+asks twice: before and after it measured both precisions.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Settled:
 
     @property
     def graphs(self) -> bool | None:
-        """Whether micro-batches run as CUDA graphs; None: once the GPU turns out to be idle (--cuda_graphs)."""
+        """True if micro-batches run as CUDA graphs (--cuda_graphs); None: once the GPU turns out to be idle."""
         if self.config.model.cuda_graphs is not None:
             return self.config.model.cuda_graphs
         if not self.certifies or self.precision.compute_dtype != torch.bfloat16:

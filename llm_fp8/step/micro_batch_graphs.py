@@ -116,7 +116,7 @@ class MicroBatchGraphs:
         self._inputs: dict[int, Batch] = {}
         self._seen: set[Key] = set()
         self._graphs: dict[Key, Graph] = {}
-        self.are_dropped = False  # True: before eager passes, which have no memory beside them
+        self.drops_before_eager = False  # True: before eager passes, which have no memory beside them
         self.may_capture = True  # False: what has no graph yet runs eagerly
 
     def __call__(self, batch: Batch, num_supervised: Tensor, first: bool, last: bool) -> Tensor:
@@ -124,14 +124,14 @@ class MicroBatchGraphs:
         if first and not self.makes_gradients:
             self._lend_gradients()
         self._num_supervised.copy_(num_supervised)
-        self._take(batch, first, last)
+        self._run_or_replay(batch, first, last)
         self._after_each()
         assert self._losses is not None
         return self._losses
 
     def make_room(self) -> None:
         """Drop the graphs where an eager pass, which comes next, has no memory beside them."""
-        if self._graphs and self.are_dropped:
+        if self._graphs and self.drops_before_eager:
             self._graphs.clear()
             self._capture.begin_anew()
 
@@ -139,7 +139,7 @@ class MicroBatchGraphs:
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
 
-    def _take(self, batch: Batch, first: bool, last: bool) -> None:
+    def _run_or_replay(self, batch: Batch, first: bool, last: bool) -> None:
         bucket = bucket_of(batch)
         if self._collective:
             of_all = largest(BUCKETS[-1] + 1 if bucket is None else bucket)
@@ -231,11 +231,11 @@ def bucket_of(batch: Batch) -> int | None:
     return next((bucket for bucket in BUCKETS if num_documents <= bucket), None)
 
 
-def memory_beside_graphs(more: int = 0) -> tuple[float, bool]:
-    """GiB that graphs lack on the fullest GPU, where they need `more` bytes than the steps so far, and whether eager
+def memory_beside_graphs(extra_bytes: int = 0) -> tuple[float, bool]:
+    """GiB that graphs lack on the fullest GPU, if they need `extra_bytes` more than the steps so far, and whether eager
     passes lack memory beside graphs, which keep as much as one for activations. Collective.
     """
-    in_use, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated() + more + RESERVE_GIB * GIB
+    in_use, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated() + extra_bytes + RESERVE_GIB * GIB
     total = torch.cuda.get_device_properties().total_memory
     by_rank = gathered((max(0.0, peak - total) / GIB, 2 * peak - in_use > total))
     return max(lacking for lacking, _ in by_rank), any(lacks for _, lacks in by_rank)

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from llm_fp8.data.collate import Batch, count_tokens
 from llm_fp8.distributed.process_group import gathered
-from llm_fp8.distributed.strategy import DistributedStrategy, PlainCopiesStrategy
+from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.observability.metrics import StepTokens
 from llm_fp8.precision.context import Precision
 from llm_fp8.step.loss_model import TrainingModel
@@ -126,7 +126,7 @@ class Stepper:
 
     def begin_graphs(self) -> None:
         """Run micro-batches as CUDA graphs from the next step on."""
-        self.strategy, self.model = PlainCopiesStrategy.without_ddp(self.strategy, self.model)
+        self.model = self.strategy.without_ddp(self.model)
         self.wgrad_accumulation = FusedWgradAccumulation(self.model, self.strategy)
         self._graphs = self._build_graphs()
 
@@ -136,7 +136,7 @@ class Stepper:
             from llm_fp8.step.micro_batch_graphs import memory_beside_graphs
 
             _, self._drops_graphs = memory_beside_graphs()
-            self._graphs.are_dropped = self._drops_graphs
+            self._graphs.drops_before_eager = self._drops_graphs
 
     def may_capture(self, may: bool) -> None:
         """Let the next step capture graphs, which would show in a recording, or not."""
@@ -166,7 +166,7 @@ class Stepper:
         overwritten = [] if sharded else self.wgrad_accumulation.weights()
         build = ShardedMicroBatchGraphs if sharded else MicroBatchGraphs
         graphs = build(run, self.parameters, overwritten, Capture(), self.precision.update_scales, collective)
-        graphs.are_dropped = self._drops_graphs
+        graphs.drops_before_eager = self._drops_graphs
         return graphs
 
     def take_step(self, batches: list[Batch], start: Any = None) -> StepResult:

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 import te_llama
 from llm_fp8.config.options import ParallelConfig
 from llm_fp8.distributed.fsdp import FsdpStrategy
-from llm_fp8.distributed.strategy import DistributedStrategy, PlainCopiesStrategy
+from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import fill_weights
 from llm_fp8.models.model import Model, decoder_layers
 from llm_fp8.models.parity import relative_difference
@@ -44,7 +44,7 @@ def engine_of(mode: str, options: ParallelConfig) -> DistributedStrategy:
     if mode == "ddp":
         return DistributedStrategy(mode, accelerator, options)
     if mode == "plain copies":
-        return PlainCopiesStrategy("ddp", accelerator, options)
+        return DistributedStrategy("ddp", accelerator, options, plain=True)
     return FsdpStrategy(mode, accelerator, options, torch.float32, RANKS)
 
 

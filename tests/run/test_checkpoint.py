@@ -273,6 +273,6 @@ def test_full_disk(small_disk, too_much):
 
 def test_other_errors_keep_their_type(tmp_path):
     manager = CheckpointManager(tmp_path, limit=2)
-    with pytest.raises(TypeError, match="not JSON serializable"):
+    with pytest.raises(TypeError):
         manager.save(1, make_tensors(), {"entry": object()})
     assert json.dumps(names_in(manager)) == "[]"

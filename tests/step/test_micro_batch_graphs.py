@@ -18,7 +18,7 @@ from torch.nn import Parameter
 import te_llama
 from llm_fp8.config.options import ParallelConfig, PrecisionConfig
 from llm_fp8.data.collate import Batch, Layout
-from llm_fp8.distributed.strategy import PlainCopiesStrategy
+from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.build import fill_weights
 from llm_fp8.models.model import Model, decoder_layers
 from llm_fp8.models.parity import relative_difference
@@ -166,7 +166,7 @@ def test_eager_passes_drop_graphs_where_memory_is_short(monkeypatch):
     """Those of a new kind, of too many documents, and an evaluation; each kind is then captured again at once."""
     monkeypatch.setattr(micro_batch_graphs, "BUCKETS", (4, 8))
     seen, few, many = Seen(), batch(3), batch(6)
-    seen.graphs.are_dropped = True
+    seen.graphs.drops_before_eager = True
     for given, replays, drops in (
         (few, [], []), (few, [1], []), (few, [2], []), (many, [2], [1]), (many, [2, 1], [1]), (few, [2, 1, 1], [1]),
         (batch(9), [2, 1, 1], [1, 3]), (batch(9), [2, 1, 1], [1, 3]), (few, [2, 1, 1, 1], [1, 3]),
@@ -205,7 +205,7 @@ class Training:
         device, options = torch.device("cpu"), PrecisionConfig(mixed_precision="bf16")
         self.precision = Precision(precision_on(options, device), options, device, torch.bfloat16)
         self.precision.attach(model, decoder_layers(model))
-        self.strategy = PlainCopiesStrategy("single", Accelerator(cpu=True), ParallelConfig())
+        self.strategy = DistributedStrategy("single", Accelerator(cpu=True), ParallelConfig(), plain=True)
         training_model = TrainingModel(model, LENGTH, torch.bfloat16).train()
         self.names, self.parameters = zip(*training_model.named_parameters(), strict=True)
         optimizer = torch.optim.SGD(self.parameters, lr=1.0)
