@@ -114,7 +114,7 @@ class OptionsParser(OneSentenceParser):
         actions["gradient_checkpointing"].type = number_or_share_or_auto
         actions["fp8_scenario"].choices = (DEFAULT, *recipe_names())
         rows = "; ".join(f"{name} ({recipe.backend}): {recipe.summary}" for name, recipe in RECIPES.items())
-        default = " or, with torchao, ".join(DEFAULTS.values())
+        default = " or ".join(f"{recipe} ({backend})" for backend, recipe in DEFAULTS.items())
         actions["fp8_scenario"].help = f"FP8 recipe; 'default' is {default}. {rows}. {actions['fp8_scenario'].help}"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

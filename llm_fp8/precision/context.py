@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.recipes import row_of
-from llm_fp8.models.experts import expert_weights
+from llm_fp8.models.experts import compute_experts
 from llm_fp8.precision.coverage import ModuleState, bf16_modules
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.precision.te import TEBackend
@@ -85,10 +85,7 @@ class Precision:
         if converts and self.in_fp8:
             in_bf16 = bf16_modules(self._options, model, decoder_layers)
             reasons = self.backend.convert(model, in_bf16, fp8_params)
-        if any(map(expert_weights, model.modules())):
-            from llm_fp8.models.grouped_experts import compute_experts
-
-            compute_experts(model, self.plan.compute_dtype if self._torch_autocast else None)
+        compute_experts(model, self.plan.compute_dtype if self._torch_autocast else None)
         self._caching_modules = [m for m in model.modules() if hasattr(m, "is_first_microbatch")]
         if not self.in_fp8:
             self.backend = backend_in(model)  # the certificate asks what is not to be there

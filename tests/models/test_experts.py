@@ -12,9 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from llm_fp8.config.options import LoraConfig, PrecisionConfig
 from llm_fp8.data.collate import Layout
 from llm_fp8.models.build import decoder_size, model_on_meta
-from llm_fp8.models.experts import expert_weights, routed_modules
+from llm_fp8.models.experts import compute_experts, expert_weights, routed_modules
 from llm_fp8.models.export import export_adapter, hf_tensors
-from llm_fp8.models.grouped_experts import compute_experts
 from llm_fp8.models.lora import adapters_of, add_adapters, initialize_adapters_
 from llm_fp8.models.model import Model, decoder_layers
 from llm_fp8.precision.context import Precision

@@ -91,7 +91,7 @@ def test_a_plain_run_loads_no_optional_package_and_no_mode_that_it_has_not(plain
     loaded = (folder / "modules").read_text().split()
     modes = "distributed.deepspeed distributed.fsdp distributed.fp8_params "
     modes += "distributed.context_parallel precision.torchao precision.frozen observability.trackers optim.offload "
-    modes += "config.accelerate_env models.fp8_checkpoint models.grouped_experts"
+    modes += "config.accelerate_env models.fp8_checkpoint"
     unused = {"transformer_engine", "deepspeed", "peft", "wandb", *(f"llm_fp8.{mode}" for mode in modes.split())}
     assert not unused & set(loaded)
 
