@@ -17,12 +17,8 @@ from typing import Any
 import torch
 
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.utils.packages import REPOSITORY, package_version
+from llm_fp8.utils.packages import REPOSITORY, USED, package_version
 
-PACKAGES = (
-    "torch transformer-engine transformer-engine-torch accelerate deepspeed transformers datasets tokenizers "
-    "huggingface-hub safetensors flash-attn peft torchao wandb"
-).split()
 ENVIRONMENT_PREFIXES = ("NVTE_", "NCCL_", "CUDA_", "CUDNN_", "ACCELERATE_", "TORCH_", "PYTORCH_")
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 
@@ -77,7 +73,7 @@ def collect_provenance(argv: list[str]) -> dict[str, Any]:
         "command": [program, *argv[1:]],
         "git": git_state(REPOSITORY),
         "python": platform.python_version(),
-        "packages": {name: package_version(name) for name in PACKAGES},
+        "packages": {name: package_version(name) for name in USED},
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "driver": drivers.splitlines()[0] if drivers else None,

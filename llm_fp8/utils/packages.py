@@ -17,6 +17,11 @@ FOLDER = "" if _IN_REPOSITORY else f"{SHIPPED}/"
 """Folder of the requirements files, as it stands in a command that is meant to be copied."""
 BASE_REQUIREMENTS, GPU_REQUIREMENTS = f"{FOLDER}requirements.txt", f"{FOLDER}requirements-gpu.txt"
 VERIFY = "python scripts/verify_fp8.py" if _IN_REPOSITORY else "llm-fp8 verify"
+USED = (
+    "torch transformer-engine transformer-engine-torch accelerate deepspeed transformers datasets tokenizers "
+    "huggingface-hub safetensors flash-attn peft torchao wandb"
+).split()
+"""Packages whose versions are recorded, where they are installed."""
 
 
 def package_version(name: str) -> str | None:

@@ -21,17 +21,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from llm_fp8.utils.packages import SHIPPED, package_version
+from llm_fp8.utils.packages import SHIPPED, USED, package_version
 
 if TYPE_CHECKING:
     import torch
 
 REQUIREMENTS = ("requirements.txt", "requirements-deepspeed.txt")
 GPU_REQUIREMENTS = "requirements-gpu.txt"  # the versions of all GPU tests
-OPTIONAL = ("flash-attn", "torchao", "peft", "deepspeed", "wandb", "wandb-workspaces", "nvidia-ml-py")
-"""Packages that only an option, the dashboard or the energy figures need."""
 TE = "transformer-engine"
-IMPORTED = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", TE, *OPTIONAL[:5])
+_REQUIRED = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", TE)
+_OF_OPTIONS = tuple(name for name in USED if name not in (*_REQUIRED, "huggingface-hub", f"{TE}-torch"))
+OPTIONAL = (*_OF_OPTIONS, "wandb-workspaces", "nvidia-ml-py")
+"""Packages that only an option, the dashboard or the energy figures need."""
+IMPORTED = (*_REQUIRED, *_OF_OPTIONS)
 """Packages that are imported if installed; Transformer Engine only on a machine with a GPU."""
 _PIP = f"{sys.executable} -m pip"
 
