@@ -65,8 +65,8 @@ def _tokens_per_s(setup: TrainingSetup, batches: list[Batch], name: str) -> floa
     def take(batch: Batch) -> None:
         with precision.context(first_microbatch=None):
             on_device = batch.to(device)
-            loss, _ = model(on_device) if name == "fp8" else backend.call_in_bf16(model, model, on_device)
-        loss.backward()
+            loss, aux = model(on_device) if name == "fp8" else backend.call_in_bf16(model, model, on_device)
+        sum(aux.values(), start=loss).backward()
         model.zero_grad(set_to_none=True)
 
     model.train()

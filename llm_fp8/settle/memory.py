@@ -41,6 +41,7 @@ from transformers import PretrainedConfig
 import te_llama
 from llm_fp8.config.options import ALL_LINEAR, AUTO_BATCH_SIZE, DECODER_LINEARS, MODES, Config, OptimizerKind
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE, RECIPES, row_of
+from llm_fp8.config.validation import check_declared
 from llm_fp8.kernels.cross_entropy import default_chunk_tokens
 from llm_fp8.models.source import text_config
 from llm_fp8.observability.metrics import GIB, RESERVE_GIB
@@ -409,7 +410,12 @@ def _suggestions(run: RunSize, gpu_gib: float) -> str:
     for change in changes:
         if "gradient_checkpointing" in change and (run.spec is None or run.config.model.gradient_checkpointing == 1):
             continue  # activations are not counted, or recomputed already
-        fitted = run.changed(**change).fitted(gpu_gib)
+        changed = run.changed(**change)
+        try:
+            check_declared(changed.config, changed.mode)
+        except UserError:
+            continue  # the run would refuse it
+        fitted = changed.fitted(gpu_gib)
         if fitted is not None and (fitted.spec is None) == (run.spec is None):
             words = [f"--{name}" + (f" {value}" if value is not True else "") for name, value in change.items()]
             if (rows := fitted.config.data.batch_size) < run.config.data.batch_size:

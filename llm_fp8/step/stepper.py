@@ -210,7 +210,8 @@ class Stepper:
         with self.strategy.micro_batch(self.model, last=last), self.wgrad_accumulation.micro_batch(last):
             with self.precision.context(first_microbatch=first):
                 loss_sum, aux = self.model(batch.to(num_supervised.device, non_blocking=True))
-                losses = torch.stack([loss_sum, *aux.values()]) / num_supervised
+                auxiliary = (aux[name] for name in self.training_model.coefficients)
+                losses = torch.stack([loss_sum, *auxiliary]) / num_supervised
             self.strategy.backward(losses.sum())
         return losses.detach()
 

@@ -206,7 +206,7 @@ class Training:
         self.precision = Precision(precision_on(options, device), options, device, torch.bfloat16)
         self.precision.attach(model, decoder_layers(model))
         self.strategy = DistributedStrategy("single", Accelerator(cpu=True), ParallelConfig(), plain=True)
-        training_model = TrainingModel(model, LENGTH, torch.bfloat16).train()
+        self.training_model = training_model = TrainingModel(model, LENGTH, torch.bfloat16).train()
         self.names, self.parameters = zip(*training_model.named_parameters(), strict=True)
         optimizer = torch.optim.SGD(self.parameters, lr=1.0)
         self.strategy.shard(training_model, decoder_layers(model))
