@@ -263,6 +263,11 @@ def layer_specs(config: PretrainedConfig, unfused_mlp: bool = False) -> LayerSpe
     return tuple(spec and replace(spec, unfused_mlp=unfused_mlp) for spec in specs)
 
 
+def keeps_hf_layers(config: PretrainedConfig) -> bool:
+    """Return True if a layer of this decoder stays Hugging Face's."""
+    return None in layer_specs(config)
+
+
 def decoder_sizes(config: PretrainedConfig) -> DecoderSizes:
     """The sizes of a whole decoder; raises as `layer_specs` does."""
     specs, decoder = layer_specs(config), config.get_text_config(decoder=True)

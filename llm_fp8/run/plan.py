@@ -27,6 +27,7 @@ from llm_fp8.settle.settle import Settled, settle
 from llm_fp8.step.loss_model import PackedForm
 from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.script import say as print_line
+from te_llama import keeps_hf_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,7 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = No
     packed_form = None
     if config.model.use_te:
         prepare_te_decoder(sources.text_config(hf_config).hidden_size, device)
-    else:
+    if not config.model.use_te or (settled.size.sizes is not None and keeps_hf_layers(hf_config)):
         packed_form = probe(config, hf_config, device, precision.compute_dtype)
     strategy = build_strategy(settled.mode, config, ranks, precision)
     values = vars(settled) | {"precision": precision, "notes": (*settled.notes, *untied)}

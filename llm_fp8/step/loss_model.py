@@ -61,7 +61,8 @@ class TrainingModel(nn.Module):
         self.compute_dtype = compute_dtype
         self.router_loss, self.router_note = router_loss(model)
         self._router_logits: tuple[Tensor, ...] = ()
-        self.uses_te_decoder = isinstance(decoder_layers(model)[0], TEDecoderLayer)
+        # Hugging Face's layers among them need its masks and positions, which TE's take too.
+        self.uses_te_decoder = all(isinstance(layer, TEDecoderLayer) for layer in decoder_layers(model))
         self.packed_form = packed_form  # None: no batch is packed
         config = text_config(model.config)
         factors = (getattr(config, name, None) or 1.0 for name in _SCALES)
