@@ -1,1 +1,1 @@
-"""Text to batches; `prepare.prepare_data` is the entry. Labels in a `Batch` are shifted."""
+"""Turn text into batches; `prepare.prepare_data` is the entry point. Labels in a `Batch` are already shifted."""

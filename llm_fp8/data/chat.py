@@ -1,16 +1,16 @@
-"""A conversation becomes token ids and a mask of the supervised ones.
+"""Turn a conversation into token ids and a mask of the supervised ones.
 
-Conversations, problems and Alpaca rows go through the tokenizer's chat template, else through `PROMPT_FORM` or
-`PLAIN_TURN`. The loss is on the solution, the completion or each turn of the assistant (with `train_on_prompt` on every
-token) and on the end token (`trained_eos`). Every document ends with that token; text that a template adds after it is
-cut off. A document has BOS once, at the front.
+Conversations, problems and Alpaca rows go through the tokenizer's chat template or, if it has none, through
+`PROMPT_FORM` or `PLAIN_TURN`. The loss is on the solution, the completion or each turn of the assistant, and on the end
+token (`trained_eos`); with `train_on_prompt` it is on every token. Every document ends with the end token; text that a
+template adds after it is cut off. A document has BOS once, at the front.
 
-If a template marks the assistant's text ({% generation %}), its marks are the mask. Otherwise a turn begins at the end
-of the generation prompt and is the text that the template adds to the conversation before it. Text that the template
-does not show cannot be supervised: it is counted as unused, and a row with such an answer or call is refused.
+If a template marks the assistant's text ({% generation %}), these marks are the mask. Otherwise a turn is the text that
+the template adds after the generation prompt. Text that the template does not show cannot be supervised: it counts as
+unused. A row is refused if an answer or a call is not shown.
 
-A document is tokenised as one text, so that its prompt has the tokens with which generation starts. If a token would
-straddle an end of a supervised range, the text after that end is tokenised as a continuation, without the word mark or
+A document is tokenised as one text, so that its prompt has the same tokens as in generation. If a token would straddle
+a boundary of a supervised range, the text after the boundary is tokenised as a continuation: without the word mark or
 space that Llama 2's and Mistral's tokenizers put before every text.
 """
 
@@ -31,14 +31,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from llm_fp8.data.rows import REASONING, UNTEMPLATED, Conversation, RowForm, Unused, called, read_row, repr_of
 from llm_fp8.utils.errors import UserError, reading
 
-PROMPT_FORM = "Problem:\n{problem}\n\nSolution:\n"  # of a problem without a chat template
-PLAIN_TURN = "{role}:\n"  # header of a turn without a chat template; a blank line follows a turn, EOS an assistant's
-TEMPLATE_DATE = date(2026, 1, 1)  # as `strftime_now` of chat templates: tokens must not depend on the day
-FORMAT_VERSION = 14  # of the tokenised form; raise it when rows are tokenised or refused differently, to renew caches
+PROMPT_FORM = "Problem:\n{problem}\n\nSolution:\n"  # for a problem, if there is no chat template
+PLAIN_TURN = "{role}:\n"  # without a chat template: header of a turn; a blank line follows a turn, EOS an assistant's
+TEMPLATE_DATE = date(2026, 1, 1)  # `strftime_now` of chat templates: tokens must not depend on the day
+FORMAT_VERSION = 14  # of cached documents: raise it when rows are tokenised or refused differently
 
 _NOW = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_OPEN_THINKING = re.compile(r"<think>\s*(</think>\s*)?$")  # some generation prompts end so (Qwen3.5's)
+_OPEN_THINKING = re.compile(r"<think>\s*(</think>\s*)?$")  # end of some generation prompts (Qwen3.5's)
 _THINK_TAGS = re.compile("</?think>")
 _THOUGHT = re.compile(r"(<think>\s*).*?(\s*</think>)", re.DOTALL)
 
@@ -48,7 +48,7 @@ Spans = dict[int, Span]  # number of a turn -> range of its supervised text
 
 
 class Rendered(NamedTuple):
-    """The text of a row and the character ranges to supervise; empty for a row with nothing to learn."""
+    """Text of a row and its character ranges to supervise; empty if there is nothing to learn."""
 
     text: str = ""
     spans: Sequence[Span] = ()
@@ -60,7 +60,7 @@ class Rendered(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Token ids of a document and, for each, whether it is to be predicted; empty where there is nothing to learn."""
+    """Token ids of a document and, for each, True if it is to be predicted; empty if there is nothing to learn."""
 
     input_ids: list[int]
     supervised: list[bool]
@@ -72,7 +72,7 @@ def encode_batch(
     tokenizer: PreTrainedTokenizerBase,
     train_on_prompt: bool = False,
 ) -> list[Encoded]:
-    """Tokenise conversations in one, parallel, tokenizer call; their `unused` counts what the template leaves out."""
+    """Tokenise conversations in one parallel tokenizer call; count what the template leaves out in their `unused`."""
     eos = trained_eos(tokenizer, form)
     ends = {eos, tokenizer.eos_token_id}
     if form not in UNTEMPLATED:
@@ -83,13 +83,13 @@ def encode_batch(
 
 
 def trained_eos(tokenizer: PreTrainedTokenizerBase, form: RowForm) -> int:
-    """Return the id of the end token of documents of this form: the token with which the chat template ends an
-    assistant's turn, such as Llama 3's <|eot_id|>, else the tokenizer's EOS. `UserError` if there is neither.
+    """Return the id of the token that ends documents of this form: the token with which the chat template ends an
+    assistant's turn, such as Llama 3's <|eot_id|>, or else the tokenizer's EOS. Raise `UserError` without either.
     """
     ending, answer = [], "pineapple"
     if form not in UNTEMPLATED and tokenizer.chat_template is not None:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
-        with suppress(UserError):  # a template that refuses this may take others
+        with suppress(UserError):  # a template that refuses this conversation may accept others
             after = _render(tokenizer, Conversation(turns, Unused()))[0].rpartition(answer)[2].lstrip()
             ending = [i for i in _continue(answer, after, tokenizer)[:1] if i in tokenizer.added_tokens_decoder]
     eos = (*ending, tokenizer.eos_token_id)[0]
@@ -99,7 +99,7 @@ def trained_eos(tokenizer: PreTrainedTokenizerBase, form: RowForm) -> int:
 
 
 def render(conversation: Conversation, form: RowForm, tokenizer: PreTrainedTokenizerBase) -> Rendered:
-    """Render a conversation to text, with the ranges to supervise in it."""
+    """Render a conversation to text and find the character ranges to supervise."""
     if not (messages := conversation.messages):
         return Rendered()
     if form not in UNTEMPLATED and tokenizer.chat_template is not None:
@@ -132,28 +132,28 @@ def _render_template(conversation: Conversation, tokenizer: PreTrainedTokenizerB
     locate = _marked_spans if _GENERATION_BLOCK.search(template) else _turn_spans
     spans = locate(text, conversation, tokenizer)
 
-    def same(other: list[dict[str, Any]]) -> bool:
-        with suppress(UserError):  # what fails without something needs that
-            return _render(tokenizer, conversation._replace(messages=other))[0] == text
+    def renders_same(changed: list[dict[str, Any]]) -> bool:
+        with suppress(UserError):  # if rendering fails, the template uses what was removed
+            return _render(tokenizer, conversation._replace(messages=changed))[0] == text
         return False
 
     unused["assistant's turn that the template does not mark"] += max(0, len(supervised) - len(spans))
     for turn, message in enumerate(messages):
         (start, end), content = spans.get(turn, (0, len(text))), message["content"].strip()
-        # An assistant's reasoning, without the tags, around which some templates write white space.
+        # An assistant's reasoning without its tags: some templates write white space around the tags.
         *thoughts, answer = _THINK_TAGS.split(message["content"]) if message["role"] == "assistant" else [""]
         thoughts.extend({str(message[name]) for name in REASONING if name in message})
-        beside = "".join(text[start:end].rpartition(answer.strip() or "\0")[::2])  # which may repeat a thought
-        unused["reasoning that the chat template does not show"] += sum(each.strip() not in beside for each in thoughts)
+        around = "".join(text[start:end].rpartition(answer.strip() or "\0")[::2])  # the answer may repeat a thought
+        unused["reasoning that the chat template does not show"] += sum(each.strip() not in around for each in thoughts)
         if turn in supervised:
             _check_shown(message, text[start:end], template, unused)
         elif text.count(content) < sum(each["content"].count(content) for each in messages):
-            is_unused = same([*messages[:turn], {**message, "content": ""}, *messages[turn + 1 :]])
+            is_unused = renders_same([*messages[:turn], {**message, "content": ""}, *messages[turn + 1 :]])
             unused[f"content of a turn of the role '{message['role']}'"] += is_unused
     for name, number in Counter(conversation.entries()).items():
         if name not in REASONING:
             without = [{key: value for key, value in message.items() if key != name} for message in messages]
-            unused[f"entry '{name}'"] += number * same(without)
+            unused[f"entry '{name}'"] += number * renders_same(without)
     for name in conversation.arguments():
         unused[f"entry '{name}'"] += not re.search(rf"(?<![\w.'\"]){re.escape(name)}\b", template)
     return Rendered(text, list(spans.values()), from_template=True)
@@ -162,8 +162,9 @@ def _render_template(conversation: Conversation, tokenizer: PreTrainedTokenizerB
 def _as_template_takes_it(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> tuple[Conversation, str]:
     """Convert a conversation to the names and types that the template reads; return it and its text.
 
-    Reasoning gets the entries that templates read (transformers 5.23 does this itself, 5.17 does not). JSON text of a
-    call's arguments becomes an object, since most templates write JSON themselves; DeepSeek-V3's fails and gets text.
+    Reasoning is stored under each name that templates read (transformers 5.23 does this itself, 5.17 does not). A
+    call's arguments become an object, since most templates write JSON themselves. If the template fails on objects, as
+    DeepSeek-V3's does, arguments become JSON text.
     """
     renamed = {} if "developer" in str(tokenizer.chat_template) else {"developer": "system"}
 
@@ -185,7 +186,7 @@ def _as_template_takes_it(conversation: Conversation, tokenizer: PreTrainedToken
 
 
 def _check_shown(message: Mapping[str, Any], shown: str, template: str, unused: Unused) -> None:
-    """Raise `UserError` if the template leaves out a call or an answer of a turn; count text left out beside a call."""
+    """Raise `UserError` if the template omits a turn's call or answer; count text that it omits beside a call."""
     calls = called(message)
     if calls and ("tool_calls" not in template or any(call not in shown for call in calls)):
         raise UserError(f"--dataset_name: the chat template does not show an assistant's 'tool_calls' {calls}.")
@@ -197,25 +198,25 @@ def _check_shown(message: Mapping[str, Any], shown: str, template: str, unused: 
 
 
 def _with_arguments(call: Mapping[str, Any], as_text: bool) -> Mapping[str, Any]:
-    """Convert the arguments of a call, or of the object under its `function`, to JSON text or to an object."""
+    """Convert the arguments of a call (or of its `function`) to JSON text if `as_text`, else to an object."""
     if "function" in call:
         return {**call, "function": _with_arguments(call["function"], as_text)}
     arguments: Any = call.get("arguments")
     if as_text and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     elif not as_text:
-        with suppress(TypeError, ValueError):  # other text stays as it is
+        with suppress(TypeError, ValueError):  # text that is not JSON stays unchanged
             arguments = parsed if isinstance(parsed := read_row(arguments), dict) else arguments
     return {**call, "arguments": arguments} if "arguments" in call else call
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, **options: bool) -> tuple[str, list[Span]]:
-    """Return the chat template's text and, with `return_assistant_tokens_mask`, the ranges that it marks."""
+    """Render a conversation; return the text and, with `return_assistant_tokens_mask`, the ranges that are marked."""
     roles = ", ".join(message["role"] for message in conversation.messages)
-    what = f"a conversation of the roles {roles} with the tokenizer's chat template"
-    with reading("--model_name", tokenizer.name_or_path, what, "Give another --chat_template, or leave these out."):
+    task = f"a conversation of the roles {roles} with the tokenizer's chat template"
+    with reading("--model_name", tokenizer.name_or_path, task, "Give another --chat_template, or drop such rows."):
         template = tokenizer.get_chat_template(tools=conversation.tools)
-        # transformers 5 passes no function of ours to a template.
+        # transformers 5 cannot pass our own function to a template.
         template = _NOW.sub(lambda call: repr(TEMPLATE_DATE.strftime(call["format"])), template)
         variables = {**tokenizer.special_tokens_map, **conversation.template_kwargs}
         variables |= {"add_generation_prompt": False, "continue_final_message": False, **options}
@@ -226,12 +227,12 @@ def _render(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, **op
 
 
 def _marked_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Spans:
-    """Return the ranges that the template marks, without those of excluded turns."""
+    """Return the ranges that the template marks, except those of excluded turns."""
     _, marked = _render(tokenizer, conversation, return_assistant_tokens_mask=True)
     turns = [turn for turn, message in enumerate(conversation.messages) if message["role"] == "assistant"]
     if len(turns) != len(marked) and conversation.excluded.intersection(turns):
-        what = f"{len(marked)} parts of {len(turns)} assistant's turns, of which some are not to be supervised"
-        raise UserError(f"--dataset_name: the chat template marks {what}; leave such conversations out.")
+        parts = f"{len(marked)} parts in {len(turns)} assistant's turns, some of them excluded from the loss"
+        raise UserError(f"--dataset_name: the chat template marks {parts}; leave such conversations out.")
     turns = turns if len(turns) == len(marked) else [-1 - part for part in range(len(marked))]
     return {turn: span for turn, span in zip(turns, marked, strict=True) if turn not in conversation.excluded}
 
@@ -239,50 +240,50 @@ def _marked_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTo
 def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Spans:
     """Locate each supervised turn in `text`: from the end of its generation prompt to the end of the turn.
 
-    The conversation up to each turn is rendered, and `text` must contain the result, from the beginning or from the end
-    of the turn before. Only reasoning may be missing: some templates (Qwen3's) show it until the next question.
+    The conversation up to each turn is rendered. `text` must contain the result, from its beginning or from the end of
+    the previous turn. Only reasoning may be missing: some templates (Qwen3's) drop it after the next question.
     """
     spans: Spans = {}
-    seen, end = "", 0  # the conversation up to the last turn, and where that ends in `text`
+    seen, end = "", 0  # the conversation up to the previous supervised turn, and its end in `text`
     for turn in conversation.supervised_turns():
         message = conversation.messages[turn]
         answer = message["content"].rpartition("</think>")[2].strip()
         essence = answer or "".join(called(message)[:1])
-        # Phi-3's template has an EOS after the last turn.
+        # Phi-3's template writes an EOS after the last turn.
         until = _render(tokenizer, conversation.until(turn + 1))[0].removesuffix(str(tokenizer.eos_token))
         if turn:
-            whole = _render(tokenizer, conversation.until(turn), add_generation_prompt=True)[0]
-        else:  # templates have no prompt for a first turn: it begins with its content
-            content = message["content"].strip()  # with its reasoning, if the template leaves it in
-            whole = until[: until.rfind(content if content and content in until else essence or until)]
-        prompts = [whole, _OPEN_THINKING.sub("", whole)]
+            full_prompt = _render(tokenizer, conversation.until(turn), add_generation_prompt=True)[0]
+        else:  # a first turn has no generation prompt: it begins with its content
+            content = message["content"].strip()  # with its reasoning, if the template shows it
+            full_prompt = until[: until.rfind(content if content and content in until else essence or until)]
+        prompts = [full_prompt, _OPEN_THINKING.sub("", full_prompt)]
         before = next(filter(until.startswith, prompts), None)
         if before is None and turn and conversation.messages[turn - 1]["role"] == "assistant":
-            # After another answer, which Qwen3's and OLMo 2's templates then show in another way.
-            opening = whole[len(_render(tokenizer, conversation.until(turn))[0]) :]
+            # After another answer, which Qwen3's and OLMo 2's templates render differently once a turn follows it.
+            opening = full_prompt[len(_render(tokenizer, conversation.until(turn))[0]) :]
             at = until.rfind(opening, 0, until.rfind(essence)) if opening else -1
             before = until[: at + len(opening)] if at >= 0 else None
-            prompts.append(before or whole)
+            prompts.append(before or full_prompt)
         shown = until[len(before or "") :]
         begins = [
-            at + len(prompt) - len(same)
+            at + len(prompt) - len(known)
             for prompt in prompts
-            for same, at in (("", 0), (seen, end))
-            if prompt.startswith(same) and text.startswith(prompt[len(same) :], at)
+            for known, at in (("", 0), (seen, end))
+            if prompt.startswith(known) and text.startswith(prompt[len(known) :], at)
         ]
-        later = {shown: None, _THOUGHT.sub(r"\1\2", shown): None}  # GLM's leaves the tags
+        variants = {shown: None, _THOUGHT.sub(r"\1\2", shown): None}  # GLM's template keeps the tags
         candidates = (
-            (at, at + len(each) - cut)
-            for each in later
+            (at, at + len(variant) - cut)
+            for variant in variants
             for at in begins
-            for cut in (range(1 + max(0, each.rfind(essence))) if essence else range(1))
-            if at >= end and text.startswith(each[cut:], at)
+            for cut in (range(1 + max(0, variant.rfind(essence))) if essence else range(1))
+            if at >= end and text.startswith(variant[cut:], at)
         )
         span = next(candidates, None)
         if span is None or before is None:
             raise UserError(
-                "--dataset_name: the chat template changes the beginning of a conversation as it goes on, and later "
-                f"has no turn {repr_of(shown)}; mark turns with {{% generation %}} in it, or give single questions."
+                "--dataset_name: the chat template changes the text of a conversation as it goes on, and finally has "
+                f"no turn {repr_of(shown)}; mark turns with {{% generation %}} in it, or give single questions."
             )
         spans[turn] = span
         seen, end = until, span[1]
@@ -290,13 +291,13 @@ def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedToke
 
 
 def _tokenise(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Tokenise each text and add no token; transformers 5.23 fails on an empty list."""
+    """Tokenise texts without adding tokens; return [] for no texts, on which transformers 5.23 fails."""
     return list(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]) if texts else []
 
 
 def _continue(before: str, text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokenise `text` as the rest of a document that begins with `before`: put a character whose tokens end before
-    `text` in front, and drop these tokens. The last character of `before` is tried first, as it may mark a word.
+    """Tokenise `text` as the rest of a document that begins with `before`. Put a character in front that does not share
+    a token with `text`, and drop its tokens. The last character of `before` is tried first: it may mark a word.
     """
     for anchor in (before[-1], *"0a\n."):
         alone, both = _tokenise([anchor, anchor + text], tokenizer)
@@ -312,7 +313,7 @@ def _encode_spans(rendered: Sequence[Rendered], tokenizer: PreTrainedTokenizerBa
     encoded: list[Encoded] = []
     for item in rendered:
         text, ids, supervised = item.text, list[int](), list[bool]()
-        begin, head = 0, ids  # where the text that is tokenised as one begins, and the tokens before it
+        begin, head = 0, ids  # start of the text that is tokenised as one, and the tokens before it
         for start, end in pairwise((0, *item.cuts(), len(text))):
             whole = next(tokens)
             whole = whole if begin == 0 else head + _continue(text[:begin], text[begin:end], tokenizer)
@@ -329,13 +330,13 @@ def _encode_spans(rendered: Sequence[Rendered], tokenizer: PreTrainedTokenizerBa
 
 
 def _end_turns(encoded: Encoded, tokenizer: PreTrainedTokenizerBase, eos: int, ends: set[Any]) -> Encoded:
-    """End each supervised span with its last token of `ends`, also when an EOS follows the span or white space follows
-    the token ("answer<EOS>\n"). End the document with the last span; if that has no end token, append `eos`.
+    """End each supervised span at its last token of `ends`. An EOS right after a span joins it; white space after the
+    token ("answer<EOS>\n") leaves it. End the document with the last span; append `eos` if it ends with another token.
     """
     ids, supervised = list(encoded.input_ids), bytearray(encoded.supervised)
     after = (eos, tokenizer.eos_token_id)
     end = 0
-    while (start := supervised.find(1, end)) >= 0:  # bytes are searched without a step of Python per token
+    while (start := supervised.find(1, end)) >= 0:  # searching bytes needs no Python step per token
         end = supervised.find(0, start) if 0 in supervised[start:] else len(ids)
         if end < len(ids) and ids[end] in after:
             supervised[end] = 1

@@ -1,4 +1,4 @@
-"""Documents become a `Batch`: packed into one line of tokens, or padded side by side.
+"""Collate documents into a `Batch`: packed into one line of tokens, or padded side by side.
 
 THE LABELS ARE ALREADY SHIFTED: `labels[..., t]` is the token after position t of the same document, or -100. The loss
 is the cross entropy of `logits` and `labels` position by position; Hugging Face models would shift them again.
@@ -6,16 +6,17 @@ is the cross entropy of `logits` and `labels` position by position; Hugging Face
     field                             packed, T = batch_size * max_seq_length        padded on the right
     input_ids, labels, position_ids   int64 [1, T]                                   int64 [B, S]
     cu_seqlens                        int32 [n + 1], 0 = first < ... < last = T      None
-    attention_mask                    None; bool [1, T] of a batch to be sliced      bool [B, S]
+    attention_mask                    None; bool [1, T] if batches are sliced        bool [B, S]
 
-The mask is true on documents' tokens. `cu_seqlens` says where each segment begins: a document, or the unused rest of a
-sequence of max_seq_length positions; in each `position_ids` start at 0, and all of a padded batch's padding have 0. S
-is the longest document rounded up to a multiple of 128 (in each slice), at most max_seq_length.
+The mask is true on documents' tokens; `cu_seqlens` has the boundaries of segments. A segment is a document or the
+unused rest of a sequence of max_seq_length positions. `position_ids` start at 0 in each segment; in a padded batch they
+are 0 on all padding. S is the longest document's length rounded up to a multiple of 128 (in each slice), at most
+max_seq_length.
 
-Where C ranks each take a slice of a batch, every document is padded, inside its segment, to a multiple of 2 C:
-attention is causal, so no token of it sees the padding. Where fewer than batch_size sequences are left, the missing
-ones are padding. In a padded batch their first position is open to attention: some kernels give NaN for a sequence that
-attends to nothing.
+If C ranks each take a slice of a batch, every document is padded, inside its segment, to a multiple of 2 C. Attention
+is causal, so no token sees this padding. If fewer than batch_size sequences are left, padding replaces the missing
+ones. In a padded batch the first position of such padding is open to attention, because some kernels give NaN for a
+sequence that attends to nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from llm_fp8.kernels.cross_entropy import IGNORE_INDEX
 from llm_fp8.observability.metrics import StepTokens
 
 IntArray = npt.NDArray[np.int64]
-PADDED_MULTIPLE = 128  # of padded lengths: for few different shapes, and for fp8 kernels
+PADDED_MULTIPLE = 128  # padded lengths are multiples of it: few different shapes, fit for fp8 kernels
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,12 @@ class Batch:
     position_ids: Tensor
     attention_mask: Tensor | None
     cu_seqlens: Tensor | None
-    max_seqlen: int  # upper bound of the segments' lengths
+    max_seqlen: int  # upper bound on the length of a segment
     num_tokens: int
     num_real_tokens: int  # without padding
     num_supervised_tokens: int
-    sum_squared_lengths: int  # of segments (packed) or sequences (padded): attention's cost; a slice has a share
-    row_ids: tuple[int, ...]  # of the documents
+    sum_squared_lengths: int  # over segments (packed) or sequences (padded): attention's cost; a slice has a share
+    row_ids: tuple[int, ...]  # of the documents' rows
 
     def to(self, device: str | torch.device, non_blocking: bool = False) -> Batch:
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -63,7 +64,7 @@ class Batch:
         return dataclasses.replace(self, **moved)
 
 
-Reader = Callable[[], list[Document]]  # reads the documents of a sequence, so that a rank reads only its own
+Reader = Callable[[], list[Document]]  # reads one sequence's documents when called: a rank reads only its own
 
 
 def count_tokens(batches: Sequence[Batch]) -> StepTokens:
@@ -72,10 +73,10 @@ def count_tokens(batches: Sequence[Batch]) -> StepTokens:
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Documents of each sequence s: `samples[offsets[s]:offsets[s + 1]]` (int64; `offsets` has sequences + 1)."""
+    """Documents of each sequence: sequence s has the documents `samples[offsets[s]:offsets[s + 1]]`, by number."""
 
-    samples: IntArray
-    offsets: IntArray
+    samples: IntArray  # [number of documents]
+    offsets: IntArray  # [number of sequences + 1]
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -85,9 +86,11 @@ class PackingPlan:
 
 
 def pack(lengths: npt.ArrayLike, capacity: int, multiple: int = 1) -> PackingPlan:
-    """Pack documents of these `lengths`, each padded to `multiple`, into sequences of at most `capacity` tokens, best
-    fit decreasing: longest first, each goes into the sequence with the least room that still holds it. An integer whose
-    bit r says that a sequence has r tokens left finds it at once: a million documents take about 1 s.
+    """Pack documents of these `lengths`, each padded to `multiple`, into sequences of at most `capacity` tokens.
+
+    Best fit decreasing: longest first, each document goes into the sequence with the least room that still holds it.
+    The bits of `has_room` find that sequence at once: bit r is set if a sequence has r tokens left. A million documents
+    take about 1 s.
     """
     sizes = -(-np.asarray(lengths, dtype=np.int64) // multiple) * multiple
     sequence_of = np.empty(len(sizes), dtype=np.int64)
@@ -115,54 +118,54 @@ def pack(lengths: npt.ArrayLike, capacity: int, multiple: int = 1) -> PackingPla
 
 @dataclass(frozen=True)
 class Layout:
-    """Collates sequences (of one document unless `packed`) to a `Batch`, of which `num_slices` ranks take one each."""
+    """Collates sequences (one document each unless `packed`) into a `Batch`; `num_slices` ranks each take a slice."""
 
     batch_size: int
     max_seq_length: int
     pad_token_id: int
     packed: bool
     num_slices: int = 1
-    split_batch: Callable[[Batch], Batch] | None = None  # takes this rank's slice
+    split_batch: Callable[[Batch], Batch] | None = None  # returns this rank's slice
     pin_memory: bool = False  # for asynchronous copies to the GPU; needs CUDA
 
     @property
     def multiple(self) -> int:
-        """The multiple to which packed documents are padded, in tokens."""
+        """Multiple to which packed documents are padded, in tokens."""
         return 2 * self.num_slices if self.num_slices > 1 else 1
 
     def plan(self, lengths: IntArray, chosen: IntArray) -> PackingPlan:
-        """Assign the `chosen` documents (by number) to sequences; `lengths` has the tokens of all documents."""
+        """Assign the `chosen` documents (by number) to sequences; `lengths` are the token counts of all documents."""
         if not self.packed:
             return PackingPlan(chosen, np.arange(len(chosen) + 1))
         packed = pack(lengths[chosen], self.max_seq_length, self.multiple)
         return PackingPlan(chosen[packed.samples], packed.offsets)
 
     def num_positions(self, lengths: IntArray) -> int:
-        """Count the positions, padding included, of batches of sequences; `lengths` are of their longest documents."""
+        """Count positions, padding included; `lengths` has each sequence's longest document (any number if packed)."""
         longest = np.maximum.reduceat(lengths, np.arange(0, len(lengths), self.batch_size))
         return int(self.width(longest).sum()) * self.batch_size
 
     def width(self, longest: Any) -> Any:
-        """Return the positions of a sequence for the `longest` document of one batch, or of each batch of an array."""
+        """Return the positions per sequence if a batch's longest document has `longest` tokens; also takes an array."""
         multiple = PADDED_MULTIPLE * self.num_slices
         padded = np.minimum(-(-longest // multiple) * multiple, self.max_seq_length)
         return np.full_like(padded, self.max_seq_length) if self.packed else padded
 
     def read(self, readers: Sequence[Reader]) -> Batch:
-        """Collate the sequences that are read, and take this rank's slice."""
+        """Read and collate sequences; return this rank's slice of the batch."""
         batch = self([read() for read in readers])
         if self.split_batch is not None:
             batch = self.split_batch(batch)
         return batch.map(Tensor.pin_memory) if self.pin_memory else batch
 
     def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch:
-        """Collate a batch. A sequence or a batch that is too long raises NumPy's `ValueError` or `IndexError`."""
+        """Collate a batch; NumPy raises `ValueError` or `IndexError` if a sequence or the batch is too long."""
         documents = [document for sequence in sequences for document in sequence]
         shape = (self.batch_size, int(self.width(max((len(document.input_ids) for document in documents), default=1))))
         ids = np.full(shape, self.pad_token_id, dtype=np.int64)
         labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
         real = np.zeros(shape, dtype=bool)
-        bounds = [0]  # of the segments
+        bounds = [0]  # boundaries of the segments
         for line, sequence in enumerate([*sequences, *[()] * (self.batch_size - len(sequences))]):
             start = 0
             for document in sequence:
@@ -178,7 +181,7 @@ class Layout:
         lengths = np.diff(bounds)
         positions = (np.arange(ids.size) - np.repeat(bounds[:-1], lengths)) * (self.packed | real.ravel())
         mask = real.copy()
-        if not self.packed and self.num_slices == 1:  # else attention ignores the mask, which tells real tokens
+        if not self.packed and self.num_slices == 1:  # otherwise the mask only marks real tokens
             mask[len(sequences) :, 0] = True
         view = (1, -1) if self.packed else shape
         return Batch(

@@ -1,18 +1,18 @@
-"""Sequences in global batches, cut into this rank's micro-batches, collated ahead of the training by one thread.
+"""Cut global batches of sequences into this rank's micro-batches; one thread collates them ahead of the training.
 
-A sequence is a packed group of documents, or a single one. Sequences come in buffers without end, those of a buffer in
-an order drawn from (seed, number of the buffer). A global batch depends on its size alone (batch_size *
-gradient_accumulation_steps * world_size). With it comes the position after it, a dict that JSON can hold, from which
-the sequences continue exactly.
+A sequence is a packed group of documents, or a single document. Sequences come in an endless series of buffers; their
+order within a buffer is drawn from (seed, number of the buffer). The contents of a global batch depend only on its size
+(batch_size * gradient_accumulation_steps * world_size). Each global batch comes with the position after it: a dict that
+JSON can hold, from which the sequences continue exactly.
 
-`epochs` has one buffer, of all sequences, in every epoch; the last global batch of an epoch may be smaller.
-`stream_buffers` (`--streaming`) reads and packs a buffer of tokenised rows at a time. At its end the stream begins
-anew, and no global batch is smaller. Every rank reads the full stream. A position has the state of the `datasets`
-stream before its buffer (None at the beginning) and a hash of the buffer's documents (None before it was read): a
-resumed run fills the buffer again.
+`epochs` yields one buffer per epoch, with all sequences; the last global batch of an epoch may be smaller.
+`stream_buffers` (`--streaming`) reads and packs one buffer of tokenised rows at a time. The stream restarts at its end,
+and all global batches have full size. Every rank reads the full stream. A position holds the state of the `datasets`
+stream before its buffer (None at the start of the stream) and a hash of the buffer's documents (None before the buffer
+is read): a resumed run fills the buffer again.
 
-Micro-batch i goes to rank i % world_size. Every rank gets as many: where the last step of an epoch has too few
-sequences, some get one of padding, so that all collectives meet.
+Micro-batch i goes to rank i % world_size. All ranks get the same number of micro-batches, so that collectives match: if
+the last step of an epoch has too few sequences, some ranks get a micro-batch of padding.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ T = TypeVar("T")
 Position = dict[str, Any]
 ReadDocuments = Callable[[Sequence[int]], list[Document]]  # by index
 Buffer = tuple[PackingPlan, ReadDocuments, Position, Position]
-"""A plan, the function that reads its documents, the positions at its first sequence and after its last."""
+"""Plan, function that reads its documents, position at its first sequence, position after its last sequence."""
 
-STREAM_BUFFER_ROWS = 8192  # of the dataset, read, packed and shuffled at a time
-STEPS_AHEAD = 2  # optimizer steps, or evaluation batches, that are prefetched
+STREAM_BUFFER_ROWS = 8192  # rows that are read, packed and shuffled at a time
+STEPS_AHEAD = 2  # optimizer steps, or evaluation batches, to prefetch
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences with the identity `data`, in the buffers that `buffers` yields without end from a position on."""
+    """Sequences of the data that `data` identifies; `buffers` yields their buffers from a position on, without end."""
 
     seed: int
     data: str
     buffers: Callable[[Position], Iterator[Buffer]]
-    num_sequences: int | None = None  # of an epoch; None for a stream
+    num_sequences: int | None = None  # per epoch; None for a stream
 
     def start(self) -> Position:
         return {"data": self.data, "epoch": 0, "buffer": 0, "next_row": 0, "source": None, "content": None}
@@ -90,8 +90,8 @@ def stream_buffers(
     report: DataReport,
     position: Position,
 ) -> Iterator[Buffer]:
-    """Yield buffers of the tokenised rows of `sources`, and update `report`. `open_stream` opens the stream at its
-    start; `plan_of` takes the lengths of all documents and the numbers of those to train on.
+    """Yield buffers of the tokenised rows of `sources`; count the rows in `report`. `open_stream` opens the stream at
+    its start; `plan_of` takes the lengths of all documents and the numbers of the documents to train on.
     """
     begin, ended = {**position, "next_row": 0}, True
     report.forget_rows()
@@ -106,7 +106,7 @@ def stream_buffers(
         figures, ended = figures_of(buffer), len(buffer) < STREAM_BUFFER_ROWS
         content = content_key(figures["document_key"])
         if begin["content"] not in (None, content):
-            raise UserError("--resume_from: the stream's rows are not those that the checkpoint's run read.")
+            raise UserError("--resume_from: the stream's rows are not those of the earlier run; give the same data.")
         held_out = is_held_out(figures["problem_key"])
         report.count(buffer, figures, held_out)
         plan = plan_of(figures["length"], np.flatnonzero((figures["length"] > 0) & ~held_out))
@@ -125,7 +125,7 @@ class Share:
     world_size: int = 1
 
     def micro_batches(self, rows: Sequence[T], batch_size: int) -> list[Sequence[T]]:
-        """Cut this rank's micro-batches of at most `batch_size` rows, as many on every rank; last ones may be empty."""
+        """Return this rank's micro-batches of at most `batch_size` rows. Ranks get as many; the last can be empty."""
         chunks = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
         rounds = -(-len(chunks) // self.world_size)
         mine = chunks[self.rank :: self.world_size]
@@ -133,7 +133,7 @@ class Share:
 
 
 def prefetch(items: Iterator[T]) -> Generator[T]:
-    """Yield `items`. A thread makes up to `STEPS_AHEAD` ahead; it ends with this generator and passes exceptions on."""
+    """Yield `items`; a thread makes up to `STEPS_AHEAD` in advance, ends with this generator and passes errors on."""
     end: Any = object()
     thread = ThreadPoolExecutor(1, "data-prefetch")
     try:
@@ -146,20 +146,21 @@ def prefetch(items: Iterator[T]) -> Generator[T]:
 
 
 class TrainLoader:
-    """Yields `list[Batch]`, this rank's micro-batches of one optimizer step, epoch after epoch without end.
-    `state_dict()` is the position after the last step that was yielded, whatever has been prefetched. A loader that
-    loads it yields exactly the steps that would have followed, also with another cut of the same global batch.
+    """Iterable of `list[Batch]`: this rank's micro-batches of each optimizer step, epoch after epoch without end.
+
+    `state_dict()` returns the position after the last yielded step, regardless of prefetching. A loader that loads this
+    state yields exactly the steps that would have followed, even if the global batch is split differently.
     """
 
     def __init__(self, sequences: Sequences, layout: Layout, num_micro_batches: int, share: Share) -> None:
-        """Begin at the first sequence; `num_micro_batches` counts per rank and step (gradient_accumulation_steps)."""
+        """Start at the first sequence. `num_micro_batches` is per rank and step (gradient_accumulation_steps)."""
         self._sequences, self._layout, self._share = sequences, layout, share
         self.global_batch_size = layout.batch_size * num_micro_batches * share.world_size  # over all ranks
         self._position = sequences.start()
 
     @property
     def epoch(self) -> float:
-        """Passes over the data so far, as a fraction; whole passes when streaming."""
+        """Number of passes over the data so far, with the fraction of the current pass unless streaming."""
         num_sequences = self._sequences.num_sequences
         done = 0.0 if num_sequences is None else self._position["next_row"] / num_sequences
         return float(self._position["epoch"] + done)
@@ -171,7 +172,7 @@ class TrainLoader:
         return None if num_sequences is None else -(-num_sequences // self.global_batch_size)
 
     def steps_left(self, num_epochs: int, state: Position | None = None) -> int:
-        """Count optimizer steps from `state` (default: the beginning) to the end of `num_epochs`, unless streaming."""
+        """Count the optimizer steps from `state` (default: the start) to the end of `num_epochs`; not for a stream."""
         position = self._sequences.start() if state is None else self._position_in(state)
         assert self.steps_per_epoch is not None and self._sequences.num_sequences is not None
         in_this_epoch = -(-(self._sequences.num_sequences - position["next_row"]) // self.global_batch_size)
@@ -181,11 +182,11 @@ class TrainLoader:
         return {"rows": self._position}
 
     def load_state_dict(self, state: Position) -> None:
-        """Continue from `state` at the next `iter()`; `UserError` if it belongs to other data."""
+        """Continue from `state` at the next `iter()`; raise `UserError` if it belongs to other data."""
         self._position = self._position_in(state)
 
     def first_step(self) -> list[Batch]:
-        """The micro-batches of the next step, which the loader will give again."""
+        """Return the micro-batches of the next step; the loader will yield them again."""
         position = self.state_dict()
         batches = next(iter(self))
         self.load_state_dict(position)
@@ -193,8 +194,8 @@ class TrainLoader:
 
     def _position_in(self, state: Position) -> Position:
         if state["rows"]["data"] != self._sequences.data:
-            what = "dataset, split, tokenizer, max_seq_length, packing, held-out share or seed"
-            raise UserError(f"--resume_from: the checkpoint was made with other training data ({what}); give the same.")
+            advice = "give the same dataset, split, tokenizer, max_seq_length, packing, held-out share and seed"
+            raise UserError(f"--resume_from: the checkpoint was made with other training data; {advice}.")
         return state["rows"]
 
     def __iter__(self) -> Iterator[list[Batch]]:
@@ -209,10 +210,10 @@ class TrainLoader:
 
 
 class EvalLoader:
-    """Yields this rank's `Batch`es of the first evaluation sequences, as many on each rank, padding included."""
+    """Iterable of this rank's `Batch`es of the first evaluation sequences; padding gives every rank as many batches."""
 
     def __init__(self, sequences: Sequence[Reader], data: str, layout: Layout, share: Share, limit: int | None) -> None:
-        """Take the first `limit` sequences; `data` identifies them all, and the attribute those taken."""
+        """Take the first `limit` sequences. The argument `data` identifies all sequences, the attribute those taken."""
         self._micro_batches = share.micro_batches(sequences[:limit], layout.batch_size)
         self._layout = layout
         self.data = data if limit is None or limit >= len(sequences) else f"{data}, the first {limit}"

@@ -1,16 +1,16 @@
-"""A row of a dataset becomes a conversation: the one place where columns and entries of a message are read.
+"""Turn a dataset's row into a conversation; only this module reads columns and entries of a message.
 
-Forms of rows by their columns, the first that fits:
+A row has the first of these forms whose columns it has:
 
     problem + generated_solution    a question and a worked answer (nvidia/OpenMathInstruct-2)
-    messages                        a conversation: a list of {role, content}; every assistant's turn is supervised
+    messages                        a conversation: a list of {role, content}; each turn of the assistant is supervised
     conversations                   the same as ShareGPT writes it: a list of {from, value}
     instruction + output            Alpaca; a column `input` follows the instruction after a blank line
     prompt + completion             lists of messages: the completion is supervised; text: concatenated unchanged
     text                            all of it is supervised, unchanged
 
-A turn is left out of the loss by `weight` 0, by `train`, `training` or `loss` false, or by `masked` true. Forms with a
-chat template may have the columns in `CONTEXT`. Unused parts of a row are counted.
+A turn is excluded from the loss by `weight` 0, by `train`, `training` or `loss` false, or by `masked` true. Forms that
+use a chat template may also have the columns in `CONTEXT`. Unused parts of a row are counted.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ COLUMNS: dict[RowForm, tuple[str, ...]] = {
 }
 CONTEXT = ("system", "system_prompt", "history", "tools", "functions", "chat_template_kwargs")
 """Columns of a system prompt, earlier turns, JSON schemas of tools, and variables of the chat template."""
-UNTEMPLATED: tuple[RowForm, ...] = ("prompt_completion", "text")  # text that stands as it is
+UNTEMPLATED: tuple[RowForm, ...] = ("prompt_completion", "text")  # forms whose text is used unchanged
 OPTIONAL_COLUMNS = {form: () if form in UNTEMPLATED else CONTEXT for form in COLUMNS} | {"alpaca": ("input", *CONTEXT)}
 QUESTIONS = "problem question query instruction prompt input user human".split()
 ANSWERS = "chosen answer response output assistant completion solution target gpt conversation dialogue chat".split()
-"""Other names of columns of questions and answers, in lower case, in order of preference."""
+"""Other names of question and answer columns, in lower case, in order of preference."""
 
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function": "tool", "function_call": "assistant"}
 """ShareGPT's `from` -> `role`; a function call is the JSON text of one call or of several."""
 ROLES |= {role: role for role in ("system", "developer", "user", "assistant", "tool")}
-FLAGS = {"weight": True, "train": True, "training": True, "loss": True, "masked": False}  # of a supervised turn
+FLAGS = {"weight": True, "train": True, "training": True, "loss": True, "masked": False}  # on a supervised turn
 SYSTEM = ("system", "developer")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 Unused = Counter[str]  # unused part of a row -> number of times
@@ -56,7 +56,7 @@ Turn = tuple[dict[str, Any], bool]  # entries of a message, `role` and `content`
 
 
 class Conversation(NamedTuple):
-    """Messages, those left out of the loss (by number), the template's other variables, and unused parts of the row."""
+    """Messages, numbers of the turns excluded from the loss, other template variables, and unused parts of the row."""
 
     messages: list[dict[str, Any]]
     unused: Unused
@@ -69,7 +69,7 @@ class Conversation(NamedTuple):
         return self._replace(messages=self.messages[:turn])
 
     def supervised_turns(self) -> list[int]:
-        """Return the numbers of the supervised messages: an assistant's that are not empty and not excluded."""
+        """Return the numbers of the supervised turns: the assistant's that are neither empty nor excluded."""
         return [
             turn
             for turn, message in enumerate(self.messages)
@@ -86,28 +86,28 @@ class Conversation(NamedTuple):
         return [*(["tools"] if self.tools else []), *self.template_kwargs]
 
     def problem(self) -> str:
-        """Return the text that identifies the problem, whatever the answers: all turns but the assistant's."""
+        """Return the text that identifies the problem: all turns except the assistant's."""
         questions = [message for message in self.messages if message["role"] != "assistant"]
-        # Many rows share a system prompt, so a conversation with no other question is identified by all of its text.
-        asks = any(message["role"] not in SYSTEM and message["content"].strip() for message in questions)
-        return "\n".join(message["content"] for message in (questions if asks else self.messages))
+        # Many rows share a system prompt, so if there is no other question, the whole text identifies the problem.
+        has_question = any(message["role"] not in SYSTEM and message["content"].strip() for message in questions)
+        return "\n".join(message["content"] for message in (questions if has_question else self.messages))
 
 
-def detect_columns(row: Mapping[str, Any], mapped: Collection[str] = (), of: str = "--dataset_name") -> RowForm:
-    """Return the first form that fits `row` and uses all columns in --columns (`mapped`); `UserError` if none does."""
+def detect_columns(row: Mapping[str, Any], mapped: Collection[str] = (), dataset: str = "--dataset_name") -> RowForm:
+    """Return the first form that fits `row` and uses all of --columns (`mapped`); raise `UserError` if none does."""
     for form, needed in COLUMNS.items():
         if form == "prompt_messages" and not any(isinstance(row.get(name), list) for name in needed):
             continue
         if row.keys() >= {*needed} and {*mapped} <= {*needed, *OPTIONAL_COLUMNS[form]}:
             return form
-    understood = "; ".join(dict.fromkeys(" + ".join(needed) for needed in COLUMNS.values()))
-    preferences = "Preferences are not trained on; for the chosen answers alone use"
+    supported = "; ".join(dict.fromkeys(" + ".join(needed) for needed in COLUMNS.values()))
+    preferences = "Preference pairs are not trained on; to train on the chosen answers alone, use"
     advice = f"{preferences if 'rejected' in row else 'Use'} --columns {'' if mapped else _mapping(row)}".rstrip()
-    raise UserError(f"{of} has the columns {', '.join(row)}; understood are: {understood}. {advice}.")
+    raise UserError(f"{dataset} has the columns {', '.join(row)}; supported are: {supported}. {advice}.")
 
 
 def _mapping(row: Mapping[str, Any]) -> str:
-    """Suggest a --columns for a question and answer, or a conversation, under other names; '' for none."""
+    """Suggest a --columns if a question and answer, or a conversation, have other names; return '' if none fits."""
     names = {name.lower(): name for name in row}
     question, answer = (next((names[name] for name in each if name in names), "") for each in (QUESTIONS, ANSWERS))
     turn = row[answer][0] if isinstance(row.get(answer), list) and row[answer] else None
@@ -124,9 +124,9 @@ def _mapping(row: Mapping[str, Any]) -> str:
 
 
 def conversation_of(row: Mapping[str, Any], form: RowForm) -> Conversation:
-    """Read a row's messages up to the last supervised turn; text without a template is a prompt and an answer."""
+    """Read a row's messages up to the last supervised turn; untemplated text becomes a prompt and an answer."""
     unused = Unused()
-    history = [_message(turn, unused) for entry in _structured(row, "history") for turn in _both(entry)]
+    history = [_message(turn, unused) for entry in _structured(row, "history") for turn in _history_messages(entry)]
     turns = _turns(row, form, unused)
     start = int(bool(turns) and turns[0][0]["role"] in SYSTEM)
     turns[start:start] = history if turns else []
@@ -152,7 +152,7 @@ def conversation_of(row: Mapping[str, Any], form: RowForm) -> Conversation:
 
 
 def _turns(row: Mapping[str, Any], form: RowForm, unused: Unused) -> list[Turn]:
-    """Read the turns of the form's own columns; none where a question or an answer is missing."""
+    """Read the turns of the form's own columns; return none if a question or an answer is missing."""
     if form in ("messages", "sharegpt"):
         return [_message(turn, unused) for turn in _structured(row, COLUMNS[form][0])]
     if form == "prompt_messages":
@@ -169,12 +169,12 @@ def _turns(row: Mapping[str, Any], form: RowForm, unused: Unused) -> list[Turn]:
 
 
 def read_row(text: str) -> Any:
-    """Parse the JSON text of a row; a number that is no integer keeps its text for columns that hold text."""
+    """Parse the JSON text of a row. A number that is not an integer keeps its spelling, for columns that hold text."""
     return json.loads(text, parse_float=_Number)
 
 
 class _Number(float):
-    """A number that prints as its text in the file."""
+    """A number that prints as the file spells it."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -184,8 +184,8 @@ class _Number(float):
 
 
 def text_of(row: Mapping[str, Any], column: str) -> str:
-    """Return the text of a column: '' for null and NaN, a number or a date as in the file."""
-    return _text(row.get(column), f"the column '{column}' must hold text, and a row has")
+    """Return a column as text: '' for null and NaN; numbers and dates as the file spells them."""
+    return _text(row.get(column), f"the column '{column}' must hold text, but a row has")
 
 
 def called(message: Mapping[str, Any]) -> list[str]:
@@ -198,27 +198,27 @@ def repr_of(value: Any) -> str:
     return textwrap.shorten(repr(value), 80, placeholder="...")
 
 
-def _text(value: Any, what: str) -> str:
+def _text(value: Any, complaint: str) -> str:
     if isinstance(value, bool):
         return json.dumps(value)
     if not isinstance(value, (str, int, float, decimal.Decimal, datetime.date, datetime.time, type(None))):
-        raise UserError(f"--dataset_name: {what} {repr_of(value)}.")
-    return "" if value is None or value != value else str(value)  # pandas writes NaN where a cell is empty
+        raise UserError(f"--dataset_name: {complaint} {repr_of(value)}.")
+    return "" if value is None or value != value else str(value)  # pandas reads an empty cell as NaN
 
 
 def _structured(row: Mapping[str, Any], column: str, kind: type = list) -> Any:
-    """Read a list or, with `kind` dict, an object, or the JSON text of one; an empty one where there is none."""
+    """Read a column's list (with `kind` dict: object), which may be JSON text; return an empty one if it is missing."""
     value = row.get(column)
     if isinstance(value, str) and value.strip():
         value = _json(value, f"'{column}'")
     if value and not isinstance(value, kind):
         wanted = "a list" if kind is list else "an object"
-        raise UserError(f"--dataset_name: '{column}' must be {wanted}, and a row has {repr_of(value)}.")
+        raise UserError(f"--dataset_name: '{column}' must be {wanted}, but a row has {repr_of(value)}.")
     return value or kind()
 
 
 def _messages_of(row: Mapping[str, Any], column: str, role: str) -> list[Any]:
-    """Read a list of messages; text is one message of this role."""
+    """Read a column's list of messages; text becomes one message of this `role`."""
     text = row.get(column)
     return [{"role": role, "content": text}] if isinstance(text, str) else _structured(row, column)
 
@@ -227,28 +227,28 @@ def _json(text: Any, what: str) -> Any:
     try:
         return read_row(text)
     except (TypeError, ValueError) as error:
-        raise UserError(f"--dataset_name: {what} must be JSON, and a row has {repr_of(text)}.") from error
+        raise UserError(f"--dataset_name: {what} must be JSON, but a row has {repr_of(text)}.") from error
 
 
-def _both(entry: Any) -> Sequence[Any]:
-    """Return the messages of an entry of `history`: a question and its answer, or one message."""
+def _history_messages(entry: Any) -> Sequence[Any]:
+    """Return the messages in an entry of `history`: a question and its answer, or one message."""
     if isinstance(entry, list) and len(entry) == 2:
         return [{"role": "user", "content": entry[0]}, {"role": "assistant", "content": entry[1]}]
     return [entry]
 
 
 def _message(message: Any, unused: Unused) -> Turn:
-    """Read a message, also as ShareGPT and OpenAI's API of 2023 write it."""
+    """Read a message, also in ShareGPT's form or in that of OpenAI's API of 2023."""
     if not isinstance(message, Mapping):
-        raise _refused(message)
+        raise _malformed(message)
     turn = {name: value for name, value in message.items() if value is not None}
     role = turn.pop("role" if "role" in turn else "from", None)
     content = turn.pop("content" if "content" in turn else "value", "")
     if not isinstance(role, str) or ("from" in message and role not in ROLES):
-        raise _refused(message)
+        raise _malformed(message)
     if role == "function_call":
-        read = _json(content, "a function's call")
-        calls, content = read if isinstance(read, list) else [read], ""
+        parsed = _json(content, "a function's call")
+        calls, content = parsed if isinstance(parsed, list) else [parsed], ""
         turn["tool_calls"] = [{"type": "function", "function": call} for call in calls]
     if "function_call" in turn and not turn.get("tool_calls"):  # OpenAI's API of 2023
         turn["tool_calls"] = [{"type": "function", "function": turn.pop("function_call")}]
@@ -256,40 +256,40 @@ def _message(message: Any, unused: Unused) -> Turn:
     if not calls:
         turn.pop("tool_calls", None)
     elif not all(isinstance(call, Mapping) and isinstance(call.get("function", call), Mapping) for call in calls):
-        raise _refused(message)
+        raise _malformed(message)
     else:
         turn["tool_calls"] = calls
     if role not in ROLES:
         unused[f"turn of the role '{role}' for learning"] += 1
     flags = {name: turn.pop(name) for name in FLAGS if name in turn}
     if any(value not in (0, 1) for value in flags.values()):
-        raise _refused(message)
+        raise _malformed(message)
     role = ROLES.get(role, role)
-    wanted = [name for name, value in flags.items() if bool(value) == FLAGS[name]]
+    supervising = [name for name, value in flags.items() if bool(value) == FLAGS[name]]
     if role != "assistant":
-        unused.update(f"'{name}' on a turn that is not the assistant's" for name in wanted)
-    return {"role": role, "content": _content(content, unused), **turn}, len(wanted) == len(flags)
+        unused.update(f"'{name}' on a turn that is not the assistant's" for name in supervising)
+    return {"role": role, "content": _content(content, unused), **turn}, len(supervising) == len(flags)
 
 
 def _content(content: Any, unused: Unused) -> str:
-    """Return text, or the joined text of a list of parts."""
+    """Return a message's text, or the joined texts of its parts."""
     if not isinstance(content, list):
-        return _text(content, "the content of a message must be text, and one has")
+        return _text(content, "the content of a message must be text, but one has")
     texts = []
     for part in content:
         part = {"type": "text", "text": part} if isinstance(part, str) else part
         text = part.get("text") if isinstance(part, Mapping) else None
         if not isinstance(text, str):
-            raise UserError(f"--dataset_name: only text is trained on, and a message has the part {repr_of(part)}.")
-        further = (name for name, value in part.items() if name not in ("type", "text") and value is not None)
-        unused.update(f"entry '{name}' of a part" for name in further)
+            raise UserError(f"--dataset_name: only text can be trained on, but a message has the part {repr_of(part)}.")
+        entries = (name for name, value in part.items() if name not in ("type", "text") and value is not None)
+        unused.update(f"entry '{name}' of a part" for name in entries)
         texts.append(text)
     return "".join(texts)
 
 
-def _refused(message: Any) -> UserError:
+def _malformed(message: Any) -> UserError:
     flags = ", ".join(f"'{name}'" for name in FLAGS)
     return UserError(
-        "--dataset_name: a message must have 'role' and 'content' (or 'from' and 'value') of text, calls with a "
-        f"function, and {flags} of 0, 1 or none; a row has {repr_of(message)}."
+        "--dataset_name: a message needs text in 'role' and 'content' (or in 'from' and 'value'), a function in each "
+        f"call, and 0, 1 or null in {flags}; a row has {repr_of(message)}."
     )

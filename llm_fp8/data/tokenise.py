@@ -1,8 +1,8 @@
-"""Rows become documents, once: the tokenised dataset and its cache.
+"""Turn rows into documents, once: the tokenised dataset and its cache.
 
-`datasets.map` writes an Arrow file below HF_DATASETS_CACHE whose name is a hash of everything that shapes its content
-(`cache_key`). Every row of the dataset has its row there, also the unused ones; the columns are `FEATURES`. Rows of a
-stream get the same columns as they are read.
+`datasets.map` writes an Arrow file below HF_DATASETS_CACHE. The file's name is a hash of everything that shapes its
+content (`cache_key`). Every row of the dataset, used or not, has a row there with the columns `FEATURES`. Rows of a
+stream get these columns when they are read.
 """
 
 from __future__ import annotations
@@ -38,35 +38,35 @@ from llm_fp8.utils.ranks import end_with_parent
 
 FEATURES = Features(
     {
-        "input_ids": ListOf(Value("int32")),  # EOS last; empty where the row is not used
-        "supervised": ListOf(Value("bool")),  # whether the token is to be predicted
+        "input_ids": ListOf(Value("int32")),  # EOS last; empty if the row is not used
+        "supervised": ListOf(Value("bool")),  # True if the token is to be predicted
         "length": Value("int32"),
         "num_supervised": Value("int32"),  # after the shift: the first token is never predicted
         "outcome": Value("int8"),  # an `Outcome`
-        "end": Value("int32"),  # the last token; -1 where the row is not used, or not whole
-        "problem_key": Value("int64"),  # hash of the problem, by which the held-out share is cut
+        "end": Value("int32"),  # the last token; -1 if the row is unused or truncated
+        "problem_key": Value("int64"),  # hash of the problem; decides if the row is held out
         "document_key": Value("int64"),  # hash of input_ids and supervised
         "row_id": Value("int64"),  # index of the row in the dataset's split
-        "unused": Value("string"),  # JSON of what of the row is not used -> how often; few different ones
+        "unused": Value("string"),  # JSON object: unused part of the row -> count; few distinct values
     }
 )
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # quota of CPU time and its period, in microseconds
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # CPU time quota and its period, in microseconds
 ROWS_PER_WORKER = 10_000  # a few seconds of tokenising; a process takes half a second to start
 FIGURES = ("length", "num_supervised", "outcome", "end", "problem_key", "document_key")
-Figures = dict[str, npt.NDArray[np.int64]]  # columns of `FIGURES`, [number of rows] each
+Figures = dict[str, npt.NDArray[np.int64]]  # each column of `FIGURES`, int64 [number of rows]
 
 
 class Outcome(IntEnum):
     USED = 0
-    TRUNCATED = 1  # used, but cut at max_seq_length: without EOS
+    TRUNCATED = 1  # used, but cut at max_seq_length, so without EOS
     OVERLONG = 2  # longer than max_seq_length and dropped
-    EMPTY = 3  # without text, an answer, or a supervised token
+    EMPTY = 3  # has no text, no answer or no supervised token
 
 
 @dataclass
 class DataReport:
-    """Counts over the training split, or over the rows of a stream read so far, in all passes. Rows read = used + held
-    out + overlong dropped + empty; truncated rows are used or held out.
+    """Counts over the training split, or over the rows read so far from a stream, in all passes. Rows read = used +
+    held out + overlong dropped + empty. A truncated row counts as used or held out.
     """
 
     num_rows_read: int = 0
@@ -77,8 +77,8 @@ class DataReport:
     num_empty: int = 0
     num_tokens: int = 0
     num_supervised_tokens: int = 0
-    padding_efficiency: float | None = None  # filled share of the first epoch's positions; None for a stream
-    num_rows_of_batches: int = 0  # sequences that the used rows form
+    padding_efficiency: float | None = None  # share of the first epoch's positions with tokens; None for a stream
+    num_rows_of_batches: int = 0  # sequences made of the used rows
     num_eval_rows: int = 0
     eval_rows_left_out: dict[str, int] = field(default_factory=dict)  # reason -> number of rows
     ends: Counter[int] = field(default_factory=Counter)  # id of a last token -> number of used documents
@@ -86,7 +86,7 @@ class DataReport:
     nothing_held_out: str = ""  # reason why the held-out share is empty
 
     def count(self, tokenised: Dataset, figures: Figures, held_out: npt.NDArray[np.bool_]) -> None:
-        """Add rows of the training split; `figures` are theirs."""
+        """Add tokenised rows of the training split; `figures` and `held_out` have one entry per row."""
         outcomes = Counter(figures["outcome"].tolist())
         filled = figures["length"] > 0
         used = {name: column[filled & ~held_out] for name, column in figures.items()}
@@ -102,13 +102,13 @@ class DataReport:
         self.count_unused(tokenised)
 
     def count_unused(self, tokenised: Dataset) -> None:
-        for each in compute.value_counts(tokenised.data.column("unused")).to_pylist():
-            for what, times in json.loads(each["values"]).items():
-                self.unused[what] += times * each["counts"]
+        for value in compute.value_counts(tokenised.data.column("unused")).to_pylist():
+            for part, times in json.loads(value["values"]).items():
+                self.unused[part] += times * value["counts"]
 
     def forget_rows(self) -> None:
-        """Reset the counts, except those of evaluation and files: the rows of a stream are read again."""
-        files = Unused({what: number for what, number in self.unused.items() if what.startswith("file ")})
+        """Reset the counts before a stream is read again, except the counts of evaluation rows and files."""
+        files = Unused({part: number for part, number in self.unused.items() if part.startswith("file ")})
         evaluation = {name: vars(self)[name] for name in ("num_eval_rows", "eval_rows_left_out", "nothing_held_out")}
         vars(self).update(vars(DataReport(**evaluation, unused=files)))
 
@@ -116,24 +116,24 @@ class DataReport:
         return (
             f"{self.num_rows_read} rows read, {self.num_rows_used} used, {self.num_rows_held_out} held out, "
             f"{self.num_overlong_dropped} dropped as longer than --max_seq_length, "
-            f"{self.num_overlong_truncated} truncated to that, {self.num_empty} empty"
+            f"{self.num_overlong_truncated} truncated to it, {self.num_empty} empty"
         )
 
     def describe_unused(self) -> str:
-        return "not used: " + (", ".join(f"{what} ({n})" for what, n in self.unused.most_common()) or "nothing else")
+        return "not used: " + (", ".join(f"{part} ({n})" for part, n in self.unused.most_common()) or "nothing else")
 
     def describe(self) -> list[str]:
-        """Return lines to print, with a warning if more than one of 20 rows is not used."""
+        """Return lines to print; warn if more than 5% of the rows are dropped as overlong or empty."""
         left_out = [f", {number} left out because {why}" for why, number in self.eval_rows_left_out.items() if number]
-        begun = "" if self.num_rows_of_batches else "the beginning of the stream: "
-        lines = [f"  {begun}{self.summary()}", f"  evaluation: {self.num_eval_rows} rows{''.join(left_out)}"]
-        if self.padding_efficiency is not None:  # else it is the beginning of a stream
+        scope = "" if self.num_rows_of_batches else "the beginning of the stream: "
+        lines = [f"  {scope}{self.summary()}", f"  evaluation: {self.num_eval_rows} rows{''.join(left_out)}"]
+        if self.padding_efficiency is not None:  # None at the beginning of a stream
             tokens = f"{self.num_tokens} tokens, {self.num_supervised_tokens} of them supervised"
             filled = f"{self.padding_efficiency:.1%} of the positions filled"
             lines.insert(1, f"  {tokens}, in {self.num_rows_of_batches} sequences: {filled}")
         if self.unused:
-            mild = all(each.startswith("column ") for each in self.unused)
-            lines.append(f"  {'' if mild else 'WARNING: '}{self.describe_unused()}")
+            only_columns = all(part.startswith("column ") for part in self.unused)
+            lines.append(f"  {'' if only_columns else 'WARNING: '}{self.describe_unused()}")
         if self.nothing_held_out:
             lines.append(f"  WARNING: nothing to evaluate on: {self.nothing_held_out}")
         if self.num_overlong_dropped + self.num_empty > 0.05 * self.num_rows_read:
@@ -143,15 +143,15 @@ class DataReport:
 
 @dataclass(frozen=True)
 class RowOptions:
-    """How the rows of one dataset are tokenised; every field shapes the cached result."""
+    """Options for tokenising one dataset's rows; every field is part of the cache key."""
 
     form: RowForm
-    columns: Mapping[str, str]  # our name of each column that is read -> the dataset's
-    other_columns: Sequence[str]  # not used; those of JSON files are seen row by row
+    columns: Mapping[str, str]  # our name of each column to read -> the dataset's name
+    other_columns: Sequence[str]  # unused ones; in JSON files they are found row by row
     max_seq_length: int
     overlong: Literal["drop", "truncate"] = "drop"
     train_on_prompt: bool = False
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of all rows; a row's take precedence
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for all rows; a row's own take precedence
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Document:
         ids, marked, end, shown = self.input_ids.tolist(), "", 0, 0
         for supervised, run in itertools.groupby(self.supervised):
             end += len(list(run))
-            # From the first token: a part alone loses its first space.
+            # Decode from the first token on: a part alone would lose its first space.
             text = str(tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False))
             marked, shown = marked + (f">>>{text[shown:]}<<<" if supervised else text[shown:]), len(text)
         return marked
@@ -179,12 +179,12 @@ def _hash(content: bytes) -> int:
 
 
 def problem_key(text: str) -> int:
-    """Hash a problem, whatever its case, white space and Unicode forms."""
+    """Hash a problem's text; case, white space and Unicode compatibility forms make no difference."""
     return _hash(" ".join(unicodedata.normalize("NFKC", text).casefold().split()).encode())
 
 
 def content_key(document_keys: Sequence[int] | npt.NDArray[np.int64]) -> str:
-    """Hash documents in their order, by their keys."""
+    """Hash documents by their keys; the order counts."""
     return hashlib.blake2b(np.asarray(document_keys, dtype=np.int64).tobytes(), digest_size=8).hexdigest()
 
 
@@ -196,20 +196,20 @@ def _tokenise_batch(
     options: RowOptions,
     main_pid: int,
 ) -> dict[str, list[Any]]:
-    """Tokenise rows, which have the columns `features`, to the columns of `FEATURES`."""
+    """Tokenise rows with the columns `features` into the columns `FEATURES`."""
     if main_pid != os.getpid():
         # A terminal sends Ctrl-C to workers too, and each would print a traceback.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         end_with_parent()
     conversations = []
     for row in _rows_of(batch, features):
-        read = conversation_of({ours: row.get(theirs) for ours, theirs in options.columns.items()}, options.form)
+        chat = conversation_of({ours: row.get(theirs) for ours, theirs in options.columns.items()}, options.form)
         unread = [name for name in row.keys() - {*options.columns.values()} if row[name] not in (None, "", [], {})]
-        read.unused.update(f"column '{name}'" for name in (*options.other_columns, *unread))
-        conversations.append(read._replace(template_kwargs={**options.template_kwargs, **read.template_kwargs}))
+        chat.unused.update(f"column '{name}'" for name in (*options.other_columns, *unread))
+        conversations.append(chat._replace(template_kwargs={**options.template_kwargs, **chat.template_kwargs}))
     encoded = encode_batch(conversations, options.form, tokenizer, options.train_on_prompt)
     rows: list[Sequence[Any]] = []
-    for read, row_id, (ids, supervised) in zip(conversations, row_ids, encoded, strict=True):
+    for chat, row_id, (ids, supervised) in zip(conversations, row_ids, encoded, strict=True):
         outcome = Outcome.USED
         if len(ids) > options.max_seq_length:
             outcome = Outcome.TRUNCATED if options.overlong == "truncate" else Outcome.OVERLONG
@@ -220,13 +220,13 @@ def _tokenise_batch(
             ids, supervised = [], []
         document_key = _hash(np.array(ids, np.int32).tobytes() + np.array(supervised, bool).tobytes())
         figures = len(ids), sum(supervised[1:]), outcome, ids[-1] if outcome is Outcome.USED else -1
-        unused = json.dumps(+read.unused, sort_keys=True)
-        rows.append((ids, supervised, *figures, problem_key(read.problem()), document_key, row_id, unused))
+        unused = json.dumps(+chat.unused, sort_keys=True)
+        rows.append((ids, supervised, *figures, problem_key(chat.problem()), document_key, row_id, unused))
     return {name: [values[i] for values in rows] for i, name in enumerate(FEATURES)}
 
 
 def _rows_of(batch: dict[str, list[Any]], features: Any) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a batch as their file has them."""
+    """Yield the rows of a batch with the values that the file holds."""
     if ROW in batch:
         yield from map(read_row, batch[ROW])
         return
@@ -235,7 +235,7 @@ def _rows_of(batch: dict[str, list[Any]], features: Any) -> Iterator[dict[str, A
 
 
 def _as_stored(value: Any, feature: Any) -> Any:
-    """Remove the None fields that Arrow adds when rows differ. JSON-typed columns have none."""
+    """Remove the None fields that Arrow adds if rows have different fields; it adds none to JSON-typed columns."""
     if isinstance(feature, Json):
         return value
     if isinstance(value, Mapping):
@@ -248,13 +248,13 @@ def _as_stored(value: Any, feature: Any) -> Any:
 def cache_key(dataset_fingerprint: str, tokenizer: PreTrainedTokenizerBase, options: RowOptions) -> str:
     """Hash everything that shapes the tokenised dataset."""
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
-        # padding and truncation are left over from earlier calls; ours ask for neither.
+        # Padding and truncation may be left over from earlier calls; our calls set neither.
         rules: Any = {**json.loads(backend.to_str()), "padding": None, "truncation": None}
     else:
         rules = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), repr(tokenizer.init_kwargs)]
     special = [tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token]
-    ours = [FORMAT_VERSION, PROMPT_FORM, PLAIN_TURN, TEMPLATE_DATE.isoformat(), FEATURES.to_dict()]
-    content = [dataset_fingerprint, rules, special, dataclasses.asdict(options), ours]
+    constants = [FORMAT_VERSION, PROMPT_FORM, PLAIN_TURN, TEMPLATE_DATE.isoformat(), FEATURES.to_dict()]
+    content = [dataset_fingerprint, rules, special, dataclasses.asdict(options), constants]
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
@@ -262,28 +262,28 @@ def tokenise(dataset: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerB
     """Tokenise a dataset or stream; a dataset's result is cached."""
     columns = [ROW] if dataset.column_names == [ROW] else list(options.columns.values())
     selected = dataset.select_columns(columns)
-    how: dict[str, Any] = {"batched": True, "with_indices": True, "remove_columns": columns, "features": FEATURES}
+    settings: dict[str, Any] = {"batched": True, "with_indices": True, "remove_columns": columns, "features": FEATURES}
     arguments = {"tokenizer": tokenizer, "options": options, "main_pid": os.getpid()}
-    how["fn_kwargs"] = {"features": selected.features, **arguments}
+    settings["fn_kwargs"] = {"features": selected.features, **arguments}
     if isinstance(selected, IterableDataset):
-        return selected.map(_tokenise_batch, **how)
+        return selected.map(_tokenise_batch, **settings)
     key = cache_key(fingerprint(dataset), tokenizer, options)
     file = Path(datasets.config.HF_DATASETS_CACHE) / "llm_fp8" / f"tokenised-{key}.arrow"
     file.parent.mkdir(parents=True, exist_ok=True)
-    how |= {"new_fingerprint": key, "cache_file_name": str(file), "desc": "tokenising"}
+    settings |= {"new_fingerprint": key, "cache_file_name": str(file), "desc": "tokenising"}
     workers = min(cores_of_job(), 1 + len(selected) // ROWS_PER_WORKER)
-    return selected.map(_tokenise_batch, num_proc=workers if workers > 1 else None, **how)
+    return selected.map(_tokenise_batch, num_proc=workers if workers > 1 else None, **settings)
 
 
 def cores_of_job() -> int:
-    """Count the cores that this process may use by its affinity and its container's quota."""
+    """Count the cores that CPU affinity and the container's quota allow to this process."""
     cores = len(os.sched_getaffinity(0))
     quota, period = CPU_QUOTA.read_text().split() if CPU_QUOTA.exists() else ("max", "")
     return cores if quota == "max" else min(cores, math.ceil(int(quota) / int(period)))
 
 
 def next_rows(stream: Iterator[dict[str, Any]], number: int) -> Dataset:
-    """Read the next rows of a tokenised stream, at most `number`."""
+    """Read the next `number` rows of a tokenised stream, or fewer at its end."""
     rows = list(itertools.islice(stream, number))
     return Dataset.from_dict({name: [row[name] for row in rows] for name in FEATURES}, FEATURES)
 

@@ -189,7 +189,7 @@ def test_columns() -> None:
     assert form_of("generated_solution problem text") == "problem_solution"
     assert form_of("instruction input output text") == "alpaca"
     assert form_of("messages text", ["text"]) == "text", "what --columns names comes first"
-    with pytest.raises(UserError, match=r"columns .*answer.*understood are: problem \+ .* Use --columns\.$"):
+    with pytest.raises(UserError, match=r"columns .*answer.*supported are: problem \+ .* Use --columns\.$"):
         form_of("input answer text", ["input"])
     assert {name for each in (*COLUMNS.values(), *OPTIONAL_COLUMNS.values()) for name in each} == set(COLUMN_NAMES)
 
