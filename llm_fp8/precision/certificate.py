@@ -1,11 +1,11 @@
-"""The certificate of a run: the check that the kernels of a recorded step are those that the run was asked for.
+"""The certificate of a run: a check that the kernels of a recorded step have the precision that the run asked for.
 
-Three independent sources are compared: the kernels that must run by options and fp8 coverage (`ExpectedKernels`), those
-that ran (`llm_fp8.observability.kernel_trace`), and the modules' own account (`ModuleState`).
+It compares three independent sources: the kernels that options and fp8 coverage require (`ExpectedKernels`), the
+kernels that ran (`llm_fp8.observability.kernel_trace`), and what the modules report (`ModuleState`).
 
-The kernels decide. A GEMM whose name does not tell its types counts for neither side; a kernel that no rule knows may
-be a GEMM too. The verdict is "undetermined" where such kernels could be the missing fp8 ones and no module denies that
-it computed in fp8, or where they could be fp8 ones in a run without fp8.
+The kernels decide. A GEMM whose name does not show its types counts for neither side, and a kernel that matches no rule
+may be a GEMM too. Such kernels make the verdict "undetermined" in two cases: they could be the missing fp8 kernels and
+no module reports that it computed outside fp8, or they could be fp8 kernels in a run without fp8.
 """
 
 from __future__ import annotations
@@ -33,30 +33,31 @@ from llm_fp8.precision.coverage import Fp8Coverage, ModuleState, linear_weights
 Verdict = Literal["certified", "undetermined", "failed"]
 
 UNRECOGNISED_SHARE = 0.01
-"""From this share of the time of all GEMMs and kernels that no rule knows, a verdict may rest on the unrecognised ones.
-One layer of 8B's 32 has 3% of its linear FLOPs."""
-_LISTED_LENGTH = 80  # characters of a kernel's name in a reason: template arguments take hundreds
+"""Unrecognised kernels affect the verdict if they take at least this share of the time that all GEMMs and kernels
+matching no rule take together. For scale: one of the 32 layers of an 8B model has 3% of the linear FLOPs."""
+_LISTED_LENGTH = 80  # characters of a kernel's name shown in a reason; template arguments take hundreds
 
 
 @dataclass(frozen=True)
 class ExpectedKernels:
-    """The kernels that each GPU has to run in one optimizer step; `precision` is its name: 'bf16', 'fp8 delayed'."""
+    """The kernels that each GPU must run in one optimizer step."""
 
     precision: str
+    """Name of the precision, for example 'bf16' or 'fp8 delayed'."""
     compute: str
     """The dtype of linear layers outside fp8: fp32, bf16 or fp16."""
     scenario: str | None = None
     """The fp8 scenario in effect; None outside fp8."""
     num_fp8_gemms: int = 0
-    """The least number of fp8 GEMM kernels in a micro-batch; a GEMM may take several kernels."""
+    """Minimum number of fp8 GEMM kernels per micro-batch; one GEMM may take several kernels."""
     fp8_linear_flop_share: float = 0.0
 
     @classmethod
     def of_model(
         cls, precision: Precision, coverage: Fp8Coverage, recomputed: Sequence[nn.Module] = ()
     ) -> ExpectedKernels:
-        """The kernels of a model to which `precision` is attached. The modules in `recomputed` compute fprop once more,
-        unless torch.compile decides about that.
+        """Return the kernels of a model to which `precision` is attached. The modules in `recomputed` run fprop twice,
+        unless torch.compile decides what is recomputed.
         """
         plan = precision.plan
         parts = recomputed if precision.backend.recomputes_fprop else ()
@@ -71,13 +72,13 @@ class ExpectedKernels:
 
     @property
     def without_fp8(self) -> ExpectedKernels:
-        """The kernels of the same model after the steps in fp8."""
+        """The kernels of the same model once fp8 has ended."""
         return ExpectedKernels(self.compute, self.compute)
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """A verdict and what it rests on: one rank's recorded step."""
+    """A verdict on one rank's recorded step, with the evidence."""
 
     verdict: Verdict
     precision: str
@@ -91,11 +92,11 @@ class Certificate:
     gemm_kernels_by_type: dict[str, int]
     unknown_gemm_names: list[str]
     other_kernel_names: list[str]
-    """Kernels that no rule of `kernel_trace` knows, the longest first."""
+    """Kernels that match no rule of `kernel_trace`, the longest first."""
     unrecognised_time_share: float | None
-    """Share of these two kinds in the time of all GEMMs and kernels that no rule knows; None without any."""
+    """Time of kernels of these two kinds as a share of the time of all GEMM and other kernels; None without any."""
     fp8_gemm_time_share: float | None
-    """Share of the time of all GEMM kernels; None where none was recorded."""
+    """Share of the time of all GEMM kernels that fp8 ones take; None if no GEMM was recorded."""
     fp8_linear_flop_share: float
     attention: str | None
     modules: ModuleState
@@ -104,11 +105,11 @@ class Certificate:
     time_s_by_class: dict[KernelClass, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for certificate.json and summary.json."""
+        """Return plain values for certificate.json and summary.json."""
         return dataclasses.asdict(self)
 
     def describe(self) -> str:
-        """One line for the terminal."""
+        """Return one line for the terminal."""
         num_fp8 = self.num_fp8_gemm_kernels
         is_fp8 = num_fp8 > 0 or self.num_expected_fp8_gemm_kernels > 0
         kernels = f"{num_fp8 if is_fp8 else 'none'} of {self.num_gemm_kernels} GEMM kernels in fp8"
@@ -121,7 +122,7 @@ class Certificate:
         return f"certificate: {verdict}{self.precision}, {kernels}{attention}{remarks}"
 
     def failure(self, path: Path, otherwise: str = "--no_certify trains all the same") -> str:
-        """The error message of a failed certificate, which is kept at `path`; `otherwise`: how to train without it."""
+        """Return the error message of a failed certificate stored at `path`; `otherwise`: how to train without one."""
         reasons = f"the GPU does not run what was asked for ({self.precision}): {'; '.join(self.reasons)}"
         return f"{reasons} (on rank {self.rank}). See {path}; {otherwise}."
 
@@ -135,10 +136,10 @@ def certify(
     attention: str | None = None,
     rank: int = 0,
 ) -> Certificate:
-    """Compare what should have run on one GPU in a recorded step of `num_micro_batches` with the kernels that ran.
+    """Compare the kernels `expected` on one GPU in a recorded step of `num_micro_batches` with the `kernels` that ran.
 
-    `state` is of the modules expected in fp8; in a run without fp8 of all linear modules that might be.
-    `attention`: the implementation that attention has.
+    `state` covers the modules expected in fp8; in a run without fp8, all linear modules that could run in it.
+    `attention` names the model's attention implementation.
     """
     by_class, gemms = time_by_class(kernels), gemm_kernels(kernels)
     unknown, other = gemms.get("unknown", KernelTime()), by_class.get("other", KernelTime())
@@ -176,35 +177,35 @@ def certify(
 
 
 def worst(certificates: Sequence[Certificate]) -> Certificate:
-    """The first with the worst verdict: that of the launch."""
+    """Return the first certificate with the worst verdict, which is the verdict of the whole launch."""
     return max(certificates, key=lambda certificate: get_args(Verdict).index(certificate.verdict))
 
 
 def attention_library(kernels: KernelTimes) -> str:
-    """The library of the longest attention kernel, for models without TE's attention; 'math' without any."""
+    """Return the library of the longest attention kernel in a model without TE's attention; 'math' if there is none."""
     attention = time_by_class(kernels).get("attention")
     if attention is None:
         return "math"
     longest = next(iter(attention.names)).lower()
     libraries = {"cudnn": "cuDNN", "flash": "flash", "fmha_cutlass": "memory-efficient"}
-    return next((words for part, words in libraries.items() if part in longest), "a library of its own")
+    return next((name for part, name in libraries.items() if part in longest), "a library of its own")
 
 
 class _Judge:
-    """The failures, doubts and remarks that follow from the kernels and modules of a step."""
+    """Collects the failures, doubts and remarks that follow from a step's kernels and modules."""
 
     def __init__(self, step: Certificate, expected: ExpectedKernels, num_other: int) -> None:
         self.step, self.expected, self.state, self.num_other = step, expected, step.modules, num_other
         self.failures, self.doubts, self.remarks = list[str](), list[str](), list[str]()
         self.unrecognised_counts = (step.unrecognised_time_share or 0.0) >= UNRECOGNISED_SHARE
-        # Kernels that no rule knows are seldom GEMMs, so they may be the missing ones only where their time counts.
+        # Kernels that match no rule are seldom GEMMs: they can be the missing ones only if their time counts.
         self.num_possible = step.num_unknown_gemm_kernels + (num_other if self.unrecognised_counts else 0)
         gemm_counts = ", ".join(f"{count} {kind}" for kind, count in sorted(step.gemm_kernels_by_type.items()))
-        self.gemm_words = f"all GEMM kernels: {gemm_counts or 'none'}"
+        self.gemm_summary = f"all GEMM kernels: {gemm_counts or 'none'}"
         state, recipes = step.modules, ", ".join(step.modules.recipes)
         account = "computed in fp8" if state.library == "Transformer Engine" else "are set up for fp8"
-        self.state_words = f"of {state.num_modules} modules of {state.library} {state.num_in_fp8} say they {account}"
-        self.state_words += f" by {recipes}" if recipes else ""
+        self.state_summary = f"of {state.num_modules} modules of {state.library} {state.num_in_fp8} say they {account}"
+        self.state_summary += f" by {recipes}" if recipes else ""
 
     def judge_fp8(self) -> None:
         """Judge a run in fp8."""
@@ -213,55 +214,55 @@ class _Judge:
         num_of_recipe = self.step.gemm_kernels_by_type.get("fp8" if row.has_fp8_peak else "fp4", 0)
         missing = num_expected - num_of_recipe
         if self.step.num_gemm_kernels == 0:
-            # Modules alone prove no fp8, but they can deny it.
+            # The modules' reports alone cannot prove fp8, but they can disprove it.
             (self.failures if state.num_outside_fp8 else self.doubts).append(self.describe_nothing())
         elif missing > 0:
-            words = f"expected at least {num_expected} fp8 GEMM kernels, and {num_of_recipe} ran ({self.gemm_words}); "
-            words += self.state_words
+            message = f"expected at least {num_expected} fp8 GEMM kernels, but {num_of_recipe} ran "
+            message += f"({self.gemm_summary}); {self.state_summary}"
             if self.num_possible >= missing and state.num_modules and not state.num_outside_fp8:
-                self.doubts.append(f"{words}; the others may be among {self.describe_unrecognised()}")
+                self.doubts.append(f"{message}; the missing ones may be among {self.describe_unrecognised()}")
             else:
-                self.failures.append(words)
+                self.failures.append(message)
         elif state.num_outside_fp8 or not state.num_modules:
-            self.doubts.append(f"the kernels are those of fp8, but {self.state_words}")
+            self.doubts.append(f"enough fp8 kernels ran, but {self.state_summary}")
         elif self.unrecognised_counts:
             self.remarks.append(self.describe_unrecognised())
 
         if others := [name for name in state.recipes if name != row.recipe_class]:
-            self.failures.append(f"expected the recipe {row.recipe_class}, and modules had {', '.join(others)}")
+            self.failures.append(f"expected the recipe {row.recipe_class}, but modules had {', '.join(others)}")
         if state.num_without_amax:
             self.failures.append(f"{state.num_without_amax} modules have an empty amax history after the step")
-        if state.num_recipe_unreadable:
-            words = f"modules of {state.library} do not say by which recipe they computed"
-            self.remarks.append(f"{state.num_recipe_unreadable} {words}")
+        if count := state.num_recipe_unreadable:
+            self.remarks.append(f"{count} modules of {state.library} do not report which recipe they used")
 
     def judge_without_fp8(self) -> None:
         """Judge a run in bf16, fp16 or fp32."""
         if num_fp8 := self.step.num_fp8_gemm_kernels:
-            self.failures.append(f"expected no fp8 GEMM kernel, and {num_fp8} ran ({self.gemm_words})")
+            self.failures.append(f"expected no fp8 GEMM kernel, but {num_fp8} ran ({self.gemm_summary})")
         if self.state.num_in_fp8:
-            self.failures.append(f"expected no module in fp8, and {self.state_words}")
+            self.failures.append(f"expected no module in fp8, but {self.state_summary}")
         if self.step.num_gemm_kernels == 0:
             self.doubts.append(self.describe_nothing())
         elif not self.step.gemm_kernels_by_type.get(self.expected.compute):
-            words = f"expected GEMM kernels in {self.expected.compute}, and none was recognised ({self.gemm_words})"
-            (self.doubts if self.num_possible else self.failures).append(words)
+            message = f"expected GEMM kernels in {self.expected.compute}, but none was recognised ({self.gemm_summary})"
+            (self.doubts if self.num_possible else self.failures).append(message)
         elif self.unrecognised_counts:
             self.doubts.append(f"{self.describe_unrecognised()}, which may be in fp8")
         elif num_unknown := self.step.num_unknown_gemm_kernels:
             self.remarks.append(f"{num_unknown} GEMM kernels of unknown type")
 
     def describe_unrecognised(self) -> str:
+        """Return the number of kernels of unknown type, their share of the time and the name of the longest."""
         step = self.step
         kinds = ("GEMM kernels of unknown type", "kernels that no rule knows")
         counts = zip((step.num_unknown_gemm_kernels, self.num_other), kinds, strict=True)
-        words = " and ".join(f"{count} {kind}" for count, kind in counts if count)
+        numbers = " and ".join(f"{count} {kind}" for count, kind in counts if count)
         longest = next(iter([*step.unknown_gemm_names, *step.other_kernel_names]), "")[:_LISTED_LENGTH]
-        return f"{words} ({step.unrecognised_time_share or 0.0:.1%} of the time of such and GEMMs; {longest})"
+        return f"{numbers} ({step.unrecognised_time_share or 0.0:.1%} of the time of these and all GEMMs; {longest})"
 
     def describe_nothing(self) -> str:
-        """Why there is no GEMM to count."""
+        """Return why there is no GEMM to count."""
         nothing = "the profiler recorded no GEMM kernel (CUPTI is missing, or profiling is not permitted here)"
         if self.num_other:
-            nothing = f"no GEMM kernel was recognised, and there are {self.describe_unrecognised()}"
-        return f"{nothing}; {self.state_words}"
+            nothing = f"no GEMM kernel was recognised, but there are {self.describe_unrecognised()}"
+        return f"{nothing}; {self.state_summary}"

@@ -1,4 +1,4 @@
-"""In which precision a run computes: resolved once, entered in one autocast context.
+"""The precision of a run's computation: resolved once, entered in one autocast context.
 
     plan = with_recipe(settled.precision, config.precision, device)
     precision = Precision(plan, config.precision, device, parameter_dtype)
@@ -6,8 +6,8 @@
     with precision.context(first_microbatch=True):          # the only place that enters te.autocast
         loss_sum, aux = model(batch)
 
-A bf16 run and an fp8 run differ in `plan.recipe` alone: None means that te.autocast is not entered and no fp8 kernel
-can run. What differs between the libraries whose modules compute in fp8 is in their back ends (`te`, `torchao`).
+A bf16 run and an fp8 run differ only in `plan.recipe`: None means that te.autocast is not entered and no fp8 kernel can
+run. The back ends (`te`, `torchao`) hold the differences between the libraries that compute in fp8.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def backend_class(name: str | None) -> type[TEBackend | TorchaoBackend]:
-    """The interface to the library of `PrecisionPlan.backend`; Transformer Engine's outside fp8."""
+    """Return the back-end class for `PrecisionPlan.backend`; Transformer Engine's outside fp8."""
     if name != "torchao":
         return TEBackend
     from llm_fp8.precision.torchao import TorchaoBackend
@@ -43,14 +43,14 @@ def backend_class(name: str | None) -> type[TEBackend | TorchaoBackend]:
 
 
 def backend_in(model: nn.Module) -> TEBackend | TorchaoBackend:
-    """The library whose linear modules `model` has; Transformer Engine where it has none."""
+    """Return the back end whose linear modules `model` has; Transformer Engine if it has none."""
     is_torchao = any(type(module).__name__ == "Float8Linear" for module in model.modules())
     return backend_class("torchao" if is_torchao else "te")()
 
 
 def with_recipe(plan: PrecisionPlan, options: PrecisionConfig, device: torch.device) -> PrecisionPlan:
-    """The plan with its library's recipe object for `device`; `UserError` where the library, or a compiler that it
-    needs, is not installed.
+    """Return the plan with its library's recipe object for `device`. Raises `UserError` if the library, or a compiler
+    that it needs, is not installed.
     """
     if plan.effective_scenario is None:
         return plan
@@ -59,7 +59,7 @@ def with_recipe(plan: PrecisionPlan, options: PrecisionConfig, device: torch.dev
 
 
 class Precision:
-    """The autocast context of a forward pass, with the back end whose modules compute in fp8."""
+    """The autocast context of a forward pass and the back end that computes in fp8."""
 
     def __init__(
         self, plan: PrecisionPlan, options: PrecisionConfig, device: torch.device, parameter_dtype: torch.dtype
@@ -70,16 +70,16 @@ class Precision:
         self._torch_autocast = parameter_dtype != plan.compute_dtype
         self._caching_modules: list[nn.Module] = []
         self._fp8_modules: dict[str, nn.Module] = {}
-        self._linears: dict[str, nn.Module] = {}  # all that are the back end's
+        self._linears: dict[str, nn.Module] = {}  # all linear modules of the back end
         self._num_casts_to_come: int | None = None
         self.in_fp8 = plan.recipe is not None  # whether passes compute in fp8 now
 
     def attach(
         self, model: nn.Module, decoder_layers: nn.ModuleList, converts: bool = False, fp8_params: bool = False
     ) -> dict[str, str]:
-        """Find the fp8 modules of `model`, which `converts` puts into a Hugging Face decoder first; returns name ->
-        reason for each linear layer that stays outside fp8. `UserError` where all would. From now on experts compute in
-        the compute dtype too.
+        """Find the fp8 modules of `model` and return name -> reason for each linear layer that stays outside fp8. With
+        `converts`, first put fp8 modules into a Hugging Face decoder. Experts compute in the compute dtype from now on.
+        Raises `UserError` if every linear layer would stay outside fp8.
         """
         reasons = dict[str, str]()
         if converts and self.in_fp8:
@@ -88,11 +88,11 @@ class Precision:
         compute_experts(model, self.plan.compute_dtype if self._torch_autocast else None)
         self._caching_modules = [m for m in model.modules() if hasattr(m, "is_first_microbatch")]
         if not self.in_fp8:
-            self.backend = backend_in(model)  # the certificate asks what is not to be there
+            self.backend = backend_in(model)  # the certificate checks that none of its modules is in fp8
         self._linears = self.backend.linears_of(model)
         if not self.in_fp8:
             return {}
-        in_bf16 = bf16_modules(self._options, model, decoder_layers)  # as converted
+        in_bf16 = bf16_modules(self._options, model, decoder_layers)  # again: conversion replaced modules
         self._fp8_modules, misfits = self.backend.choose(self._linears, in_bf16)
         if self._options.fp8_recast_weights:
             keep_weight_casts(model, keep=False)
@@ -105,12 +105,12 @@ class Precision:
 
     @property
     def fp8_modules(self) -> frozenset[nn.Module]:
-        """The modules whose GEMMs run in fp8; never lm_head."""
+        """The modules whose GEMMs run in fp8, never lm_head."""
         return frozenset(self._fp8_modules.values())
 
     @property
     def has_ended(self) -> bool:
-        """`end_fp8` was called."""
+        """True once `end_fp8` was called."""
         return self.plan.recipe is not None and not self.in_fp8
 
     def end_fp8(self) -> None:
@@ -120,24 +120,24 @@ class Precision:
 
     @property
     def scales_lag(self) -> bool:
-        """A tensor's scale comes from earlier passes (delayed scaling)."""
+        """True if a tensor's scale comes from earlier passes (delayed scaling)."""
         return row_of(self.plan.effective_scenario).scales_lag
 
     def module_state(self) -> ModuleState:
-        """State of the modules in fp8; in a run without fp8, of all linear ones of the back end."""
+        """Return the state of the modules in fp8; in a run without fp8, of all linear modules of the back end."""
         return self.backend.state((self._fp8_modules if self.in_fp8 else self._linears).values())
 
     def keep_casts_of_frozen_weights(self) -> None:
-        """From now on frozen weights are cast to fp8 once; under delayed scaling again after the first pass."""
+        """From now on cast frozen weights to fp8 only once; under delayed scaling, once more after the first pass."""
         self._num_casts_to_come = 2 if self.scales_lag else 1
 
     @contextlib.contextmanager
     def context(self, first_microbatch: bool | None) -> Iterator[None]:
         """Enclose one forward pass of the model.
 
-        `first_microbatch`: True casts weights to fp8 and keeps the casts for the step's other micro-batches, which pass
-        False. None neither uses nor keeps casts: for evaluation, and for steps of one micro-batch, where keeping costs
-        memory and saves nothing. After `keep_casts_of_frozen_weights` training passes ignore it.
+        `first_microbatch`: True casts weights to fp8 and keeps the casts; pass False for the step's other micro-batches
+        to reuse them. None neither uses nor keeps casts. It serves evaluation and steps of one micro-batch, where kept
+        casts cost memory and save nothing. After `keep_casts_of_frozen_weights`, training passes ignore the argument.
         """
         if self._options.fp8_recast_weights:
             first_microbatch = None
@@ -154,21 +154,21 @@ class Precision:
             yield
 
     def put_off_scale_updates(self) -> contextlib.AbstractContextManager[None]:
-        """Encloses forward and backward passes that update no scale of delayed scaling; `update_scales` does."""
+        """Return a context in which passes do not update delayed scaling's scales; call `update_scales` afterwards."""
         return put_off_scale_updates() if self.scales_lag and self.in_fp8 else contextlib.nullcontext()
 
     def update_scales(self) -> None:
-        """Update the scales by what the passes since the last update have seen, on all ranks."""
+        """Update the scales, on all ranks, from the passes since the last update."""
         if self.scales_lag and self.in_fp8:
             update_scales()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The back end's tensors that passes leave to later ones: delayed scaling's."""
+        """Return the back end's tensors that one pass leaves to the next: those of delayed scaling."""
         return self.backend.state_tensors(self._fp8_modules, self.in_fp8) if self.scales_lag else {}
 
     @contextlib.contextmanager
     def preserving_state(self) -> Iterator[None]:
-        """Keep scales and amax histories across passes that are not training: TE notes amax without gradients too."""
+        """Preserve scales and amax histories across evaluation passes: TE records amax without gradients too."""
         current = list(self.state_tensors().values())
         saved = [tensor.clone() for tensor in current]
         try:

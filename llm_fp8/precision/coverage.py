@@ -1,7 +1,7 @@
-"""Fp8 coverage: the linear layers in fp8, the others with the reason, and their shares of the linear FLOPs.
+"""Fp8 coverage: the linear layers in fp8, the others with the reason, and the share of linear FLOPs in fp8.
 
-Never in fp8 are embedding and lm_head, whose rounding would go straight into the loss, adapters, routers and the
-experts that they choose, and layers whose sizes the recipe's fp8 GEMMs cannot take.
+Some layers never run in fp8: embedding and lm_head (their rounding would go straight into the loss), adapters, routers,
+routed experts, and layers whose sizes the recipe's fp8 GEMMs cannot take.
 """
 
 from __future__ import annotations
@@ -23,48 +23,48 @@ from llm_fp8.models.experts import Routed, expert_weights, routed_modules
 from llm_fp8.models.model import Model, is_adapter
 from llm_fp8.utils.errors import UserError
 
-GEMMS_PER_WEIGHT = 3  # of a trained weight in a micro-batch: fprop, dgrad, wgrad
-_HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "score", "classifier")  # the ends of names
+GEMMS_PER_WEIGHT = 3  # per trained weight and micro-batch: fprop, dgrad, wgrad
+_HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "score", "classifier")  # last component of the module name
 
 
 @dataclass(frozen=True)
 class ModuleState:
-    """Linear modules of one library, counted."""
+    """Counts of one library's linear modules by what they report about their last step."""
 
     num_modules: int = 0
     num_in_fp8: int = 0  # their last forward pass ran in fp8
-    num_recipe_unreadable: int = 0  # in fp8, by no recipe that is known
+    num_recipe_unreadable: int = 0  # in fp8 by a recipe that cannot be identified
     recipes: dict[str, int] = field(default_factory=dict)
-    num_without_amax: int = 0
+    num_without_amax: int = 0  # their amax history is empty after the step
     library: str = "Transformer Engine"
 
     @property
     def num_outside_fp8(self) -> int:
-        """They say that they did not compute in fp8."""
+        """Number of modules that report that they did not compute in fp8."""
         return self.num_modules - self.num_in_fp8
 
 
 @dataclass(frozen=True)
 class Fp8Coverage:
-    """The linear weights in fp8 and the others. A GEMM takes 2 FLOPs per token and weight element. Of a mixture of
-    experts the elements that compute a token count.
+    """The linear weights in fp8 and the others. A GEMM takes 2 FLOPs per token and weight element. In a mixture of
+    experts, FLOPs count only the experts that compute a token.
     """
 
     num_fp8_weights: int  # elements of the weights of modules in fp8; lm_head never counts
-    num_linear_weights: int  # of all linear weights, lm_head (tied or not) and every expert included
+    num_linear_weights: int  # elements of all linear weights, including lm_head (tied or not) and every expert
     converted: dict[str, int]  # name pattern (layer numbers as *) -> number of modules in fp8
     skipped: dict[str, str]  # name pattern -> number of modules, what they compute in, and why
-    num_fp8_gemms: int  # of a micro-batch, without recomputation: 3 per trained weight, fewer per frozen one
+    num_fp8_gemms: int  # per micro-batch, without recomputation: 3 per trained weight, fewer per frozen one
     linear_flops_per_token: float
-    fp8_linear_flop_share: float  # the part of these FLOPs that is in fp8, 0 to 1
+    fp8_linear_flop_share: float  # share of linear_flops_per_token in fp8, 0 to 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for run.json."""
+        """Return plain values for run.json."""
         names = ("fp8_linear_flop_share", "num_fp8_weights", "num_linear_weights", "converted", "skipped")
         return {name: getattr(self, name) for name in names}
 
     def describe(self) -> str:
-        """A few lines for the terminal; one where nothing is in fp8."""
+        """Return a few lines for the terminal; a single line if nothing is in fp8."""
         if not self.num_fp8_weights:
             return "linear layers in fp8: none"
         lines = [f"linear layers in fp8: {self.fp8_linear_flop_share:.1%} of linear FLOPs"]
@@ -81,10 +81,10 @@ def measure_coverage(
     gemms: Mapping[nn.Module, int] = MappingProxyType({}),
     most_in_fp8: int = GEMMS_PER_WEIGHT,
 ) -> Fp8Coverage:
-    """Count the linear weights of `model`, converted already. GEMMs of `fp8_modules` run in fp8, others in `compute`.
+    """Count the linear weights of a converted `model`. GEMMs of `fp8_modules` run in fp8, all others in `compute`.
 
-    `reasons`: name -> why a module is not in fp8, where known. `gemms`: see `gemms_per_weight`. Of a trained weight's
-    GEMMs the recipe computes `most_in_fp8` in fp8.
+    `reasons`: module name -> why the module is not in fp8, if known. `gemms`: see `gemms_per_weight`. `most_in_fp8`:
+    how many of the three GEMMs of a trained weight the recipe computes in fp8.
     """
     in_fp8, routed, reasons = set(fp8_modules), routed_modules(model), never_in_fp8(model) | reasons
     converted: Counter[str] = Counter()
@@ -95,7 +95,7 @@ def measure_coverage(
         weights = linear_weights(module) or expert_weights(module)
         if not weights:
             continue
-        share, left = routed.get(module, Routed(1.0, ""))
+        share, routed_reason = routed.get(module, Routed(1.0, ""))
         size = sum(weight.numel() for weight in weights)
         pattern = re.sub(r"\.\d+\.", ".*.", name)
         num_all += size
@@ -108,8 +108,8 @@ def measure_coverage(
             fp8_gemm_elements += size * num_gemms_in_fp8
             converted[pattern] += 1
         else:
-            why = left or reasons.get(name, "")
-            skipped[pattern, f"{compute}{f' ({why})' if why else ''}"] += 1
+            reason = routed_reason or reasons.get(name, "")
+            skipped[pattern, f"{compute}{f' ({reason})' if reason else ''}"] += 1
     return Fp8Coverage(
         num_fp8_weights=num_fp8,
         num_linear_weights=num_all,
@@ -122,22 +122,22 @@ def measure_coverage(
 
 
 def gemms_per_weight(model: Model) -> dict[nn.Module, int]:
-    """The least number of GEMMs of each frozen linear module in a micro-batch, without recomputation: fprop and dgrad;
-    fprop alone where nothing trained may lie below. Empty without adapters.
+    """Return the minimum number of GEMMs per micro-batch for each frozen module, without recomputation: 2 (fprop and
+    dgrad), or 1 (fprop) if no trained parameter may lie below it. The result is empty without adapters.
     """
     module, layers = model.module, list(model.layers)
     adapted = [any(is_adapter(name) for name, _ in layer.named_modules()) for layer in layers]
     if True not in adapted:
         return {}
-    trained_below = layers[adapted.index(True) + 1 :]
-    above = {part for layer in trained_below for part in layer.modules()} | {module.get_output_embeddings()}
+    later_layers = layers[adapted.index(True) + 1 :]
+    above = {part for layer in later_layers for part in layer.modules()} | {module.get_output_embeddings()}
     return {part: 1 + (part in above) for name, part in module.named_modules() if not is_adapter(name)}
 
 
 def linear_weights(module: nn.Module) -> list[Tensor]:
-    """The GEMM weights [out, in] that this module itself holds: torch's and TE's linear modules, and adapters."""
+    """Return the GEMM weights [out, in] that a linear module (torch's or TE's) or an adapter itself holds."""
     if hasattr(module, "base_layer"):
-        return []  # PEFT's: what it shows as its own is the layer's inside
+        return []  # PEFT's wrapper shows the weight of the wrapped layer as its own
     if hasattr(module, "gemm_weights"):
         return module.gemm_weights  # type: ignore[return-value]
     if hasattr(module, "fc1_weight"):
@@ -146,7 +146,7 @@ def linear_weights(module: nn.Module) -> list[Tensor]:
 
 
 def never_in_fp8(model: nn.Module) -> dict[str, str]:
-    """Name of each adapter and lm_head in `model` -> which of both it is."""
+    """Return name -> "adapter" or "lm_head" for each module of these two kinds in `model`."""
     outputs = getattr(model, "get_output_embeddings", lambda: None)()
     kinds = dict[str, str]()
     for name, module in model.named_modules():
@@ -158,7 +158,7 @@ def never_in_fp8(model: nn.Module) -> dict[str, str]:
 
 
 def size_misfit(module: nn.Module, multiple: int) -> str | None:
-    """Why fp8 GEMMs cannot take a weight of this linear module; None where all sizes are multiples of `multiple`."""
+    """Return why fp8 GEMMs cannot take this module's weights; None if all sizes are multiples of `multiple`."""
     for out_features, in_features in (weight.shape for weight in linear_weights(module)):
         if in_features % multiple or out_features % multiple:
             return f"size {in_features} x {out_features} is not a multiple of {multiple}"
@@ -166,12 +166,12 @@ def size_misfit(module: nn.Module, multiple: int) -> str | None:
 
 
 def plain_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """Name -> `nn.Linear`; a subclass returns something else, as a router does."""
+    """Return name -> `nn.Linear`, without subclasses: some, such as routers, return something else."""
     return {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
 
 
 def linears_left(model: nn.Module, size_multiple: int = FP8_SIZE_MULTIPLE) -> dict[str, str]:
-    """Name of each `nn.Linear` that an fp8 run leaves as it is -> why."""
+    """Return name -> reason for each `nn.Linear` that an fp8 run does not convert."""
     by_kind = {module: routed.reason for module, routed in routed_modules(model).items()}
     by_kind |= dict.fromkeys(read_by_kernels(model).values(), "weight is read by Mamba's kernel")
     by_name, left = never_in_fp8(model), dict[str, str]()
@@ -182,10 +182,10 @@ def linears_left(model: nn.Module, size_multiple: int = FP8_SIZE_MULTIPLE) -> di
 
 
 def bf16_modules(options: PrecisionConfig, model: nn.Module, decoder_layers: nn.ModuleList) -> list[nn.Module]:
-    """The modules that --fp8_bf16_modules keeps in bf16 with all that is inside them.
+    """Return the modules that --fp8_bf16_modules keeps in bf16, together with their submodules.
 
-    A pattern is a decoder layer or a slice of them (`layers.0`, `layers.-4:`), or the end of the name of a module in
-    one, in which `*` and `?` stand for any characters. Raises `UserError` for a pattern that names none.
+    A pattern names one decoder layer (`layers.0`), a slice of them (`layers.-4:`), or the end of a module's name inside
+    a layer; `*` matches any characters, `?` one. Raises `UserError` for a pattern without a match.
     """
     modules: list[nn.Module] = []
     inside = {module for layer in decoder_layers for module in layer.modules()}
@@ -203,7 +203,7 @@ def bf16_modules(options: PrecisionConfig, model: nn.Module, decoder_layers: nn.
 
 
 def _slice_of(pattern: str, decoder_layers: nn.ModuleList) -> list[nn.Module] | None:
-    """The decoder layers that `layers.2`, `layers.-1` or `layers.2:5` means; None for another pattern."""
+    """Return the decoder layers for `layers.2`, `layers.-1` or `layers.2:5`; None for any other pattern."""
     match = re.fullmatch(r"layers\.(?:(-?\d+)|(-?\d+)?:(-?\d+)?)", pattern)
     if match is None:
         return None

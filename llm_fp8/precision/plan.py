@@ -1,4 +1,4 @@
-"""The precision of a run: what was requested, what runs, and the recipe object of the library that computes it."""
+"""The precision of a run: the one requested, the one in effect, and the recipe object of the library behind it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class PrecisionPlan:
     recipe: Any = field(default=None, repr=False)
     """The recipe object of the library that computes in fp8; None outside fp8."""
     backend: str | None = None
-    """The --fp8_backend, whose modules compute in fp8; None outside fp8."""
+    """The --fp8_backend that computes in fp8; None outside fp8."""
 
     @property
     def emulated(self) -> bool:
-        """True where operands are rounded to fp8 and multiplied in high precision."""
+        """True if operands are rounded to fp8 and multiplied in high precision."""
         return bool(getattr(self.recipe, "emulate", False))
 
     @property
@@ -45,7 +45,7 @@ class PrecisionPlan:
 
     @property
     def has_fp8_peak(self) -> bool:
-        """True where GEMMs are compared with the GPU's fp8 peak rate: in fp8, not in fp4."""
+        """True if GEMMs are compared with the GPU's fp8 peak rate: in fp8, not in fp4."""
         return self.recipe is not None and row_of(self.effective_scenario).has_fp8_peak
 
     @property
@@ -54,11 +54,11 @@ class PrecisionPlan:
         return precision_name(self.effective, self.effective_scenario)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for run.json."""
+        """Return plain values for run.json."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return values | {"recipe": None if self.recipe is None else repr(self.recipe), "emulated": self.emulated}
 
 
 def recipe_available(te: Any, recipe: Recipe) -> tuple[bool, str]:
-    """Transformer Engine's own verdict on a recipe for this GPU, and its reason; `te` is transformer_engine.pytorch."""
+    """Ask `te` (transformer_engine.pytorch) whether this GPU supports a recipe; return the answer and the reason."""
     return getattr(te, recipe.availability)(return_reason=True)

@@ -1,4 +1,4 @@
-"""Transformer Engine's fp8 (--fp8_backend te): its linear modules, its autocast and what it keeps between passes."""
+"""Transformer Engine's fp8 (--fp8_backend te): its linear modules, autocast and state between passes."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from llm_fp8.utils.te_internals import forget_weight_casts, require_te
 from llm_fp8.utils.torch_internals import wrap_forward
 
 TUNED_WIDTHS = (512, 768, 1024, 2048, 4096, 8192)  # hidden sizes for which TE 2.20 has tuned RMSNorm kernels
-HOPPER = 9  # major compute capability on which they were compared with cuDNN's
+HOPPER = 9  # major compute capability on which TE's and cuDNN's kernels were compared
 VARIABLES = ("NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN")
 
 
 def prepare_te_decoder(hidden_size: int, device: torch.device) -> None:
-    """Import Transformer Engine and choose its kernels for this process, unless its environment does."""
+    """Import Transformer Engine and choose its kernels for this process; variables already in the environment win."""
     require_te("--use_te")
-    # An installed flash-attn 4, which TE would choose, is a beta whose dQ was wrong for heads of 80 elements.
+    # TE would choose an installed flash-attn 4, a beta whose dQ was wrong for a head_dim of 80.
     os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
     if device.type == "cuda":
         choose_norm_backend(hidden_size, torch.cuda.get_device_capability(device)[0], os.environ)
 
 
 def choose_norm_backend(width: int, major_capability: int, environ: MutableMapping[str, str]) -> None:
-    """Select cuDNN's RMSNorm for this process where it is faster; variables already in `environ` win.
+    """Select cuDNN's RMSNorm for this process if it is faster; variables already in `environ` win.
 
-    Other widths than `TUNED_WIDTHS` take a general kernel of TE's: on an H200, 16,384 tokens of width 3,072, forward
-    and backward with quantisation, 316 us against cuDNN's 117 (benchmarks/LOG.md). cuDNN plans each number of tokens
-    anew, up to a second each, which small models would not earn back.
+    For widths other than `TUNED_WIDTHS`, TE runs a general kernel. On an H200 with 16,384 tokens of width 3,072 it took
+    316 us (forward and backward with quantisation), cuDNN's 117 us (benchmarks/LOG.md). cuDNN takes up to a second to
+    plan each new number of tokens, which small models would not earn back.
     """
     if width > 1024 and width not in TUNED_WIDTHS and major_capability == HOPPER:
         for name in VARIABLES:
@@ -45,7 +45,7 @@ def choose_norm_backend(width: int, major_capability: int, environ: MutableMappi
 
 
 class TEBackend:
-    """Transformer Engine. A run without fp8 has it too, without a recipe: its decoder may be Transformer Engine's."""
+    """Transformer Engine. A run without fp8 also has this back end, without a recipe: its decoder may be TE's."""
 
     recomputes_fprop = True  # a recomputed layer runs its fprop GEMMs again
 
@@ -54,7 +54,7 @@ class TEBackend:
 
     @staticmethod
     def build_recipe(options: PrecisionConfig, recipe: Recipe, device: torch.device) -> Any:
-        """The library's recipe object for `device`; options that the recipe lacks are left out."""
+        """Return the library's recipe object for `device`; options that the recipe lacks are ignored."""
         from transformer_engine.common import recipe as te_recipes
 
         keywords = dict(recipe.defaults)
@@ -70,11 +70,11 @@ class TEBackend:
         return built
 
     def linears_of(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Name -> linear module of this library in `model`, fused ones among them."""
+        """Return name -> linear module of this library in `model`, including fused ones."""
         return {name: m for name, m in model.named_modules() if hasattr(m, "fp8_meta") and linear_weights(m)}
 
     def convert(self, model: nn.Module, in_bf16: Iterable[nn.Module] = (), fp8_params: bool = False) -> dict[str, str]:
-        """Replace the `nn.Linear` modules of `model` in place; returns name -> reason for each one left alone."""
+        """Replace the `nn.Linear` modules of `model` in place; return name -> reason for each one not replaced."""
         te = require_te("--mixed_precision fp8")
 
         class SwappedLinear(te.Linear):  # type: ignore[name-defined]
@@ -100,8 +100,8 @@ class TEBackend:
     def choose(
         self, linears: dict[str, nn.Module], in_bf16: Sequence[nn.Module]
     ) -> tuple[dict[str, nn.Module], dict[str, str]]:
-        """Select those of `linears` that compute in fp8, and name -> why the recipe cannot compute it. The others, and
-        `in_bf16`, compute in bf16 from now on.
+        """Return those of `linears` that compute in fp8, and name -> reason for those whose sizes the recipe cannot
+        take. The latter and the modules `in_bf16` compute in bf16 from now on.
         """
         inside = {inner for module in in_bf16 for inner in module.modules()}
         multiple = row_of(self.scenario).size_multiple
@@ -112,7 +112,7 @@ class TEBackend:
         return {name: module for name, module in others.items() if name not in misfits}, misfits
 
     def state(self, modules: Iterable[nn.Module]) -> ModuleState:
-        """The modules' account of their last step. One host synchronisation where there are amax histories."""
+        """Return what the modules report about their last step; synchronises the host if there are amax histories."""
         linears = list(modules)
         metas: list[Any] = [module.fp8_meta for module in linears if getattr(module, "fp8", False)]
         forward = [meta["scaling_fwd"] for meta in metas if hasattr(meta.get("scaling_fwd"), "amax_history")]
@@ -130,23 +130,23 @@ class TEBackend:
         forget_weight_casts(modules)
 
     def autocast(self, enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
-        """Enclose passes in fp8, or not `enabled` outside fp8."""
+        """Run the enclosed passes in fp8, or outside fp8 if not `enabled`."""
         import transformer_engine.pytorch as te
 
         return te.autocast(enabled=enabled, recipe=self.recipe)
 
     def call_in_bf16(self, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call `forward` of a `module` with parts in fp8 in bf16 instead."""
+        """Call `forward` in bf16, even if parts of `module` are set up for fp8."""
         with self.autocast(enabled=False):
             return forward(*args, **kwargs)
 
     def state_tensors(self, modules: Mapping[str, Any], in_fp8: bool) -> dict[str, Tensor]:
-        """Delayed scaling's fp32 tensors: scales [num_tensors], amax histories [history, num_tensors]."""
+        """Return delayed scaling's fp32 tensors: scales [num_tensors], amax histories [history, num_tensors]."""
         state: dict[str, Tensor] = {}
         # Without no_grad, leaving the autocast would count as a forward pass and shift the histories.
         with torch.no_grad(), self.autocast():
             for name, module in modules.items():
-                if in_fp8:  # else it would say that the module computes in fp8
+                if in_fp8:  # after fp8 has ended it would mark the module as in fp8
                     module.init_fp8_metadata(num_gemms=len(linear_weights(module)))
                 for direction in ("scaling_fwd", "scaling_bwd"):
                     meta, prefix = module.fp8_meta[direction], f"{name}.{direction}"
@@ -154,11 +154,11 @@ class TEBackend:
         return state
 
     def compile_layers(self, layers: Iterable[nn.Module], recomputed: bool) -> None:
-        """Compile decoder layers whose casts would be slow otherwise."""
+        """Do nothing; torchao's back end compiles its layers here, because its casts would otherwise be slow."""
 
     def unwrapped_shard(self, parameter: Tensor) -> Tensor:
-        """A sharded parameter without the subclass that casts it before it is gathered."""
+        """Return a sharded parameter without the subclass that casts it before it is gathered: here, unchanged."""
         return parameter
 
     def refresh_scales_(self, model: nn.Module) -> None:
-        """Compute anew the scales of weights that are cast before they are gathered. Collective."""
+        """Recompute the scales of weights that are cast before they are gathered: here, none. Collective."""

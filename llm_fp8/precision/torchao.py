@@ -1,12 +1,12 @@
 """torchao's fp8 training (--fp8_backend torchao): recipes, compiled layers, the modules' state.
 
-`Float8Linear` takes the place of `nn.Linear`. It casts its weight, the input and the gradient of the output to fp8 for
-every GEMM, and keeps nothing between steps. A cast is several small kernels, which torch.compile fuses with their
-neighbours, so on a GPU each decoder layer is compiled. On a CPU the GEMMs are emulated: operands are rounded to fp8 and
-multiplied in high precision, which shows fp8's effect on the loss and nothing of its speed.
+`Float8Linear` takes the place of `nn.Linear`. For every GEMM it casts weight, input and output gradient to fp8, and it
+keeps nothing between steps. A cast is several small kernels. torch.compile fuses them with their neighbours, so each
+decoder layer is compiled on a GPU. On a CPU the GEMMs are emulated: operands are rounded to fp8 and multiplied in high
+precision, which shows fp8's effect on the loss but not on speed.
 
-Tensorwise has one scale per tensor and gradients in e5m2, and is the only one whose weights FSDP2 can all-gather in
-fp8; rowwise has one per row, powers of two, all in e4m3; rowwise_with_gw_hp the same with wgrad in bf16.
+Recipes: `tensorwise` has one scale per tensor and gradients in e5m2; it alone lets FSDP2 all-gather weights in fp8.
+`rowwise` has one scale per row, a power of two, and all in e4m3. `rowwise_with_gw_hp` is `rowwise` with wgrad in bf16.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TORCHAO = OptionalPackage("torchao", "torchao.float8", f"pip install torchao -c 
 
 
 def build_config(scenario: str, emulate: bool) -> Any:
-    """torchao's `Float8LinearConfig` of a scenario."""
+    """Return torchao's `Float8LinearConfig` for a scenario."""
     from torchao.float8 import Float8LinearConfig
 
     return dataclasses.replace(Float8LinearConfig.from_recipe_name(scenario), emulate=emulate)
@@ -51,10 +51,10 @@ class TorchaoBackend:
 
     @staticmethod
     def build_recipe(options: PrecisionConfig, recipe: Recipe, device: torch.device) -> Any:
-        why, on_gpu = "--fp8_backend torchao", device.type == "cuda"
-        TORCHAO.require(why)
+        flag, on_gpu = "--fp8_backend torchao", device.type == "cuda"
+        TORCHAO.require(flag)
         if on_gpu and not any(map(shutil.which, (os.environ.get("CC") or "gcc", "clang", "cc"))):
-            raise UserError(f"{why}: Triton needs a C compiler, and none is found; install gcc, or name one in CC.")
+            raise UserError(f"{flag}: Triton needs a C compiler, but none was found; install gcc or name one in CC.")
         return build_config(recipe.recipe_class, emulate=not on_gpu)
 
     def linears_of(self, model: nn.Module) -> dict[str, nn.Module]:
@@ -78,9 +78,9 @@ class TorchaoBackend:
         return linears, {}
 
     def state(self, modules: Iterable[nn.Module]) -> ModuleState:
-        """In fp8 are the modules that are set up for it, not emulated, and have no other `forward`."""
+        """Count a module as in fp8 if its config asks for it without emulation and its `forward` is not replaced."""
         known = {build_config(name, emulate=False): name for name in recipe_names("torchao")}
-        # What others than this package set changes no scale: Accelerate pads, and both may all-gather in fp8.
+        # Other code may set these, but they change no scale: Accelerate pads, and both may all-gather in fp8.
         plain = dict(enable_fsdp_float8_all_gather=False, force_recompute_fp8_weight_in_bwd=False, pad_inner_dim=False)
         linears: list[Any] = list(modules)
         in_fp8 = [module.config for module in linears if not module.config.emulate and "forward" not in vars(module)]
@@ -96,7 +96,7 @@ class TorchaoBackend:
     def end_fp8(self, modules: Iterable[nn.Module]) -> None:
         for module in modules:
             module.forward = functools.partial(nn.Linear.forward, module)  # type: ignore[arg-type]
-        torch.compiler.reset()  # compiled layers have fp8 in them
+        torch.compiler.reset()  # compiled layers contain the fp8 casts
 
     def autocast(self, enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -108,7 +108,7 @@ class TorchaoBackend:
         return {}
 
     def compile_layers(self, layers: Iterable[nn.Module], recomputed: bool) -> None:
-        """Compile each layer in place, when it first runs."""
+        """Compile each layer in place; the compilation happens when it first runs."""
         if self.recipe.emulate:
             return
         if recomputed:
@@ -117,7 +117,7 @@ class TorchaoBackend:
             layer.compile()
 
     def unwrapped_shard(self, parameter: Tensor) -> Tensor:
-        """A parameter that torchao wraps for --fp8_params as a DTensor of its fp32 shard; any other as it is."""
+        """Return a parameter that torchao wraps for --fp8_params as a DTensor of its fp32 shard; others unchanged."""
         local: Any = local_of(parameter)
         if not isinstance(parameter, DTensor) or type(local).__name__ != "WeightWithDynamicFloat8CastTensor":
             return parameter
@@ -130,7 +130,7 @@ class TorchaoBackend:
 
 
 def _cast_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Cast the input to the CPU autocast's dtype; torchao itself looks at the GPU's autocast only."""
+    """Cast the input to the dtype of CPU autocast; torchao itself checks only the GPU's autocast."""
     device_type = inputs[0].device.type
     if device_type == "cuda" or not torch.is_autocast_enabled(device_type):
         return None

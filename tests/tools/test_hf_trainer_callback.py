@@ -234,7 +234,7 @@ def test_a_trainer_launched_in_bf16_is_certified_and_fp8_kernels_in_it_are_not(t
     assert certificate_of(tmp_path)["verdict"] == "certified" and certificate_of(tmp_path)["precision"] == "bf16"
     with pytest.raises(SystemExit) as stopped:
         trained(BF16_LAUNCH, {BF16_KERNEL: EXPECTED, FP8_KERNEL: 1})
-    assert stopped.value.code == 1 and "expected no fp8 GEMM kernel, and 1 ran" in capsys.readouterr().err
+    assert stopped.value.code == 1 and "expected no fp8 GEMM kernel, but 1 ran" in capsys.readouterr().err
 
 
 def test_one_kernel_fewer_ends_the_run_after_the_step(trained, tmp_path, capsys):
