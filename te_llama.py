@@ -1,16 +1,16 @@
 """Llama, Mistral, Qwen2/2.5, Qwen3 and Gemma 3 with decoder layers made of Transformer Engine (TE) modules.
 
-What: `build_te_model(config, ...)` returns Hugging Face's own `LlamaForCausalLM` (or `Qwen2ForCausalLM`, ...) with its
-decoder layers, rotary table and, but for Gemma, final norm replaced. Embedding, `lm_head`, `generate`,
-`save_pretrained` and PEFT stay Hugging Face's.
+`build_te_model(config, ...)` returns Hugging Face's own `LlamaForCausalLM` (or `Qwen2ForCausalLM`, ...) and replaces its
+decoder layers, rotary table and (except in Gemma) final norm. Embedding, `lm_head`, `generate`, `save_pretrained` and
+PEFT stay Hugging Face's.
 
-A decoder is described layer by layer: a family is one function from its config to a `LayerSpec` for each layer, or None
-where Hugging Face's own layer stays (`FAMILIES`). This is a Llama's layer:
+A decoder is described layer by layer. A family is one function (see `FAMILIES`) that maps its config to a `LayerSpec`
+for each layer, or to None for a layer that stays Hugging Face's. A Llama layer looks like this:
 
     hidden [B, S, h]
       ├─ LayerNormLinear    RMSNorm + one fused QKV GEMM -> [B, S, (heads + 2 * kv_heads) * head_dim]
       │   split into q, k, v and RoPE with fp32 angles in one kernel (`llm_fp8.kernels.rope_triton`)
-      │       (Qwen3 normalises every q and k head in between; there, and under context parallelism, TE's RoPE)
+      │       (Qwen3 normalises every q and k head in between; a QK norm or context parallelism needs TE's RoPE)
       │   DotProductAttention   cuDNN or flash-attn, causal, GQA, sliding window
       │   Linear                output projection
       ├─ + residual
@@ -18,11 +18,11 @@ where Hugging Face's own layer stays (`FAMILIES`). This is a Llama's layer:
       │                     fp8 are one kernel (`llm_fp8.kernels.swiglu`)
       └─ + residual
 
-Gemma 3 has GeGLU, norms of gain 1 + w, two more of them before the residuals are added, and two rotary tables.
+Gemma 3 has GeGLU, norms with gain 1 + w, two more norms before the residuals are added, and two rotary tables.
 
-Why: TE's fused modules quantise an activation once per group of GEMMs, keep the norm next to the cast, and have fp8
-kernels for fprop, dgrad and wgrad. This file chooses no precision: under `te.autocast` the same modules run in
-fp8, outside of it in the dtype of their parameters.
+TE's fused modules quantise an activation once per group of GEMMs, keep the norm next to the cast, and have fp8 kernels
+for fprop, dgrad and wgrad. This file does not choose a precision: the same modules run in fp8 under `te.autocast` and
+otherwise in the dtype of their parameters.
 
 Attention takes one of four forms:
 - packed: `input_ids [1, T]` with `cu_seq_lens_q` int32 [n + 1]; documents do not attend to each other and each starts
@@ -31,10 +31,10 @@ Attention takes one of four forms:
 - context parallel (`set_context_parallel_group`): `input_ids [1, T / C]`, this rank's slice of the packed form, with
   the `cu_seq_lens_q` of the unsliced documents;
 - general (generation with a KV cache, any 2-D or 4-D mask, any position ids): Hugging Face's masks and torch's SDPA.
-  Slower; training never takes it.
+  This form is slower, and training never takes it.
 
 `parameter_map` declares how the two layouts correspond: every TE tensor is one or more Hugging Face tensors stacked
-along dim 0. Conversion is slicing, exact in both directions, and needs no GPU.
+along dim 0. Conversion is slicing, so it is exact in both directions and needs no GPU.
 
 Sources: TE 2.20 (`LayerNormLinear`, `LayerNormMLP`, `DotProductAttention`, `apply_rotary_pos_emb`); transformers 5
 (`modeling_llama.py` and its siblings) for the architecture and the rotary frequencies.
@@ -60,9 +60,9 @@ from llm_fp8.kernels.swiglu import fuse_swiglu_backward
 from llm_fp8.utils.torch_internals import materialize_
 
 ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
-"""Hugging Face's activation of the gate -> Transformer Engine's of the whole."""
+"""Hugging Face's name of the gate's activation -> Transformer Engine's name of the gated activation."""
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""RoPE types whose frequencies do not depend on the sequence length; one table serves the whole run."""
+"""RoPE types whose frequencies do not depend on the sequence length, so that one table serves the whole run."""
 
 
 class UnsupportedArchitecture(ValueError):
@@ -71,8 +71,8 @@ class UnsupportedArchitecture(ValueError):
 
 @dataclass(frozen=True)
 class Part:
-    """A Hugging Face tensor's place in one of our parameters: rows `start` to `stop` of dim 0. With `strides` it is a
-    strided view from element `offset` of these rows on, either inside a single row or with dim 0 along the rows.
+    """A Hugging Face tensor's place in one of our parameters: rows `start` to `stop` of dim 0. With `strides`, the
+    tensor is a strided view from element `offset` of these rows; it lies in one row, or its dim 0 runs along the rows.
     """
 
     hf_name: str
@@ -84,11 +84,11 @@ class Part:
 
     @property
     def by_rows(self) -> bool:
-        """True where each of the rows is one of the tensor's own."""
+        """True if each of the parameter's rows holds one row of the tensor."""
         return self.strides is None or self.stop - self.start > 1
 
     def view(self, rows: Tensor) -> Tensor:
-        """The tensor, or its part, in `rows`: contiguous rows of the model's tensor, from `start` to `stop`."""
+        """Return the tensor, or part of it, as a view of `rows`: contiguous rows between `start` and `stop`."""
         if self.strides is None:
             return rows
         shape = (len(rows), *self.shape[1:]) if self.by_rows else self.shape
@@ -96,24 +96,25 @@ class Part:
 
 
 def num_positions(config: Any) -> int | None:
-    """How many positions a language model's config allows: max_position_embeddings, or what RoPE's scaling makes of the
-    length before it (`factor` times), if that is more; None where it states no limit. A dynamic scaling allows no more:
-    its frequencies would depend on the longest sequence so far. Where layers differ in their table, the length before
-    it is known only if the config states it: Gemma 3's max_position_embeddings is the one after it.
+    """Return the number of positions that a language model's config allows; None if the config states no limit.
+
+    The limit is the larger of max_position_embeddings and `factor` times the length before RoPE scaling. Dynamic
+    scaling does not raise it: the frequencies would depend on the longest sequence so far. If each layer type has its
+    table, that length must be stated in the config: Gemma 3's max_position_embeddings is the length after scaling.
     """
     limit: int | None = getattr(config, "max_position_embeddings", None)
     if limit is None:
         return None
-    limits, of_all = [limit], getattr(config, "rope_parameters", None)
+    limits, shared_table = [limit], getattr(config, "rope_parameters", None)
     for table in rope_tables(config):
-        before = table.get("original_max_position_embeddings") or (limit if table is of_all else 0)
+        unscaled = table.get("original_max_position_embeddings") or (limit if table is shared_table else 0)
         if table.get("rope_type") != "dynamic":
-            limits.append(int((table.get("factor") or 0) * before))
+            limits.append(int((table.get("factor") or 0) * unscaled))
     return max(limits)
 
 
 def rope_tables(config: Any) -> list[dict[str, Any]]:
-    """The entries of a config on each of its RoPE tables: of all layers, or of a type of layers."""
+    """Return a config's entries for each RoPE table: one for all layers, or one for each type of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [part for part in (rope, *rope.values()) if isinstance(part, dict)]
 
@@ -129,12 +130,12 @@ class LayerSpec:
     head_dim: int
     norm_eps: float
     attention_scale: float
-    """Factor of q k before the softmax, without the one of YaRN's table."""
+    """Factor of q k before the softmax, without the factor of YaRN's table."""
     attention_dropout: float = 0.0
     window: int | None = None
-    """Number of most recent positions attended to, itself included; None for all."""
+    """Number of most recent positions attended to, including the current one; None for all."""
     rope: str | None = None
-    """The RoPE table, by the type of layers that has it; None where all layers have one."""
+    """Key of the RoPE table: the layer type; None if all layers share one table."""
     activation: str = "swiglu"
     """Transformer Engine's name: "swiglu", or "geglu" with the tanh form of GELU."""
     qkv_bias: bool = False
@@ -142,13 +143,13 @@ class LayerSpec:
     mlp_bias: bool = False
     qk_norm: bool = False
     zero_centered_gain: bool = False
-    """Every norm scales by 1 + weight, not by its weight."""
+    """Every norm scales by 1 + weight instead of by weight."""
     attention_norms: tuple[str, str | None] = ("input_layernorm", None)
-    """Hugging Face's names of the norms before and after attention; None where there is none."""
+    """Hugging Face's names of the norms before and after attention; None if there is no such norm."""
     mlp_norms: tuple[str, str | None] = ("post_attention_layernorm", None)
     """Hugging Face's names of the norms before and after the MLP."""
     unfused_mlp: bool = False
-    """fc1 and fc2 are separate modules, so that adapters reach what lies between them; slower than LayerNormMLP."""
+    """Make fc1 and fc2 separate modules, so that adapters reach the activations between them; slower."""
 
     @property
     def q_size(self) -> int:
@@ -172,7 +173,7 @@ LayerSpecs: TypeAlias = tuple[LayerSpec | None, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSizes(LayerSpec):
-    """A whole decoder where its memory is counted: its largest layer stands for all."""
+    """The sizes of a whole decoder for counting memory: the largest layer stands for every layer."""
 
     windows: tuple[int | None, ...]
     vocab_size: int
@@ -180,15 +181,15 @@ class DecoderSizes(LayerSpec):
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers."""
         return len(self.windows)
 
 
 def _llama(config: Any, **features: Any) -> LayerSpecs:
-    """Llama and Mistral; `features` are what another family has besides."""
+    """Describe the layers of Llama and Mistral; `features` are the fields in which another family differs."""
     hidden_act = getattr(config, "hidden_activation", None) or config.hidden_act
     if hidden_act not in ACTIVATIONS:
-        raise UnsupportedArchitecture(f"hidden_act '{hidden_act}' is none of {', '.join(ACTIVATIONS)}")
+        raise UnsupportedArchitecture(f"hidden_act '{hidden_act}' is not one of {', '.join(ACTIVATIONS)}")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     bias = bool(getattr(config, "attention_bias", False))
     common: dict[str, Any] = dict(
@@ -210,20 +211,20 @@ def _llama(config: Any, **features: Any) -> LayerSpecs:
 
 
 def _qwen2(config: Any) -> LayerSpecs:
-    """Qwen2 and Qwen2.5, with biases on q, k and v only, which no entry of the config says."""
+    """Describe Qwen2 and Qwen2.5, which have biases on q, k and v only; their config does not state it."""
     return _llama(config, qkv_bias=True, output_bias=False)
 
 
 def _qwen3(config: Any) -> LayerSpecs:
-    """Qwen3, which normalises every q and k head."""
+    """Describe Qwen3, which normalises every q and k head."""
     return _llama(config, qk_norm=True)
 
 
 def _gemma3(config: Any) -> LayerSpecs:
-    """Gemma 3: four norms of gain 1 + w, GeGLU, and a RoPE table for each of its two types of layers."""
+    """Describe Gemma 3: four norms with gain 1 + w, GeGLU, and a RoPE table for each of its two layer types."""
     for entry in ("attn_logit_softcapping", "use_bidirectional_attention"):
         if getattr(config, entry, None):
-            raise UnsupportedArchitecture(f"{entry} is not in Transformer Engine's attention")
+            raise UnsupportedArchitecture(f"Transformer Engine's attention does not support {entry}")
     specs = _llama(
         config,
         qk_norm=True,
@@ -232,7 +233,7 @@ def _gemma3(config: Any) -> LayerSpecs:
         mlp_norms=("pre_feedforward_layernorm", "post_feedforward_layernorm"),
         attention_scale=1 / math.sqrt(config.query_pre_attn_scalar),
     )
-    return tuple(replace(spec, rope=kind) for spec, kind in zip(specs, config.layer_types, strict=True) if spec)
+    return tuple(replace(spec, rope=name) for spec, name in zip(specs, config.layer_types, strict=True) if spec)
 
 
 FAMILIES: dict[str, Callable[[Any], LayerSpecs]] = {
@@ -243,14 +244,14 @@ FAMILIES: dict[str, Callable[[Any], LayerSpecs]] = {
     "gemma3": _gemma3,
     "gemma3_text": _gemma3,
 }
-"""model_type -> the function from the config of its language model to its layers."""
+"""model_type -> the function that maps the language model's config to its layers."""
 
 
 def layer_specs(config: PretrainedConfig, unfused_mlp: bool = False) -> LayerSpecs:
-    """Read the layers from a Hugging Face config; raises `UnsupportedArchitecture` on what TE cannot express."""
+    """Read the layers from a Hugging Face config; raise `UnsupportedArchitecture` for anything TE cannot express."""
     if config.model_type not in FAMILIES:
         raise UnsupportedArchitecture(
-            f"model_type '{config.model_type}' has no TE decoder here (it exists for {', '.join(FAMILIES)})"
+            f"model_type '{config.model_type}' has no TE decoder (supported: {', '.join(FAMILIES)})"
         )
     decoder = config.get_text_config(decoder=True)
     for table in rope_tables(decoder):
@@ -269,7 +270,7 @@ def keeps_hf_layers(config: PretrainedConfig) -> bool:
 
 
 def decoder_sizes(config: PretrainedConfig) -> DecoderSizes:
-    """The sizes of a whole decoder; raises as `layer_specs` does."""
+    """Return the sizes of a whole decoder; raise `UnsupportedArchitecture` as `layer_specs` does."""
     specs, decoder = layer_specs(config), config.get_text_config(decoder=True)
     largest = max(filter(None, specs), key=lambda spec: spec.intermediate_size)
     return DecoderSizes(
@@ -281,7 +282,7 @@ def decoder_sizes(config: PretrainedConfig) -> DecoderSizes:
 
 
 def _window(config: PretrainedConfig, layer: int) -> int | None:
-    """The sliding window of a layer: Mistral has one for all layers, others one per entry of `layer_types`."""
+    """Return a layer's sliding window: Mistral has one for all layers, others only in "sliding_attention" layers."""
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None and layer_types[layer] != "sliding_attention":
@@ -290,7 +291,7 @@ def _window(config: PretrainedConfig, layer: int) -> int | None:
 
 
 def stacked(*tensors: tuple[str, tuple[int, ...]]) -> tuple[Part, ...]:
-    """Hugging Face tensors, by name and shape, stacked along dim 0; a scalar is one row."""
+    """Return the parts for Hugging Face tensors, given as (name, shape), stacked along dim 0; a scalar is one row."""
     parts: list[Part] = []
     for name, shape in tensors:
         start = parts[-1].stop if parts else 0
@@ -299,7 +300,7 @@ def stacked(*tensors: tuple[str, tuple[int, ...]]) -> tuple[Part, ...]:
 
 
 def layer_map(spec: LayerSpec) -> dict[str, tuple[Part, ...]]:
-    """`parameter_map` of one TE decoder layer, by the names inside the layer."""
+    """Return the `parameter_map` of one TE decoder layer, with names relative to the layer."""
     h, ffn, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
     attention = {"q": (q, h), "k": (kv, h), "v": (kv, h)}
     entries = {
@@ -330,10 +331,10 @@ def layer_map(spec: LayerSpec) -> dict[str, tuple[Part, ...]]:
 
 
 def parameter_map(model: nn.Module) -> dict[str, tuple[Part, ...]]:
-    """Parameter name -> the Hugging Face tensors it is made of, stacked along dim 0 in this order.
+    """Return parameter name -> the Hugging Face tensors that the parameter stacks along dim 0, in this order.
 
-    Complete: parameters outside of TE layers map to themselves, and adapters inside of them are left out. A tied
-    `lm_head.weight` is the embedding and has no entry.
+    The map is complete: parameters outside TE layers map to themselves. Adapters inside TE layers have no entry. A tied
+    `lm_head.weight` is the embedding and has no entry either.
     """
     maps: dict[str, dict[str, tuple[Part, ...]]] = {}
     for layer, module in model.named_modules():
@@ -350,15 +351,15 @@ def parameter_map(model: nn.Module) -> dict[str, tuple[Part, ...]]:
 
 
 def layer_weight_shapes(spec: LayerSpec) -> tuple[tuple[int, int], ...]:
-    """[rows, columns] of the linear weights of a TE decoder layer."""
+    """Return [rows, columns] of each linear weight in a TE decoder layer."""
     matrices = [parts for parts in layer_map(spec).values() if len(parts[0].shape) == 2]
     return tuple((parts[-1].stop, parts[0].shape[1]) for parts in matrices)
 
 
 def in_hf_layout(entries: Mapping[str, tuple[Part, ...]], te_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Views of a map's tensors (weights, or gradients by the same names) under Hugging Face's names and shapes.
+    """Return views of TE tensors (weights, or gradients with the same names) with Hugging Face's names and shapes.
 
-    A tied `lm_head.weight` has no entry in a map, as it has none in checkpoints.
+    A tied `lm_head.weight` is missing from the result, as it is from checkpoints.
     """
     return {
         part.hf_name: te_tensors[te_name][part.start : part.stop]
@@ -368,7 +369,7 @@ def in_hf_layout(entries: Mapping[str, tuple[Part, ...]], te_tensors: Mapping[st
 
 
 class RotaryTable(nn.Module):
-    """RoPE angles of every position in Hugging Face's frequencies, shared by all layers, or by those of a type.
+    """RoPE angles of every position with Hugging Face's frequencies, shared by all layers or by all layers of a type.
 
     `forward` returns angles fp32 [max_positions, 1, 1, rotary_dim] (frequencies repeated for both halves), the layout
     of TE's fused kernel. YaRN also scales cos and sin by `attention_scaling` a; since (a q)(a k) = a² q k, the softmax
@@ -381,7 +382,7 @@ class RotaryTable(nn.Module):
             reference: Any = hf_rotary_class(config)
         positions = torch.arange(num_positions(config) or 0, dtype=torch.float32)
         self.attention_scaling: dict[str | None, float] = {}
-        # A plain attribute, not buffers: a cast of the model to bf16 must not touch it.
+        # A plain attribute, not buffers, because a cast of the model to bf16 must not touch it.
         self.angles: dict[str | None, Tensor] = {}
         for layer_type in getattr(reference, "layer_types", [None]):
             prefix = f"{layer_type}_" if layer_type else ""
@@ -392,12 +393,12 @@ class RotaryTable(nn.Module):
     def forward(
         self, hidden: Tensor | None = None, position_ids: Tensor | None = None, layer_type: str | None = None
     ) -> Tensor:
-        """The table of layers of this type; the arguments are those Hugging Face passes."""
+        """Return the table for this layer type; Hugging Face passes the other arguments, which are not used."""
         return self.angles[layer_type]
 
 
 class _GatedActivation(torch.autograd.Function):
-    """TE's fused kernels: fc1's output [tokens, 2 * ffn] (gate, then up) -> activation(gate) * up [tokens, ffn]."""
+    """TE's fused kernels from fc1's output [tokens, 2 * ffn] (gate, then up) to activation(gate) * up [tokens, ffn]."""
 
     @staticmethod
     def forward(ctx: Any, gate_and_up: Tensor, name: str) -> Tensor:
@@ -429,7 +430,7 @@ class UnfusedMLP(nn.Module):
         self.fc2 = te.Linear(ffn, h, bias=spec.mlp_bias, **shared)
 
     def forward(self, hidden_states: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """hidden_states [B, S, h] -> [B, S, h]."""
+        """Compute [B, S, h] from `hidden_states` [B, S, h]."""
         gate_and_up = self.fc1(hidden_states, is_first_microbatch=is_first_microbatch)
         activated = _GatedActivation.apply(gate_and_up.flatten(0, 1), self.activation)
         activated = activated.unflatten(0, gate_and_up.shape[:2])
@@ -437,10 +438,10 @@ class UnfusedMLP(nn.Module):
 
 
 class TEDecoderLayer(GradientCheckpointingLayer):
-    """One decoder layer, called as Hugging Face calls its own; returns hidden states [B, S, h].
+    """One decoder layer with the call signature of Hugging Face's; it returns hidden states [B, S, h].
 
-    `is_first_microbatch` is read on every call: True casts the weights to fp8 and keeps the casts, False reuses them,
-    None casts without keeping. Outside fp8 it has no effect.
+    Every call reads `is_first_microbatch`: True casts the weights to fp8 and keeps the casts, False reuses the casts,
+    None casts without keeping. The attribute has no effect outside fp8.
     """
 
     def __init__(
@@ -456,9 +457,9 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         self.num_key_value_groups = spec.num_heads // spec.num_kv_heads
         self.is_causal = True
         self.softmax_scale = softmax_scale
-        self.angles: Tensor | None = None  # read where the model passes cos and sin for Hugging Face's layers
+        self.angles: Tensor | None = None  # used if the model passes cos and sin, as it does for Hugging Face's layers
         self.context_size, self.context_rank = 1, 0
-        # By name: TE compares it with "meta", which a torch.device never equals, to leave parameters without memory.
+        # A string: TE leaves parameters without memory if device == "meta", which is never true of a torch.device.
         shared: dict[str, Any] = {"params_dtype": dtype, "device": str(device)}
         self.qkv = te.LayerNormLinear(
             spec.hidden_size,
@@ -506,7 +507,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
     ) -> None:
         """Shard every document over `group`, whose global ranks are `ranks` (see `_documents`).
 
-        `stream` runs every second step of the ring (TE's p2p), which has neither sliding windows nor fp32.
+        `stream` runs every second step of the ring (TE's p2p). The ring supports neither sliding windows nor fp32.
         """
         self.context_size = len(ranks)
         self.context_rank = ranks.index(torch.distributed.get_rank())
@@ -523,7 +524,10 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         max_length_q: int | None = None,
         **_: Any,
     ) -> Tensor:
-        """hidden_states [B, S, h]; `position_embeddings`: the table of `RotaryTable`; for the rest see the module."""
+        """Compute [B, S, h] from `hidden_states` [B, S, h].
+
+        `position_embeddings`: the table of `RotaryTable`. The module's docstring describes the other arguments.
+        """
         angles = position_embeddings if isinstance(position_embeddings, Tensor) else self.angles
         assert angles is not None
         fused = self.qkv(hidden_states, is_first_microbatch=self.is_first_microbatch)
@@ -537,7 +541,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + (self.mlp_norm(transformed) if self.mlp_norm else transformed)
 
     def _split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Fused projection -> q, k, v [..., heads, d], views but for the norms of q and k."""
+        """Split the fused projection into q, k, v [..., heads, d]: views, except that a QK norm copies q and k."""
         spec = self.spec
         q, k, v = fused.unflatten(-1, (-1, spec.head_dim)).split(
             (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=-2
@@ -552,7 +556,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
     def _split_and_rotate(
         self, fused: Tensor, angles: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q and k after RoPE, and v: packed [T, size] -> [T, heads, d], else [B, S, size] -> [B, S, heads, d]."""
+        """Rotate q and k; return them and v: packed [T, size] -> [T, heads, d], else [B, S, size] -> [B, S, heads, d]."""
         if self._one_kernel_rotates(fused):
             from llm_fp8.kernels.rope_triton import split_rope
 
@@ -575,13 +579,13 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         return rotate(q), rotate(k), v.contiguous()
 
     def _documents(self, fused: Tensor, angles: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
-        """Attention within documents that each start at position 0: projection [B, S, size] -> [B, S, heads * d].
+        """Attend within documents that each start at position 0: projection [B, S, size] -> [B, S, heads * d].
 
         B == 1 with several documents is the packed form (TE's "thd"); else each sequence is one right-padded document.
 
-        Under context parallelism over C ranks the form is always packed. Rank r holds, of every document (its length is
-        a multiple of 2 C), chunks r and 2 C - 1 - r of 2 C; `cu_seqlens` and `max_seqlen` describe the unsliced
-        documents.
+        Under context parallelism over C ranks the form is always packed. Every document has a length that is a multiple
+        of 2 C and is cut into 2 C chunks; rank r holds chunks r and 2 C - 1 - r. `cu_seqlens` and `max_seqlen` describe
+        the unsliced documents.
         """
         batch, length = fused.shape[:2]
         num_documents = cu_seqlens.shape[0] - 1
@@ -606,12 +610,12 @@ class TEDecoderLayer(GradientCheckpointingLayer):
     def _general(
         self, fused: Tensor, angles: Tensor, position_ids: Tensor | None, mask: Tensor | None, cache: Any
     ) -> Tensor:
-        """Attention under Hugging Face's 4-D mask (None: causal) and KV cache: [B, S, size] -> [B, S, heads * d]."""
+        """Attend under Hugging Face's 4-D mask (None: causal) and KV cache: [B, S, size] -> [B, S, heads * d]."""
         batch, length = fused.shape[:2]
         assert position_ids is not None
-        own_angles = angles[position_ids].flatten(2)
+        angles = angles[position_ids].flatten(2)
         q, k, v = (part.transpose(1, 2) for part in self._split(fused))
-        q, k = apply_rotary_pos_emb(q, k, own_angles.cos().to(q.dtype), own_angles.sin().to(q.dtype))
+        q, k = apply_rotary_pos_emb(q, k, angles.cos().to(q.dtype), angles.sin().to(q.dtype))
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
         dropout = self.spec.attention_dropout if self.training else 0.0
@@ -621,9 +625,9 @@ class TEDecoderLayer(GradientCheckpointingLayer):
 
 @functools.cache
 def _te_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A subclass of a Hugging Face model class whose `save_pretrained` writes the Hugging Face layout.
+    """Return a subclass of a Hugging Face model class whose `save_pretrained` writes the Hugging Face layout.
 
-    It keeps the base's name, so that the saved config names the architecture that can load the checkpoint.
+    The subclass keeps the name of `base`, so that the saved config names an architecture that can load the checkpoint.
     """
 
     def save_pretrained(self: Any, save_directory: Any, *, state_dict: Any = None, **kwargs: Any) -> None:
@@ -648,16 +652,16 @@ def build_te_model(
     unfused_mlp: bool = False,
     model: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
-    """A Hugging Face causal LM with TE decoder layers; its parameters of `dtype` on `device` are not yet filled.
+    """Build a Hugging Face causal LM with TE decoder layers; its parameters (`dtype`, on `device`) are not yet filled.
 
-    On "meta" the parameters have no memory; the rotary table is on `table_device` (default: `device`). For
-    `unfused_mlp` see `LayerSpec`. `model`: Hugging Face's, without memory, that is given the layers (default: a new
-    one). Fill the parameters with `llm_fp8.models.build.fill_weights`. Raises `UnsupportedArchitecture`.
+    On "meta" the parameters have no memory; the rotary table is on `table_device` (default: `device`). `unfused_mlp`:
+    see `LayerSpec`. `model`: the Hugging Face model, without memory, that receives the layers (default: a new one).
+    Fill the parameters with `llm_fp8.models.build.fill_weights`. Raises `UnsupportedArchitecture`.
     """
     import transformer_engine.pytorch as te
 
     device, specs = torch.device(device), layer_specs(config, unfused_mlp)
-    # SDPA for the general form: Hugging Face then builds the masks that it needs, and none for training.
+    # With SDPA, Hugging Face builds the masks that the general form needs, and none in training.
     if model is None:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
@@ -666,7 +670,7 @@ def build_te_model(
         nn.Identity() if spec else layer for spec, layer in zip(specs, decoder.layers, strict=True)
     )
     rotary = RotaryTable(decoder.config, type(decoder.rotary_emb), torch.device(table_device or device))
-    if all(specs):  # else Hugging Face's layers take the cos and sin of their own
+    if all(specs):  # else the remaining Hugging Face layers need Hugging Face's cos and sin
         decoder.rotary_emb = rotary
     if device.type != "meta":
         materialize_(model, device, device)
