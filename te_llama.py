@@ -1,6 +1,6 @@
 """Llama, Mistral, Qwen2/2.5, Qwen3 and Gemma 3 with decoder layers made of Transformer Engine (TE) modules.
 
-`build_te_model(config, ...)` returns Hugging Face's own `LlamaForCausalLM` (or `Qwen2ForCausalLM`, ...) and replaces its
+`build_te_model(config, ...)` returns Hugging Face's own `LlamaForCausalLM` (or `Qwen2ForCausalLM`, ...) with new
 decoder layers, rotary table and (except in Gemma) final norm. Embedding, `lm_head`, `generate`, `save_pretrained` and
 PEFT stay Hugging Face's.
 
@@ -556,7 +556,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
     def _split_and_rotate(
         self, fused: Tensor, angles: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotate q and k; return them and v: packed [T, size] -> [T, heads, d], else [B, S, size] -> [B, S, heads, d]."""
+        """Split and rotate into q, k, v: packed [T, size] -> [T, heads, d], else [B, S, size] -> [B, S, heads, d]."""
         if self._one_kernel_rotates(fused):
             from llm_fp8.kernels.rope_triton import split_rope
 
