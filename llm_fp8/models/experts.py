@@ -1,13 +1,13 @@
-"""Mixtures of experts, known by the shape of their modules, and how they compute: one grouped GEMM for each weight.
+"""Mixtures of experts: find them by the shape of their modules, and compute them with one grouped GEMM per weight.
 
-transformers 5 keeps the experts of a layer in one module with parameters of three dimensions [experts, ...], which one
-grouped GEMM computes. The router is their neighbour. Shared experts are ordinary linear layers.
+transformers 5 keeps a layer's experts in one module. Its parameters have three dimensions [experts, ...], and a grouped
+GEMM computes each of them. The router is a neighbour of that module. Shared experts are ordinary linear layers.
 
-The backward pass of a gather sorts its index anew and adds row by row (`index_put_` with accumulation), which on an
-H100 took longer than all GEMMs of a layer of Qwen3-30B-A3B's shape. `grouped_experts` knows that the index is a
-permutation, so that its backward pass is a gather too.
+The backward pass of a gather sorts its index again and adds row by row (`index_put_` with accumulation). On an H100 and
+a layer of Qwen3-30B-A3B's shape this took longer than all GEMMs. `grouped_experts` uses the fact that the index is a
+permutation, so its backward pass is a gather too.
 
-Experts stay in bf16 also in an fp8 run. On an H100 (gate, up and down of Qwen3-30B-A3B, forward and backward, 8,192
+Experts stay in bf16 even in an fp8 run. On an H100 (gate, up and down of Qwen3-30B-A3B, forward and backward, 8,192
 tokens) `torch._grouped_mm` reached 413 TFLOP/s in bf16; in fp8 the best grouped GEMM reached 236, TE's GroupedLinear
 55.
 """
@@ -29,21 +29,21 @@ CONFIG_ENTRIES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "m
 
 
 class Routed(NamedTuple):
-    """A module that computes by the router's choice, or the router's own linear layer."""
+    """A module of routed experts, or the router's own linear layer."""
 
-    share: float  # of the weight that computes a token: experts per token over experts
-    reason: str  # why an fp8 run leaves it alone
+    share: float  # share of the weight used per token: experts per token / experts
+    reason: str  # why an fp8 run does not convert it
 
 
 def expert_weights(module: nn.Module) -> list[nn.Parameter]:
-    """The weights [experts, ...] that this module itself holds; empty for all but experts."""
+    """Return the weights [experts, ...] that the module itself holds; empty for any other module."""
     if hasattr(module, "kernel_size"):  # a convolution
         return []
     return [parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 3]
 
 
 def routed_modules(model: nn.Module) -> dict[nn.Module, Routed]:
-    """Every module with weights of experts, and every router that is an `nn.Linear`; empty in a dense model."""
+    """Return every module with expert weights and every router that is an `nn.Linear`; empty in a dense model."""
     routed: dict[nn.Module, Routed] = {}
     config: Any = getattr(model, "config", None)
     for name, module in model.named_modules():
@@ -60,14 +60,14 @@ def routed_modules(model: nn.Module) -> dict[nn.Module, Routed]:
 
 
 def experts_per_token(hf_config: PretrainedConfig | None) -> int | None:
-    """Read it from the config; None where that names no experts, or is None."""
+    """Return the number of experts per token; None if the config states none or is None."""
     decoder = None if hf_config is None else text_config(hf_config)
     entries = (getattr(decoder, entry, None) for entry in CONFIG_ENTRIES)
     return next((value for value in entries if isinstance(value, int)), None)
 
 
 def compute_experts(model: nn.Module, autocast_dtype: torch.dtype | None) -> None:
-    """Let `grouped_experts` compute experts of grouped GEMMs; under torch.autocast all compute in `autocast_dtype`."""
+    """Compute grouped-GEMM experts with `grouped_experts`; under torch.autocast all compute in `autocast_dtype`."""
     for module in filter(expert_weights, model.modules()):
         if runs_grouped_gemms(module):
             wrap_forward(module, functools.partial(grouped_experts, module))
@@ -75,24 +75,24 @@ def compute_experts(model: nn.Module, autocast_dtype: torch.dtype | None) -> Non
             wrap_forward(module, functools.partial(torch.compiler.disable(_on_casts), module, autocast_dtype))
 
 
-def _on_casts(experts: nn.Module, dtype: torch.dtype, forward: Any, hidden: Tensor, *routing: Any, **more: Any) -> Any:
-    """Call `forward` of `experts` on casts of input and weights, which torch.autocast does not make for grouped GEMMs
-    (torch 2.13); gradients reach the weights in the weights' dtype.
+def _on_casts(experts: nn.Module, dtype: torch.dtype, forward: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Call `forward` of `experts` on casts of input and weights: torch.autocast (2.13) does not cast for grouped GEMMs.
+    The weights receive gradients in their own dtype.
     """
     if not torch.is_autocast_enabled(hidden.device.type):
-        return forward(hidden, *routing, **more)
+        return forward(hidden, *args, **kwargs)
     casts = {name: weight.to(dtype) for name, weight in experts.named_parameters(recurse=False)}
-    # An entry of the instance hides the parameter of that name.
+    # An attribute in the instance's dict hides the parameter of the same name.
     vars(experts).update(casts)
     try:
-        return forward(hidden.to(dtype), *routing, **more)
+        return forward(hidden.to(dtype), *args, **kwargs)
     finally:
         for name in casts:
             del vars(experts)[name]
 
 
 class _Permuted(torch.autograd.Function):
-    """`values[order // per_token]` of `values` [S / per_token, h], for a permutation `order` [S]."""
+    """Gather `values[order // per_token]` from `values` [S / per_token, h], for a permutation `order` [S]."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, order: Tensor, inverse: Tensor, per_token: int) -> Tensor:
@@ -109,14 +109,14 @@ class _Permuted(torch.autograd.Function):
 
 
 def grouped_experts(experts: Any, forward: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts' output [tokens, h] for `hidden` [tokens, h]; `wrap_forward` takes it, and `forward` is not called.
+    """Compute the experts' output [tokens, h] from `hidden` [tokens, h]. A wrapper for `wrap_forward` that replaces
+    `forward` without calling it.
 
-    `top_k_index`, `top_k_weights` [tokens, experts per token]: the router's choice. Its weights are applied in a
-    batched GEMM that also adds up a token's experts, in fp32, and rounds once. transformers' own pass rounds each
-    weighted output to bf16 before it adds them up.
+    `top_k_index`, `top_k_weights` [tokens, experts per token]: the router's choice. A batched GEMM applies the weights
+    and adds up a token's experts in fp32, so it rounds once. transformers rounds each weighted output to bf16 first.
     """
     tokens, per_token = top_k_index.shape
-    by_expert, order = top_k_index.reshape(-1).sort()  # [S = tokens x experts per token]: the choices by expert
+    by_expert, order = top_k_index.reshape(-1).sort()  # [S = tokens x experts per token]: choices sorted by expert
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
     bounds = torch.arange(1, experts.num_experts + 1, device=order.device)

@@ -1,11 +1,11 @@
-"""The final weights as an ordinary Hugging Face checkpoint, and the model of such a folder (or hub id) again.
+"""Export the final weights as an ordinary Hugging Face checkpoint, and load the model from such a folder or a hub id.
 
-An export is written to a temporary folder and renamed, so that `final/` is complete or absent. A TE model is written in
-Hugging Face's layout (`te_llama.parameter_map`). Adapters are merged into the weights; `export_adapter` writes them
-alone. The files besides weights and model card are those of side_files.py.
+An export is written to a temporary folder and then renamed, so `final/` is complete or absent. A TE model is written in
+Hugging Face's layout (`te_llama.parameter_map`). Adapters are merged into the weights; `export_adapter` writes only the
+adapters. side_files.py writes all files other than weights and model card.
 
-The files are planned from names and shapes, parameters gathered one by one, and each file written as soon as its
-tensors are there: host memory holds about one file of `MAX_FILE_SIZE`, the GPU one unsharded parameter.
+The files are planned from names and shapes. Parameters are gathered one by one, and a file is written once its tensors
+are complete: host memory holds about one file (`MAX_FILE_SIZE`), the GPU one unsharded parameter.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from llm_fp8.utils.errors import UserError, listed, reading
 from llm_fp8.utils.hf_internals import ignored_on_save
 from llm_fp8.utils.json_files import read_json
 
-MAX_FILE_SIZE = "5GB"  # of a safetensors file, unless a single tensor is larger
-_ADVICE = "Make room; where a checkpoint was saved, --resume_from latest then writes the model from it."
+MAX_FILE_SIZE = "5GB"  # per safetensors file, unless a single tensor is larger
+_ADVICE = "Make room; if a checkpoint was saved, --resume_from latest then writes the model from it."
 
 
 def export_hf(
@@ -53,7 +53,7 @@ def export_hf(
     origin: Origin = NO_SOURCE,
 ) -> None:
     """Write `model` and `tokenizer` to `folder` (replaced if it exists), tensors as `dtype`; `card` fills README.md.
-    Collective; only the rank with `is_main` writes. A `UserError` there keeps an earlier folder.
+    Collective; only the rank with `is_main` writes. If it raises `UserError`, an earlier folder is kept.
     """
     gathered = hf_tensors(model, dtype if is_main else None)
     if not is_main:
@@ -81,24 +81,24 @@ def export_adapter(
     is_main: bool = True,
     origin: Origin = NO_SOURCE,
 ) -> None:
-    """Write the adapters alone, in PEFT's format, else as `export_hf`; PEFT finds the frozen model at `base_model`."""
+    """Write only the adapters, in PEFT's format with `base_model` as their base; otherwise like `export_hf`."""
     from llm_fp8.models.lora import adapter_tensors, config_for_loading
 
     matrices = adapter_tensors(model.module).items()
     tensors = {name: model.full_tensor(matrix).to("cpu", copy=True).contiguous() for name, matrix in matrices}
     if not is_main:
         return
-    described = config_for_loading(model, options, base_model)
+    adapter_config = config_for_loading(model, options, base_model)
     with replaced_folder(folder) as temporary:
         save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
-        described.save_pretrained(temporary)
+        adapter_config.save_pretrained(temporary)
         save_side_files(model.module, tokenizer, temporary, None, origin)
         reader = f"peft.PeftModel.from_pretrained({auto_class(model.module.config).__name__} of the base model, folder)"
         (temporary / "README.md").write_text(model_card(card, reader, "peft"))
 
 
 def export_size_bytes(model: Model, dtype: torch.dtype, *, adapters_only: bool) -> int:
-    """Size of an export: the model's tensors as `dtype`, or the adapters in their own dtype."""
+    """Return the size of an export: the model's tensors as `dtype`, or the adapters in their own dtype."""
     if adapters_only:
         return sum(parameter.nbytes for name, parameter in model.module.named_parameters() if is_adapter(name))
     return sum(tensor.nbytes for tensor in planned_tensors(model, dtype).values())
@@ -106,14 +106,14 @@ def export_size_bytes(model: Model, dtype: torch.dtype, *, adapters_only: bool) 
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path, what: str = "The trained model", advice: str = _ADVICE) -> Iterator[Path]:
-    """A temporary folder that replaces `folder` once all is written; `UserError` where it cannot be written."""
-    folder = folder.resolve()  # of a link, what it leads to: a folder does not replace a link
+    """Yield a temporary folder that replaces `folder` at the end; raise `UserError` if it cannot be written."""
+    folder = folder.resolve()  # the target of a link, as a folder cannot replace the link itself
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         yield temporary
-        for path in temporary.glob("*.safetensors"):  # which safetensors writes for their owner alone
+        for path in temporary.glob("*.safetensors"):  # safetensors makes them readable only by their owner
             path.chmod(temporary.stat().st_mode & 0o666)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(temporary, folder)
@@ -124,8 +124,8 @@ def replaced_folder(folder: Path, what: str = "The trained model", advice: str =
 
 
 def hf_tensors(model: Model, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Name and CPU copy of each unsharded Hugging Face tensor, one parameter at a time: parameters in `dtype`, with
-    adapters merged in fp32, buffers in their own. With `dtype` None it only takes part in the collectives.
+    """Yield name and CPU copy of each unsharded Hugging Face tensor, one parameter at a time. Parameters are in
+    `dtype`, with adapters merged in fp32; buffers keep their dtype. If `dtype` is None, only join the collectives.
     """
     tensors, adapters = saved_tensors(model.module), dict[str, Any]()
     if any(is_adapter(name) for name, _ in model.module.named_parameters()):
@@ -139,7 +139,7 @@ def hf_tensors(model: Model, dtype: torch.dtype | None) -> Iterator[tuple[str, T
             full = with_adapter(full, adapter, model.full_tensor)
         for part in parts:
             tensor = part.view(full if part.shape == full.shape else full[part.start : part.stop])
-            if adapter := adapters.pop(part.hf_name, None):  # of a fused weight
+            if adapter := adapters.pop(part.hf_name, None):  # one of several in a fused weight
                 tensor = with_adapter(tensor, adapter, model.full_tensor)
             if dtype is not None:
                 stored_dtype = dtype if is_parameter else tensor.dtype
@@ -149,9 +149,9 @@ def hf_tensors(model: Model, dtype: torch.dtype | None) -> Iterator[tuple[str, T
 
 
 def planned_tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Plan an export of the model as `dtype`: its tensors by name, without memory, in the order of `hf_tensors`."""
+    """Return an export's tensors by name, without memory, parameters as `dtype`, in the order of `hf_tensors`."""
     tensors, ignored = saved_tensors(model.module), ignored_on_save(model.module)
-    dtypes = {name: dtype if isinstance(one, nn.Parameter) else one.dtype for name, one in tensors.items()}
+    dtypes = {name: dtype if isinstance(t, nn.Parameter) else t.dtype for name, t in tensors.items()}
     trained = {
         model.file_name(part.hf_name): torch.empty(part.shape, dtype=dtypes[name], device="meta")
         for name, parts in model.layout.items()
@@ -162,8 +162,8 @@ def planned_tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def write_weights(planned: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """model.safetensors, or several files and their index, as `save_pretrained` writes them: those of `tensors` that
-    are `planned`. In the same order files are completed one after the other.
+    """Write those of `tensors` that are `planned` to model.safetensors, or to several files with an index, as
+    `save_pretrained` does. If both have the same order, one file is completed after the other.
     """
     split = split_torch_state_dict_into_shards(planned, max_shard_size=MAX_FILE_SIZE)
     pending: dict[str, dict[str, Tensor]] = {name: {} for name in split.filename_to_tensors}
@@ -183,13 +183,13 @@ def write_weights(planned: dict[str, Tensor], tensors: Iterable[tuple[str, Tenso
 
 
 def model_card(card: dict[str, Any], reader: str, library: str = "transformers") -> str:
-    """README.md of an exported folder: how the model, or adapter, was trained; `reader` loads it."""
+    """Return README.md for an export: how the model or adapter was trained, and the call `reader` that loads it."""
     base, bar = card["base model"], "\\|"
     rows = "\n".join(f"| {key} | {str(value).replace('|', bar)} |" for key, value in card.items())
-    # The hub refuses a base_model that it does not have.
-    of_base = "" if base == EMBEDDED or Path(base).is_dir() else f"base_model: {base}\n"
+    # The hub rejects a base_model that it does not have.
+    base_entry = "" if base == EMBEDDED or Path(base).is_dir() else f"base_model: {base}\n"
     text = f"Trained with the llm-fp8 scripts. Load it with `{reader}`.\n\n| | |\n|---|---|\n{rows}\n"
-    return f"---\nlibrary_name: {library}\n{of_base}---\n\n# {base}, fine-tuned\n\n{text}"
+    return f"---\nlibrary_name: {library}\n{base_entry}---\n\n# {base}, fine-tuned\n\n{text}"
 
 
 def adapter_base(folder: str | Path) -> str | None:
@@ -209,33 +209,33 @@ def load_exported(folder: str | Path, base: str | None, dtype: torch.dtype | str
         if base is None:
             return model
         model = merged_by_peft(model, folder, "--model_name")
-        if (Path(folder) / GENERATION_CONFIG_NAME).is_file():  # which knows the EOS that was trained
+        if (Path(folder) / GENERATION_CONFIG_NAME).is_file():  # it names the EOS that was trained
             model.generation_config = GenerationConfig.from_pretrained(folder)
         return model
 
 
 def tokenizer_of(folder: str | Path, base: str | None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in `folder`, or that of the `base` model if an adapter has none."""
+    """Load the tokenizer in `folder`, or the `base` model's if the adapter's folder has none."""
     location = folder if base is None or (Path(folder) / "tokenizer_config.json").is_file() else base
     source = ModelSource(str(folder), str(location), is_random=False)
     return load_tokenizer(ModelConfig(model_name=str(folder)), source)[0]
 
 
 def merged_by_peft(model: PreTrainedModel, folder: str | Path, flag: str) -> PreTrainedModel:
-    """Add the PEFT adapter in `folder` to `model`'s weights; `UserError` names `flag` where it misfits or gives NaN."""
+    """Add the PEFT adapter in `folder` to `model`'s weights; `UserError` names `flag` if it misfits or gives NaN."""
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    advice = "Give the base model that it was trained on, or use it with PEFT, unmerged."
+    advice = "Give the base model that the adapter was trained on, or use the adapter unmerged, with PEFT."
     with reading(flag, folder, "the adapter into the model's weights", advice):
-        adapted: Any = PeftModel.from_pretrained(model, str(folder))  # matrices in fp32, so that sums are rounded once
-        result = adapted.load_adapter(str(folder), "default")  # again, as the first time does not tell what fits
+        adapted: Any = PeftModel.from_pretrained(model, str(folder))  # matrices in fp32, so sums are rounded once
+        result = adapted.load_adapter(str(folder), "default")  # again: the first load does not report misfits
         if misfits := [*result.missing_keys, *result.unexpected_keys]:
             raise ValueError(f"model and adapter do not both have {listed(misfits)}")
         uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
         tuners: list[Any] = [module for module in adapted.modules() if isinstance(module, BaseTunerLayer)]
         for layer in (tuner.get_base_layer() for tuner in tuners):
-            if uses[id(getattr(layer, "weight", None))] > 1:  # tied: PEFT adds to one, and would merge into both
+            if uses[id(getattr(layer, "weight", None))] > 1:  # tied: PEFT adapts one, but would merge into both
                 layer.weight = nn.Parameter(layer.weight.detach().clone())
         merged: PreTrainedModel = adapted.merge_and_unload()
     deque(finite(merged.named_parameters(), f"{flag} {folder}, merged"), maxlen=0)

@@ -1,7 +1,7 @@
-"""A causal language model and its facts: its layers, the layout of its files, where they are, and what was left out.
+"""A causal language model and its facts: its layers, the layout and place of its files, and the modules left out.
 
-`llm_fp8.models.build` makes it from a config, `llm_fp8.models.build` gives it weights; nothing is set on Hugging Face's
-modules. Every parameter is one or more tensors of the files stacked along dim 0 (`te_llama.Part`).
+`llm_fp8.models.build` builds it from a config and gives it weights. No attribute is set on Hugging Face's modules.
+Every parameter consists of one or more tensors of the files, stacked along dim 0 (`te_llama.Part`).
 """
 
 from __future__ import annotations
@@ -25,46 +25,49 @@ from llm_fp8.utils.errors import UserError, listed, reading
 from llm_fp8.utils.hf_internals import ignored_on_load, renaming_on_load
 from te_llama import Part, UnsupportedArchitecture
 
-_PASSED_OVER = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # buffers stored in older checkpoints, computed today
+_PASSED_OVER = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # older checkpoints store these buffers
 
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A model and its facts, each worked out when it is first needed and then the same for the whole run."""
+    """A model and its facts. Each fact is computed when first needed and then stays the same for the whole run."""
 
     module: PreTrainedModel
-    stored: StoredCheckpoint | None = None  # its weights; None where they are drawn
-    left_out: tuple[str, ...] = ()  # modules of a multimodal checkpoint, not passed by text, that `module` lacks
-    full_tensor: Callable[[Tensor], Tensor] = Tensor.detach  # unshards a parameter; collective where it is sharded
+    stored: StoredCheckpoint | None = None  # its weights; None if they are drawn
+    left_out: tuple[str, ...] = ()  # modules of a multimodal checkpoint missing in `module`: text does not use them
+    full_tensor: Callable[[Tensor], Tensor] = Tensor.detach  # unshards a parameter; collective if it is sharded
 
     @functools.cached_property
     def layers(self) -> nn.ModuleList:
+        """The decoder layers in order."""
         return decoder_layers(self.module)
 
     @functools.cached_property
     def uses_te(self) -> bool:
-        """True for decoder layers of te_llama.py."""
+        """True if decoder layers are those of te_llama.py."""
         return any(isinstance(module, te_llama.TEDecoderLayer) for module in self.module.modules())
 
     @functools.cached_property
     def layout(self) -> dict[str, tuple[Part, ...]]:
-        """Name in `saved_tensors` -> the tensors of the model's files that it is made of. transformers 5 may keep in
-        one tensor what files hold in several, one for each matrix, unless `stored` has it in one too. Its conversion
-        for saving runs on tensors without memory, which tell where in them each result begins. Raises `UserError` where
-        a file's tensor is more than a view of the model's.
+        """Name in `saved_tensors` -> the tensors in the model's files that it consists of.
+
+        transformers 5 may keep several tensors of the files (one per matrix) as one, unless `stored` holds one too. We
+        run its conversion for saving on tensors without memory; each result is a view that shows where it begins.
+        Raises `UserError` if a tensor of the files is not a view of a model's tensor.
         """
         if self.uses_te:
             return te_llama.parameter_map(self.module)
         from transformers.core_model_loading import revert_weight_conversion
 
         # A parameter that DeepSpeed has sharded is empty and keeps its shape in `ds_shape`.
-        shapes = {name: tuple(getattr(one, "ds_shape", one.shape)) for name, one in saved_tensors(self.module).items()}
+        shapes = {name: tuple(getattr(t, "ds_shape", t.shape)) for name, t in saved_tensors(self.module).items()}
         whole = {name: te_llama.stacked((name, shape)) for name, shape in shapes.items()}
         tensors = {name: torch.empty(part.shape, device="meta") for name, (part,) in whole.items()}
         owners = {StorageWeakRef(tensor.untyped_storage()): name for name, tensor in tensors.items()}
-        in_files = {one for name in (self.stored.stored if self.stored else ()) for one in self._spellings(name)}
+        stored_names = self.stored.stored if self.stored else ()
+        in_files = {spelling for name in stored_names for spelling in self._spellings(name)}
         layout: dict[str, list[Part]] = {name: [] for name in whole}
-        name, advice = self.module.config.name_or_path, "Take another model, whose files hold its weights as they are."
+        name, advice = self.module.config.name_or_path, "Give a model whose files hold its weights unconverted."
         with reading("--model_name", name, "the layout of its files", advice), _CopiesAreViews():
             for stored_name, view in revert_weight_conversion(self.module, dict(tensors)).items():
                 owner = owners.get(StorageWeakRef(view.untyped_storage()), "")
@@ -75,9 +78,10 @@ class Model:
 
     @functools.cached_property
     def targets(self) -> dict[str, tuple[str, Part]]:
-        """Name of a stored tensor -> the name in `saved_tensors` that it belongs to, and as which part. Names with or
-        without the base model's prefix fit, as in `from_pretrained`, and a tied matrix under any of its names. Raises
-        `UserError` naming tensors that do not fit.
+        """Name of a stored tensor -> the name in `saved_tensors` that it belongs to, and the part that it fills.
+
+        As in `from_pretrained`, stored names may have or lack the base model's prefix, and a tied matrix may have any
+        of its names. Raises `UserError` naming tensors that do not fit.
         """
         if (stored := self.stored) is None:
             return {}
@@ -93,19 +97,19 @@ class Model:
             yield from self._spellings(self._renamed(name))
 
         with reading("--model_name", self.module.config.name_or_path, "the weights", RELOAD):
-            names = {name: next((one for one in candidates(name) if one in accepted), name) for name in stored.stored}
-            unknown = [name for name, one in names.items() if one not in accepted and not passed_over.search(name)]
+            names = {name: next(filter(accepted.__contains__, candidates(name)), name) for name in stored.stored}
+            unknown = [name for name in names if names[name] not in accepted and not passed_over.search(name)]
             if surplus := sorted(set(unknown).difference(self.left_out_of(unknown))):
-                what = f"the checkpoint holds '{surplus[0]}', which this architecture does not have"
-                raise UnsupportedArchitecture(what)
+                problem = f"the checkpoint holds '{surplus[0]}', which this architecture does not have"
+                raise UnsupportedArchitecture(problem)
             present = set(names.values())
             targets: dict[str, tuple[str, Part]] = {}
             for stored_name, name in names.items():
                 if (target := accepted.get(name)) is None or (name != target and target in present):
-                    continue  # no tensor of the model, or a tied matrix that is stored twice
+                    continue  # not a tensor of the model, or a tied matrix stored twice
                 owner, part = owners[target]
                 if (shape := stored.stored[stored_name].shape) != part.shape:
-                    shapes = f"shape {list(shape)}, in the config {list(part.shape)}"
+                    shapes = f"shape {list(shape)}, but the config says {list(part.shape)}"
                     raise UnsupportedArchitecture(f"'{stored_name}' has {shapes}")
                 targets[stored_name] = owner, part
             if missing := owners.keys() - {part.hf_name for _, part in targets.values()}:
@@ -113,77 +117,78 @@ class Model:
             return targets
 
     def _spellings(self, name: str) -> tuple[str, str, str]:
-        """A stored tensor's names as `from_pretrained` tries them: as it is, with the base model's prefix, without."""
+        """Return the names that `from_pretrained` tries: unchanged, with the base model's prefix, and without it."""
         prefix = f"{self.module.base_model_prefix}."
         return name, f"{prefix}{name}", name.removeprefix(prefix)
 
     @functools.cached_property
     def _renamed(self) -> Callable[[str], str]:
-        return renaming_on_load(self.module)  # which a model whose names are all known does not need
+        """transformers' renaming of stored tensors, built only if a stored name is unknown."""
+        return renaming_on_load(self.module)
 
     @functools.cached_property
     def source_names(self) -> dict[str, str]:
-        """transformers' name of a stored tensor -> the name in the source: families have older and newer layouts."""
+        """transformers' name of a stored tensor -> its name in the source: a family may have an older layout."""
         return {part.hf_name: name for name, (_, part) in self.targets.items()}
 
     def file_name(self, hf_name: str) -> str:
-        """The name of a tensor in an export: transformers', but the source's where tensors left out go beside it."""
+        """Return a tensor's name in an export: transformers', or the source's if tensors left out are exported too."""
         return self.source_names.get(hf_name, hf_name) if self.left_out else hf_name
 
     def read(self, hf_name: str, device: torch.device) -> Any:
-        """The stored tensor that transformers calls `hf_name`, whole."""
+        """Read the whole stored tensor that transformers calls `hf_name`."""
         assert self.stored is not None
         return self.stored.read(self.source_names[hf_name], device)
 
     def left_out_of(self, names: Iterable[str]) -> list[str]:
-        """Keep of `names` of stored tensors those that belong to modules left out."""
+        """Return those of `names`, names of stored tensors, that belong to modules left out."""
         pattern = re.compile(rf"({'|'.join(map(re.escape, self.left_out))})(\.|$)")
         return [name for name in names if self.left_out and (pattern.match(name) or pattern.match(self._renamed(name)))]
 
     @functools.cached_property
     def left_out_tensors(self) -> dict[str, Tensor]:
-        """Stored tensors of modules left out, without memory, by their names in the files; an export copies them."""
+        """Stored tensors of modules left out, without memory, by name in the files; an export copies them."""
         stored = self.stored
         return {} if stored is None else {name: stored.on_meta(name) for name in self.left_out_of(stored.stored)}
 
     def describe_left_out(self) -> str:
-        """The line for the start of a run; empty where nothing is left out, and where weights are drawn."""
+        """Return the line for the start of a run, or "" if nothing is left out or weights are drawn."""
         if not self.left_out or self.stored is None:
             return ""
         tensors = self.left_out_tensors.values()
-        what = f"{len(tensors)} tensors, {sum(tensor.nbytes for tensor in tensors) / 1e6:,.1f} MB"
-        return f"text alone is trained: {', '.join(self.left_out)} ({what}) go into the export as they are"
+        size = f"{len(tensors)} tensors, {sum(tensor.nbytes for tensor in tensors) / 1e6:,.1f} MB"
+        return f"only the text model is trained: {', '.join(self.left_out)} ({size}) are exported unchanged"
 
 
 def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """The model inside of `model`, the innermost with the embedding: from input ids to the last hidden states."""
+    """Return the innermost model with the embedding: it maps input ids to the last hidden states."""
     embedding = model.get_input_embeddings()
     models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    return [one for one in models if any(module is embedding for module in one.modules())][-1]
+    return [part for part in models if any(module is embedding for module in part.modules())][-1]
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers in order; raises `UserError` for an architecture without a single list of them."""
+    """Return the decoder layers in order; raise `UserError` for an architecture without a single list of layers."""
     decoder = text_decoder(model)
     layers = getattr(decoder, "layers", getattr(decoder, "h", None))
     if not isinstance(layers, nn.ModuleList):
-        what = f"{type(model).__name__} has no list of decoder layers"
-        raise UserError(f"--model_name {model.config.name_or_path}: {what}; give a Llama, Qwen or Mistral.")
+        problem = f"{type(model).__name__} has no list of decoder layers"
+        raise UserError(f"--model_name {model.config.name_or_path}: {problem}; give a Llama, Qwen or Mistral.")
     return layers
 
 
 def is_adapter(name: str) -> bool:
-    """True for the name of a parameter or module of an adapter, PEFT's or the TE decoder's."""
+    """Return True if `name` is that of an adapter's parameter or module, PEFT's or the TE decoder's."""
     return ".lora_A." in name or ".lora_B." in name or name.endswith(".adapters")
 
 
 def name_without_adapter(name: str) -> str:
-    """The name in the model without adapters; PEFT's is `...q_proj.base_layer.weight`."""
+    """Return the name in the model without adapters; PEFT's is `...q_proj.base_layer.weight`."""
     return name.replace(".base_layer", "")
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by their names in the model without adapters; a tied parameter once."""
+    """Return parameters and persistent buffers by name in the model without adapters; a tied parameter appears once."""
     tensors: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if not is_adapter(name)}
     for prefix, module in model.named_modules():
         if buffers := dict(module.named_buffers(recurse=False)):
@@ -193,14 +198,14 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 class _CopiesAreViews(TorchFunctionMode):
-    """In it `Tensor.contiguous` returns the tensor as it is."""
+    """A mode in which `Tensor.contiguous` returns the tensor unchanged."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
 def _part_of(name: str, view: Tensor, shape: tuple[int, ...]) -> Part | None:
-    """The tensor `name` of a file, which is this view of a contiguous one of `shape`; None where rows are torn."""
+    """Return the part for `name`, a `view` of a contiguous tensor of `shape`; None if the view cuts across rows."""
     if view.shape == shape and view.is_contiguous():
         return Part(name, 0, shape[0] if shape else 1, shape)
     row, offset = math.prod(shape[1:]), int(view.storage_offset())

@@ -1,8 +1,8 @@
 """The files beside the weights of an export: config, generation settings, files of tokenizer and processors.
 
-They are the source's own, changed only where training changed something: dtype, EOS, chat template, whether the lm_head
-is tied. Older keys are written beside those of transformers 5, which transformers 4 and the converters of vLLM and
-llama.cpp pass over (then RoPE has base 10,000) or fail on. Read in transformers 5.23 and 4.57.
+They are copies of the source's files, with changes only for what training changed: dtype, EOS, chat template, and
+whether lm_head is tied. Older keys are written next to those of transformers 5: transformers 4 and the converters of
+vLLM and llama.cpp ignore the new keys (RoPE then has base 10,000) or fail. Checked with transformers 5.23 and 4.57.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ _OF_TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken"),
     *("tekken.json", "*processor_config.json", "chat_template.json"),
 )
-_WITH_TWO_ROPES = ("gemma3", "olmo3")  # of transformers 4; later families would misread its entries
+_WITH_TWO_ROPES = (
+    "gemma3",
+    "olmo3",
+)  # in transformers 4; later families would misread its keys
 
 
 @dataclass(frozen=True)
 class Origin:
-    """A model's source, `location` as of `ModelSource` ("": none), and the ids that documents trained on end with."""
+    """A model's source (`ModelSource.location`; "" if unknown) and the token ids that end the training documents."""
 
     location: str
     eos_ids: tuple[int, ...] = ()
@@ -46,14 +49,14 @@ NO_SOURCE = Origin("")
 
 @functools.cache
 def source_folder(location: str) -> Path:
-    """The folder with a model's files; for a hub id that of the cache, with those that an export takes over."""
+    """Return the folder with a model's files; for a hub id, the cache's folder with the files that an export copies."""
     if Path(location).exists():
         return Path(location) if Path(location).is_dir() else Path(location).parent
     with reading_model("files beside the weights", location):
         wanted = [CONFIG_NAME, GENERATION_CONFIG_NAME, *_OF_TOKENIZER]
         try:
             return Path(snapshot_download(location, allow_patterns=wanted))
-        except LocalEntryNotFoundError:  # without a network the cache may hold only what transformers asked for
+        except LocalEntryNotFoundError:  # offline; the cache may hold only the files that transformers read
             return Path(hf_hub_download(location, CONFIG_NAME)).parent
 
 
@@ -64,7 +67,7 @@ def save_side_files(
     dtype: torch.dtype | None,
     origin: Origin = NO_SOURCE,
 ) -> None:
-    """Write all but weights; without `dtype` (an adapter) no config.json. transformers writes what the source lacks."""
+    """Write all files but weights; without `dtype` (an adapter), no config.json. transformers writes missing files."""
     _save_tokenizer(tokenizer, folder, has_config=dtype is not None)
     _copy(origin.location, (GENERATION_CONFIG_NAME, *([] if dtype is None else [CONFIG_NAME])), folder)
     if dtype is not None:
@@ -79,11 +82,11 @@ def save_side_files(
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, has_config: bool) -> None:
-    """Write the tokenizer's files, so that transformers 4 reads them too."""
+    """Write the tokenizer's files in a form that transformers 4 reads too."""
     tokenizer.save_pretrained(folder)
     _copy(tokenizer.name_or_path, _OF_TOKENIZER, folder)
     if tokenizer.chat_template != tokenizer.init_kwargs.get("chat_template"):  # --chat_template
-        (folder / "chat_template.json").unlink(missing_ok=True)  # processors would prefer it
+        (folder / "chat_template.json").unlink(missing_ok=True)  # processors would prefer the old file
     with edited_json(folder / TOKENIZER_CONFIG) as settings:
         settings.pop("auto_map", None)
         if settings.get("tokenizer_class") == "TokenizersBackend":
@@ -92,25 +95,25 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, has_config
             settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
         if (template := folder / CHAT_TEMPLATE_FILE).is_file() and not (folder / CHAT_TEMPLATE_DIR).is_dir():
             settings["chat_template"] = template.read_text(encoding="utf-8")
-        if not has_config and getattr(tokenizer, "is_fast", False):  # else a class may put its own rules
+        if not has_config and getattr(tokenizer, "is_fast", False):  # a tokenizer class could apply rules of its own
             tokenizer.backend_tokenizer.save(str(folder / TOKENIZER_FILE))
             settings["model_input_names"] = tokenizer.model_input_names
             settings["padding_side"], settings["tokenizer_class"] = tokenizer.padding_side, "PreTrainedTokenizerFast"
 
 
 def _copy(location: str, patterns: tuple[str, ...], folder: Path) -> None:
-    """Copy the files of these patterns from where a model comes from, if that is known, to `folder`."""
+    """Copy files matching `patterns` from a model's `location`, if that is known, to `folder`."""
     paths = {path for pattern in patterns if location for path in source_folder(location).glob(pattern)}
     for path in filter(Path.is_file, paths):
         shutil.copyfile(path, folder / path.name)
 
 
 def _describe(model: PreTrainedModel, dtype: torch.dtype, config: dict[str, Any]) -> None:
-    """Change what a source's config.json says of its weights, and write older keys beside newer ones."""
+    """Update what a source's `config` says about its weights, and write older keys next to newer ones."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     facts: dict[str, Any] = dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))
     facts["tie_word_embeddings"] = getattr(head, "weight", None) is embedding.weight
-    if config.get("model_type") == model.config.model_type:  # else the model is the text part of that of the config
+    if config.get("model_type") == model.config.model_type:  # else `model` is only the text part
         config["architectures"] = [type(model).__name__.removeprefix("FSDP")]  # fully_shard's prefix
     config.setdefault("torch_dtype", None)
     if not facts["tie_word_embeddings"]:  # some families tie by default
@@ -118,13 +121,13 @@ def _describe(model: PreTrainedModel, dtype: torch.dtype, config: dict[str, Any]
     add_older_keys(config)
     for part in _parts(config):
         part.pop("quantization_config", None)  # the weights were dequantised
-        part.pop("auto_map", None)  # no code was run that a source brings along, and none is copied
+        part.pop("auto_map", None)  # the source's own code was not run and is not copied
         part.update({key: value for key, value in facts.items() if key in part})
 
 
 def _put_eos_first(tokenizer: PreTrainedTokenizerBase, folder: Path, eos_ids: tuple[int, ...]) -> None:
-    """Let all files name `eos_ids`, then the old ones. The tokenizer's own EOS, which vLLM and llama.cpp ask for,
-    becomes the trained one, unless the chat template writes EOS itself.
+    """Make all files name `eos_ids` first, then the old ids. Unless the chat template writes EOS itself, the trained
+    EOS also becomes the tokenizer's EOS, which vLLM and llama.cpp read.
     """
     for name in (GENERATION_CONFIG_NAME, CONFIG_NAME):
         with edited_json(folder / name) as entries:
@@ -142,29 +145,29 @@ def _put_eos_first(tokenizer: PreTrainedTokenizerBase, folder: Path, eos_ids: tu
 
 
 def _parts(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """A config, and that of its text where it has one."""
+    """Return a config and, if it has one, its text config."""
     return [config, *([text] if isinstance(text := config.get("text_config"), dict) else [])]
 
 
 def add_older_keys(config: dict[str, Any]) -> None:
-    """Write transformers 4's entries beside those of transformers 5 in what a config.json holds."""
+    """Add transformers 4's entries to a config.json's `config` of transformers 5."""
     for part in _parts(config):
         renamed = {"dtype": "torch_dtype", "num_local_experts": "num_experts"}
         part.update({old: part[new] for new, old in renamed.items() if new in part})
         rope = part.get("rope_parameters") or {}
-        of_each_type = any(isinstance(value, dict) for value in rope.values())
-        if not rope or (of_each_type and not str(part.get("model_type")).startswith(_WITH_TWO_ROPES)):
+        has_types = any(isinstance(value, dict) for value in rope.values())  # one table per type of layer
+        if not rope or (has_types and not str(part.get("model_type")).startswith(_WITH_TWO_ROPES)):
             continue
-        scaling = dict(rope["full_attention"] if of_each_type else rope)
+        scaling = dict(rope["full_attention"] if has_types else rope)
         part.update({key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in scaling})
-        if of_each_type:
+        if has_types:
             part["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         part["rope_scaling"] = scaling if scaling.keys() - {"rope_type"} else None  # else gpt-oss assumes YaRN
 
 
 @contextlib.contextmanager
 def edited_json(path: Path) -> Iterator[dict[str, Any]]:
-    """The object of a JSON file, to be changed; a file that does not exist, or is not changed, stays as it is."""
+    """Yield a JSON file's object for editing. A missing file is not created, an unchanged object not written."""
     before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     entries = copy.deepcopy(before)
     yield entries

@@ -1,4 +1,4 @@
-"""A model's source (hub id, folder, embedded): its config, tokenizer and safetensors, and whether it can be trained."""
+"""A model's source (hub id, folder, embedded): its config, tokenizer and safetensors, with checks of all three."""
 
 from __future__ import annotations
 
@@ -36,45 +36,45 @@ class ModelSource:
 
     name: str
     location: str
-    is_random: bool  # the weights are drawn and not loaded
+    is_random: bool  # the weights are drawn, not loaded
 
 
 def is_adapter_folder(folder: str | Path) -> bool:
-    """True where `folder` holds a PEFT adapter and no model."""
+    """Return True if `folder` holds a PEFT adapter and no model."""
     return (Path(folder) / "adapter_config.json").is_file() and not (Path(folder) / "config.json").is_file()
 
 
 def resolve_source(options: ModelConfig) -> ModelSource:
-    """Resolve --model_name. Raises `UserError` for a path that does not exist, and the folder of an adapter."""
+    """Resolve --model_name. Raises `UserError` for a path that does not exist and for an adapter's folder."""
     name = options.model_name
     if name == EMBEDDED:
         return ModelSource(name, str(EMBEDDED_MODEL), is_random=True)
     if is_adapter_folder(name):
-        raise UserError(f"--model_name {name} holds a PEFT adapter alone; merge it first (scripts/merge_adapter.py).")
+        raise UserError(f"--model_name {name} holds only a PEFT adapter; merge it first (scripts/merge_adapter.py).")
     if Path(name).is_dir():
         return ModelSource(name, name, options.random_init)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise UserError(f"--model_name {name}: no such folder, and a hub id is OWNER/NAME.")
+        raise UserError(f"--model_name {name}: no such folder; a hub id is OWNER/NAME.")
     if options.random_init and (bundled := bundled_name(name)):
         return ModelSource(name, str(BUNDLED[bundled]), is_random=True)
     return ModelSource(name, name, options.random_init)
 
 
 def bundled_name(name: str) -> str | None:
-    """The bundled architecture that a name or hub id means, in any case; None where there is none."""
-    # The 8B model has had both names on the hub; a model tuned to instructions has the architecture of its base.
+    """Return the bundled architecture for a name or hub id (any case); None if there is none."""
+    # The 8B model has had both names on the hub; an instruction-tuned model has the architecture of its base.
     plain = name.rpartition("/")[2].lower().replace("meta-llama", "llama").removesuffix("-instruct")
     return next((bundled for bundled in BUNDLED if bundled.lower() == plain), None)
 
 
 def reading_model(what: str, name: str | None) -> contextlib.AbstractContextManager[None]:
-    """`reading` of a part of the model that --model_name gives."""
-    advice = "Give a model's folder (of a run: its final/) or a hub id in reach (if it is gated: 'hf auth login')."
+    """Return the context `reading` for a part (`what`) of the model given by --model_name."""
+    advice = "Give a model's folder (for a run: its final/) or a reachable hub id (if it is gated: 'hf auth login')."
     return reading("--model_name", name, f"the {what}", advice)
 
 
 def load_config(source: ModelSource) -> PretrainedConfig:
-    """The model's config; `UserError` where it cannot be read or describes an unknown quantisation."""
+    """Load the model's config; raise `UserError` if it cannot be read or describes an unknown quantisation."""
     with reading_model("model's config.json", source.name):
         hf_config = AutoConfig.from_pretrained(source.location, trust_remote_code=False)
         text_config(hf_config)
@@ -83,7 +83,7 @@ def load_config(source: ModelSource) -> PretrainedConfig:
 
 
 def stored_fp8(hf_config: PretrainedConfig) -> Fp8Format | None:
-    """How stored weights are scaled in fp8; None where they are not quantised. `UserError` for any other way."""
+    """Return the fp8 format of stored weights, or None if not quantised; `UserError` for any other quantisation."""
     if getattr(hf_config, "quantization_config", None) is None:
         return None
     from llm_fp8.models.fp8_checkpoint import fp8_format
@@ -92,26 +92,26 @@ def stored_fp8(hf_config: PretrainedConfig) -> Fp8Format | None:
 
 
 def text_config(hf_config: PretrainedConfig) -> Any:
-    """The part of a model's config that describes its language model; the config itself where there is nothing else."""
+    """Return the part of a model's config that describes its language model; for a text model, the config itself."""
     return hf_config.get_text_config(decoder=True)
 
 
 def stored_dtype(hf_config: PretrainedConfig, default: torch.dtype) -> torch.dtype:
-    """The dtype of the stored weights according to the config, else `default`."""
+    """Return the dtype that the config states for the stored weights; `default` if it states none."""
     stated = (hf_config.dtype, text_config(hf_config).dtype)
     return next((dtype for dtype in stated if isinstance(dtype, torch.dtype)), default)
 
 
 def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTrainedTokenizerBase, str | None]:
-    """The model's tokenizer, with --chat_template, and a sentence that says so where it is not the model's own."""
+    """Return the model's tokenizer, with --chat_template, and a note if it is not the model's own tokenizer."""
     note, location = None, source.location
     if source.is_random and source.location.endswith(".json"):
-        note = f"--random_init {source.name}: the embedded tokenizer is used, which random weights do not mind."
+        note = f"--random_init {source.name}: using the embedded tokenizer, which is fine for random weights."
         location = str(EMBEDDED_MODEL)
     with reading_model("tokenizer of tokenizer.json and tokenizer_config.json", options.model_name):
         tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False)
     if (template := options.chat_template) is not None:
-        if "{" not in template:  # which every template has that shows anything
+        if "{" not in template:  # every template that prints a message has a brace
             with reading("--chat_template", template, "the file", "Give a file, or the template itself."):
                 template = Path(template).expanduser().read_text(encoding="utf-8")
         tokenizer.chat_template = template
@@ -119,43 +119,43 @@ def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTraine
 
 
 def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `UserError` where model, tokenizer and options do not go together."""
+    """Raise `UserError` if model, tokenizer and options do not fit together."""
     flag = f"--model_name {config.model.model_name}"
     decoder = text_config(hf_config)
     require_positions(hf_config, config.data.max_seq_length, config.model.model_name, "--max_seq_length")
     if len(tokenizer) > decoder.vocab_size:
-        sizes = f"{len(tokenizer)} tokens and the model's embedding {decoder.vocab_size} rows"
+        sizes = f"{len(tokenizer)} tokens, but the model's embedding only {decoder.vocab_size} rows"
         raise UserError(f"{flag}: the tokenizer has {sizes}; give the tokenizer that belongs to the model.")
     if config.model.use_te:
-        advice = "Drop --use_te to train it with its linear layers swapped."
+        advice = "Drop --use_te to train Hugging Face's decoder with its linear layers swapped."
         with reading("--use_te with", flag, "its architecture into the TE decoder", advice):
             te_llama.layer_specs(hf_config)
 
 
 def require_positions(hf_config: PretrainedConfig, num_tokens: int, name: str, flag: str) -> None:
-    """Raise `UserError`, which names `flag`, where rows are longer than the rotary table of the model `name`."""
+    """Raise `UserError` naming `flag` if rows of `num_tokens` are longer than the rotary table of model `name`."""
     limit = te_llama.num_positions(text_config(hf_config))
     if limit is not None and num_tokens > limit:
         raise UserError(f"{flag} {num_tokens} is more than the {limit} positions of {name}; lower it.")
 
 
 def checkpoint_of(source: ModelSource, hf_config: PretrainedConfig) -> StoredCheckpoint | None:
-    """The weights of `source`, downloaded where needed; None where they are drawn. As in transformers,
-    model.safetensors is taken before an index. Raises `UserError` for files that cannot be read.
+    """Return the weights of `source`, downloaded if needed; None if they are drawn. As in transformers,
+    model.safetensors has priority over an index. Raises `UserError` for files that cannot be read.
     """
     if source.is_random:
         return None
     with reading_model("weights as safetensors", source.name):
         try:
             files = [cached_file(source.location, SAFE_WEIGHTS_NAME)]
-        except OSError:  # there is none of this name
+        except OSError:  # no single file
             index = cached_file(source.location, SAFE_WEIGHTS_INDEX_NAME)
             files, _ = get_checkpoint_shard_files(source.location, index)
     return StoredCheckpoint([Path(str(file)) for file in files], hf_config)
 
 
 def untie(hf_config: PretrainedConfig, checkpoint: StoredCheckpoint | None) -> list[str]:
-    """Untie lm_head and embedding in a config, as transformers 5 does, where stored ones differ; return a warning."""
+    """Untie lm_head and embedding in a config if the stored ones differ, as transformers 5 does; return warnings."""
     ties = [part for part in (hf_config, text_config(hf_config)) if getattr(part, "tie_word_embeddings", False)]
     if not ties or checkpoint is None:
         return []
@@ -164,11 +164,11 @@ def untie(hf_config: PretrainedConfig, checkpoint: StoredCheckpoint | None) -> l
         return []
     for part in ties:
         part.tie_word_embeddings = False
-    return [f"WARNING: config.json ties {head} to {embedding}, but both are stored and differ: they are not tied"]
+    return [f"WARNING: config.json ties {head} to {embedding}, but both are stored and differ; they stay untied"]
 
 
 def weights_digest(files: Sequence[Path]) -> str:
-    """Tells weights apart by each file's size, its first MiB and its last: hexadecimal, 16 digits."""
+    """Return a 16-digit hex digest of each file's size, first MiB and last MiB."""
     digest = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
@@ -180,10 +180,10 @@ def weights_digest(files: Sequence[Path]) -> str:
 
 
 def finite(tensors: Iterable[tuple[str, Tensor]], where: str) -> Iterator[tuple[str, Tensor]]:
-    """`tensors` by name; `UserError`, which begins with `where`, at one that holds NaN or infinity."""
+    """Yield `tensors` by name; raise `UserError`, starting with `where`, at a tensor that holds NaN or infinity."""
     for name, tensor in tensors:
         if not tensor.isfinite().all():
-            raise UserError(f"{where}: {name} holds NaN or infinity, and the model is of no use; give another.")
+            raise UserError(f"{where}: {name} holds NaN or infinity, so the model is unusable; give another.")
         yield name, tensor
 
 
@@ -196,42 +196,42 @@ class StoredTensor(NamedTuple):
 
 
 class StoredCheckpoint:
-    """The safetensors `files` of a model; fp8 tensors are read as fp32."""
+    """A model's safetensors `files`; fp8 tensors are read as fp32."""
 
     def __init__(self, files: list[Path], hf_config: PretrainedConfig) -> None:
         self.files, self.fp8 = files, stored_fp8(hf_config)
         suffix = "" if self.fp8 is None else self.fp8.suffix
         self.stored: dict[str, StoredTensor] = {}
-        self._scales: dict[str, Tensor] = {}  # weight -> its scale, which another file may hold
+        self._scales: dict[str, Tensor] = {}  # weight -> its scale, possibly from another file
         for path in files:
             with open_weights(path) as tensors:
                 for name in tensors.keys():
                     if self.fp8 is not None and name.endswith((f".weight{suffix}", ".input_scale")):
-                        # A copy, which keeps no file mapped.
+                        # Cloned, so that the file does not stay mapped.
                         self._scales[name.removesuffix(suffix)] = tensors.get_tensor(name).clone()
                         continue
                     header = tensors.get_slice(name)
                     self.stored[name] = StoredTensor(path, header.get_dtype(), tuple(header.get_shape()))
 
     def read(self, name: str, device: torch.device | str = "cpu") -> Any:
-        """Tensor `name`, whole."""
+        """Read the whole tensor `name`."""
         with open_weights(self.stored[name].path, device) as tensors:
             rows = self.rows(name, tensors, device)
             return rows[:] if self.stored[name].shape else rows[...]  # a scalar has no rows
 
     def on_meta(self, name: str) -> Tensor:
-        """Describe what `read` returns, without memory."""
+        """Return the shape and dtype of `read`'s result as a tensor on "meta"."""
         _, dtype, shape = self.stored[name]
         read_as = torch.float32 if dtype.startswith("F8") else str_to_torch_dtype[dtype]
         return torch.empty(shape, dtype=read_as, device="meta")
 
     def rows(self, name: str, tensors: Any, device: torch.device | str) -> Any:
-        """Tensor `name` of the opened file `tensors`, of which `[a:b]` reads rows a to b of dim 0."""
+        """Return tensor `name` of the open file `tensors`, unread: `[a:b]` reads rows a to b of dim 0."""
         rows, (_, dtype, shape) = tensors.get_slice(name), self.stored[name]
         if not dtype.startswith("F8"):
             return rows
         if self.fp8 is None or name not in self._scales or dtype != "F8_E4M3" or len(shape) != 2:
-            raise ValueError(f"'{name}' is {dtype} {list(shape)}, for which config.json gives no scales")
+            raise ValueError(f"'{name}' is {dtype} {list(shape)}, and config.json describes no scales for it")
         from llm_fp8.models.fp8_checkpoint import DequantisedRows
 
         return DequantisedRows(rows, self.fp8, self._scales[name].to(device))
@@ -239,6 +239,6 @@ class StoredCheckpoint:
 
 @contextlib.contextmanager
 def open_weights(path: Path, device: torch.device | str = "cpu") -> Iterator[Any]:
-    """A safetensors file whose tensors are read to `device`; what fails in the block becomes a `UserError`."""
+    """Open a safetensors file that reads tensors to `device`; a failure in the block becomes a `UserError`."""
     with reading("--model_name", path, "the weights", RELOAD), safe_open(path, "pt", device=str(device)) as tensors:
         yield tensors
