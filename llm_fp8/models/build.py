@@ -1,7 +1,7 @@
-"""From a config to a `Model` with weights: choose the attention, build the modules, leave out towers, read or draw.
+"""Build a `Model` from a config: choose the attention, build the modules, leave out towers, read or draw the weights.
 
 There are two decoders: Hugging Face's own, and the same model with TE decoder layers (te_llama.py). Both are built with
-parameters on "meta", sharded or not, given memory, and filled tensor by tensor.
+parameters on "meta", sharded if asked for, then given memory and filled tensor by tensor.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from llm_fp8.utils.packages import FLASH_ATTENTION_2, package_version
 from llm_fp8.utils.torch_internals import give_memory_, local_of, materialize_
 from te_llama import Part, UnsupportedArchitecture
 
-_SMALL = 2**18  # elements: below it a tensor has memory while draws are recorded, as those of Mamba's A_log need
+_SMALL = 2**18  # elements: smaller tensors have memory while draws are recorded, as Mamba's A_log needs
 _Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 def choose_attention(choice: str, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str | None:
-    """The decoder's attention; None is transformers' choice. `auto` takes flash-attn where GPU and model have it."""
+    """Return the decoder's attention; None lets transformers choose. `auto`: flash-attn if GPU and model support it."""
     if choice == "flash_attention_2":
         FLASH_ATTENTION_2.require("--attn_implementation flash_attention_2")
     if choice != "auto":
@@ -61,7 +61,9 @@ def build_structure(
     te_on_meta: bool = True,
     full_tensor: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> Model:
-    """The model without values: parameters on "meta", buffers on `device`. `unfused_mlp`: see `te_llama.LayerSpec`."""
+    """Build the model without values: parameters on "meta", buffers on `device`. Without `te_on_meta`, a TE decoder's
+    parameters have memory on `device`. `unfused_mlp`: see `te_llama.LayerSpec`.
+    """
     choice = "sdpa" if options.use_te else options.attn_implementation
     attention = choose_attention(choice, hf_config, device, compute_dtype)
     with init_empty_weights(include_buffers=False), torch.device("cpu" if options.use_te else device):
@@ -84,8 +86,8 @@ def build_model(
     keep_lower_bits: bool = False,
     **structure: Any,
 ) -> Model:
-    """The model on `device` with its stored weights, or random ones; for `structure` see `build_structure`. With
-    `keep_lower_bits` bf16 parameters keep what stored ones have beyond bf16 (`llm_fp8.optim.adamw_master`).
+    """Build the model on `device` with its stored weights, or random ones; `structure`: see `build_structure`. With
+    `keep_lower_bits`, bf16 parameters also keep the lower bits of stored fp32 (`llm_fp8.optim.adamw_master`).
     """
     model = build_structure(options, hf_config, stored, device=device, te_on_meta=False, **structure)
     if not options.use_te:
@@ -96,8 +98,9 @@ def build_model(
 
 
 def fill_weights(model: Model, device: Device = "cpu", seed: int = 0, keep_lower_bits: bool = False) -> None:
-    """Give a model whose parameters have memory its weights, or this rank's shards. Without stored ones they are drawn
-    on `device` from `seed`, the same for every world size. `UserError` names file and tensor that do not fit.
+    """Fill a model whose parameters have memory with its weights, or with this rank's shards of them. Weights that are
+    not stored are drawn on `device` from `seed`, identically for every world size. `UserError` names file and tensor
+    that do not fit.
     """
     if keep_lower_bits and model.stored is not None:
         for parameter in model.module.parameters():
@@ -108,8 +111,8 @@ def fill_weights(model: Model, device: Device = "cpu", seed: int = 0, keep_lower
 
 
 def filled_layers(model: Model, layers: Iterable[nn.Module], device: Device, seed: int) -> Iterator[nn.Module]:
-    """Load one decoder layer at a time: allocate it where it has no memory, fill it, yield it. The caller may free or
-    cast it before the next one is allocated. What lies outside of `layers` has memory and is filled in its turn.
+    """Load one decoder layer at a time: allocate its memory if it has none, fill it, yield it. The caller may free or
+    cast a layer before the next one is allocated. Tensors outside `layers` must have memory and are filled in order.
     """
     tensors = saved_tensors(model.module)
     owners = {id(parameter): layer for layer in layers for parameter in layer.parameters()}
@@ -127,24 +130,24 @@ def filled_layers(model: Model, layers: Iterable[nn.Module], device: Device, see
 
 
 def model_from_config(hf_config: PretrainedConfig, **options: Any) -> Model:
-    """The Hugging Face model of `hf_config`, or the part of a multimodal one that text passes through."""
+    """Build the Hugging Face model of `hf_config`; of a multimodal model, only the part that text passes through."""
     with reading_model(f"causal language model of type '{hf_config.model_type}'", hf_config.name_or_path or ""):
         module = auto_class(hf_config).from_config(hf_config, trust_remote_code=False, **options)
         return without_towers(module) if is_multimodal(hf_config) else Model(module)
 
 
 def is_multimodal(hf_config: PretrainedConfig) -> bool:
-    """True where the checkpoint holds more than a language model: a tower for images or sound, and what joins them."""
+    """Return True if the checkpoint holds more than a language model, such as a tower for images or sound."""
     return text_config(hf_config) is not hf_config
 
 
 def auto_class(hf_config: PretrainedConfig) -> Any:
-    """transformers' class that reads the whole checkpoint."""
+    """Return transformers' auto class that reads the whole checkpoint."""
     return AutoModelForMultimodalLM if is_multimodal(hf_config) else AutoModelForCausalLM
 
 
 def without_towers(model: PreTrainedModel) -> Model:
-    """Take out of `model` all but decoder and lm_head, which text passes through; tensors keep their names."""
+    """Remove all modules except decoder and lm_head, the parts for text, from `model`; tensors keep their names."""
     decoder, head = text_decoder(model), model.get_output_embeddings()
     text_parts = {module for part in (decoder, head) if part is not None for module in part.modules()}
     left_out: list[str] = []
@@ -152,7 +155,7 @@ def without_towers(model: PreTrainedModel) -> Model:
         if module in text_parts or text_parts.isdisjoint(module.modules()):
             continue
         children = [(name, child) for name, child in module.named_children() if text_parts.isdisjoint(child.modules())]
-        towers = [name for name, child in children if child.state_dict()]  # without weights it may act on the logits
+        towers = [name for name, child in children if child.state_dict()]  # one without weights may act on the logits
         for name in [*towers, *(name for name, _ in module.named_parameters(recurse=False))]:
             setattr(module, name, None)
             left_out.append(f"{prefix}.{name}".lstrip("."))
@@ -160,18 +163,18 @@ def without_towers(model: PreTrainedModel) -> Model:
 
 
 def count_parameters(hf_config: PretrainedConfig) -> int:
-    """The number of parameters of the model of `hf_config`, tied ones once."""
+    """Return the number of parameters of `hf_config`'s model; tied parameters count once."""
     return sum(parameter.numel() for parameter in model_on_meta(hf_config).module.parameters())
 
 
 def model_on_meta(hf_config: PretrainedConfig) -> Model:
-    """The Hugging Face model of `hf_config` without memory."""
+    """Build the Hugging Face model of `hf_config` on "meta"."""
     with torch.device("meta"):
-        return model_from_config(copy.deepcopy(hf_config))  # which building would change
+        return model_from_config(copy.deepcopy(hf_config))  # building changes the config
 
 
 def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -> DecoderSize:
-    """The decoder's dimensions: of experts the weights that compute a token, of a hybrid the layers with attention."""
+    """Return the decoder's dimensions, counting only expert weights used per token and only layers with attention."""
     model, decoder = model_on_meta(hf_config), text_config(hf_config)
     routed, num_linear = routed_modules(model.module), 0.0
     for module in model.module.modules():
@@ -179,18 +182,18 @@ def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -
         matrices = [weight] if isinstance(weight, nn.Parameter) and weight.dim() == 2 else expert_weights(module)
         share = routed[module].share if module in routed else 1.0
         num_linear += share * sum(matrix.numel() for matrix in matrices)
-    kinds = getattr(decoder, "layer_types", None) or getattr(decoder, "layers_block_type", None)
-    kinds = kinds or ["attention"] * len(model.layers)
-    has_attention = [kind == "hybrid" or ("attention" in kind and "linear" not in kind) for kind in kinds]
-    configs = getattr(decoder, "per_layer_config", None) or [decoder] * len(kinds)
+    types = getattr(decoder, "layer_types", None) or getattr(decoder, "layers_block_type", None)
+    types = types or ["attention"] * len(model.layers)
+    has_attention = [name == "hybrid" or ("attention" in name and "linear" not in name) for name in types]
+    configs = getattr(decoder, "per_layer_config", None) or [decoder] * len(types)
     widths = [attention_width(config) for config, has in zip(configs, has_attention, strict=False) if has]
     width = sum(widths) // max(1, len(widths))
     return DecoderSize(round(num_linear), len(widths), width, num_adapter_parameters)
 
 
 def read_by_kernels(model: nn.Module) -> dict[str, nn.Module]:
-    """The linear layers of Mamba's mixers, by name, whose weight fused kernels read while training without calling
-    them: the output, and two more in Mamba 1. An adapter or an fp8 GEMM in their place would not run.
+    """Return the linear layers of Mamba's mixers, by name, that training never calls: fused kernels read their weights.
+    These are the output, and two more in Mamba 1. An adapter or an fp8 module in their place would not run.
     """
     return {
         f"{prefix}.{name}": child
@@ -202,23 +205,23 @@ def read_by_kernels(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def attention_width(layer: Any) -> int:
-    """Heads times elements of a head, by the config of a layer; 0 where it has no heads."""
+    """Return number of heads times head_dim from a layer's config; 0 if it has no heads."""
     num_heads = getattr(layer, "num_attention_heads", 0)
     head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // max(1, num_heads)
     if (key_dim := getattr(layer, "qk_head_dim", None)) and (value_dim := getattr(layer, "v_head_dim", None)):
-        head_dim = (key_dim + value_dim) // 2  # latent attention, whose `head_dim` is that of the rotated part
+        head_dim = (key_dim + value_dim) // 2  # latent attention: its `head_dim` covers only the rotated part
     return num_heads * head_dim
 
 
 def read_into(stored: StoredCheckpoint, targets: Mapping[str, tuple[str, Part]], tensors: Mapping[str, Tensor]) -> None:
-    """Copy what belongs to `tensors` (this rank's shards, by name) into place; for `targets` see `Model`."""
+    """Fill `tensors` (this rank's shards, by name) from the stored weights; for `targets` see `Model`."""
     wanted = {name for name, (owner, _) in targets.items() if owner in tensors}
-    place = next(iter(tensors.values())).device
+    device = next(iter(tensors.values())).device
     for path in dict.fromkeys(stored.stored[name].path for name in targets if name in wanted):
-        with open_weights(path, place) as in_file:
-            for name in filter(wanted.__contains__, in_file.offset_keys()):
+        with open_weights(path, device) as file:
+            for name in filter(wanted.__contains__, file.offset_keys()):
                 owner, part = targets[name]
-                local_shard(tensors[owner]).fill(part, stored.rows(name, in_file, place))
+                local_shard(tensors[owner]).fill(part, stored.rows(name, file, device))
 
 
 @dataclass(frozen=True)
@@ -227,17 +230,17 @@ class LocalShard:
 
     data: Tensor
     start: int
-    remainder: Tensor | None = None  # of bf16 `data`: the lower bits of its fp32 values, where they are kept
+    remainder: Tensor | None = None  # lower bits of the fp32 values of bf16 `data`, if kept
 
     def fill(self, part: Part, rows: Any) -> None:
-        """Copy what this rank has of a Hugging Face tensor into place, cast; `rows[a:b]` gives its rows a to b."""
+        """Copy and cast this rank's rows of a Hugging Face tensor into `data`; `rows[a:b]` reads its rows a to b."""
         first, last = max(part.start, self.start), min(part.stop, self.start + len(self.data))
         if first >= last:
             return
         wanted = slice(first - part.start, last - part.start) if part.by_rows else slice(None)
         values = rows[wanted] if part.shape else torch.atleast_1d(rows[...])
         if self.data.is_floating_point() and not values.is_floating_point():
-            raise UnsupportedArchitecture(f"'{part.hf_name}' holds {values.dtype} in the checkpoint, not floats")
+            raise UnsupportedArchitecture(f"'{part.hf_name}' holds {values.dtype} in the checkpoint instead of floats")
         overlap = slice(first - self.start, last - self.start)
         if self.data.dtype == torch.bfloat16 and values.dtype in (torch.float32, torch.float16):
             values, remainder = split_master(values.to(self.data.device, torch.float32))
@@ -247,8 +250,8 @@ class LocalShard:
 
 
 def local_shard(tensor: Tensor) -> LocalShard:
-    """This rank's rows of `tensor` (shared memory): all of a plain tensor, the shard of a DTensor on dim 0. Of R rows
-    FSDP gives each of n ranks ceil(R / n), the last ones fewer or none. A 0-d tensor is one row.
+    """Return this rank's rows of `tensor`, sharing its memory: all rows of a plain tensor, or a DTensor's dim-0 shard.
+    FSDP gives each of n ranks ceil(R / n) of R rows; the last ranks get fewer or none. A 0-d tensor is one row.
     """
     remainder, start = remainder_of(tensor), 0
     if not isinstance(tensor, DTensor):
@@ -261,10 +264,11 @@ def local_shard(tensor: Tensor) -> LocalShard:
 
 
 class RandomWeights(TorchFunctionMode):
-    """Draws parameters as transformers' `_init_weights` does for the architecture: norms, gates and decays included.
-    That runs once on a model without memory, in this mode, which records its calls for each parameter. Here a parameter
-    is drawn whole on the generator's device and this rank takes its shard, so that weights depend neither on the number
-    of ranks nor on the split. What transformers leaves to constructors is drawn as Llama's: normal, or one, or zero.
+    """Draws parameters as transformers' `_init_weights` does for the architecture, including norms, gates and decays.
+
+    `_init_weights` runs once in this mode on a model without memory; the mode records the calls for each parameter.
+    `fill` draws a whole parameter on the generator's device and keeps this rank's shard, so weights depend neither on
+    the number of ranks nor on the sharding. What `_init_weights` skips is drawn as in Llama: normal, one or zero.
     """
 
     def __init__(self, model: Model, generator: torch.Generator) -> None:
@@ -280,26 +284,26 @@ class RandomWeights(TorchFunctionMode):
             torch.manual_seed(generator.initial_seed())
             structure.initialize_weights()
         for name, parameter in structure.named_parameters():
-            llamas: _Call = (Tensor.normal_, (0.0, std), {"generator": generator})
+            default: _Call = (Tensor.normal_, (0.0, std), {"generator": generator})
             if parameter.ndim < 2 or name.endswith("bias"):
-                llamas = Tensor.fill_, (0.0 if name.endswith("bias") else 1.0,), {}
-            self._calls[name] = self._recorded.get(id(parameter)) or [llamas]
+                default = Tensor.fill_, (0.0 if name.endswith("bias") else 1.0,), {}
+            self._calls[name] = self._recorded.get(id(parameter)) or [default]
         self._hf_names = {name: parts[0].hf_name for name, parts in te_llama.parameter_map(model.module).items()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        target, *others = args or [options.pop("tensor", None)]  # as torch.nn.init passes it
+        target, *others = args or [options.pop("tensor", None)]  # torch.nn.init passes it by keyword
         if isinstance(target, nn.Parameter) and name.endswith("_") and not name.startswith("_"):  # in place
             if name in ("normal_", "uniform_") or "generator" in options:
                 options["generator"] = self._generator
             if "generator" in options or name in ("zero_", "fill_", "constant_", "copy_"):
-                self._recorded[id(target)] = []  # all before is overwritten, as that of a tied matrix is
+                self._recorded[id(target)] = []  # overwrites earlier calls, as for a tied matrix
             if not any(getattr(value, "is_meta", False) for value in others):
                 self._recorded.setdefault(id(target), []).append((func, tuple(others), options))
         return func(*args, **(kwargs or {}))
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Draw those `tensors` (by their names in `saved_tensors`) that are parameters."""
+        """Draw the parameters among `tensors`, which are named as in `saved_tensors`."""
         for name, tensor in tensors.items():
             if not isinstance(tensor, nn.Parameter):
                 continue

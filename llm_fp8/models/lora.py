@@ -1,14 +1,14 @@
-"""LoRA: a frozen model, and beside some of its linear layers a trained low-rank product.
+"""LoRA: a frozen model with a trained low-rank product beside some of its linear layers.
 
     y = W x + scaling * B (A dropout(x))    W [out, in] frozen, A [rank, in], B [out, rank], scaling = alpha / rank
 
-(Hu et al. 2021, arXiv:2106.09685.) B starts at zero, A uniform in +-1/sqrt(in), PEFT's initialisation, from a seed made
-of --seed and the layer's name: the same numbers in every precision, decoder, layout and world size.
+(Hu et al. 2021, arXiv:2106.09685.) As in PEFT, B starts at zero and A uniform in +-1/sqrt(in). The seed is made of
+--seed and the layer's name, so A has the same numbers in every precision, decoder, layout and world size.
 
-Hugging Face's decoder gets its adapters from PEFT, in a mixture of experts beside attention and shared experts, and
-beside routed ones where --lora_targets names them. PEFT does not know the fused modules of the TE decoder: there a
-forward hook calls a module `adapters` in each fused one, with one A and B per Hugging Face layer, so that both kinds
-are exported and merged as the same PEFT adapter. Their GEMMs run in the run's compute dtype, never in fp8.
+Hugging Face's decoder gets its adapters from PEFT. In a mixture of experts they go to attention and shared experts, and
+to routed experts if --lora_targets names them. PEFT does not support the TE decoder's fused modules, so each of these
+has a module `adapters` that a forward hook calls, with one A and B per Hugging Face layer. Both kinds are exported and
+merged as the same PEFT adapter. The adapters' GEMMs run in the run's compute dtype, never in fp8.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from te_llama import Part
 
 
 class Adapter(NamedTuple):
-    """The two matrices beside one Hugging Face weight: `a` [rank, in], `b` [out, rank]; of experts those of all."""
+    """The matrices beside a Hugging Face weight: `a` [rank, in], `b` [out, rank]; for experts, those of all experts."""
 
     a: nn.Parameter
     b: nn.Parameter
     scaling: float
-    weight: str  # its name
-    delta: Callable[[], Tensor] | None = None  # what they add to the weights of experts
+    weight: str  # the weight's name
+    delta: Callable[[], Tensor] | None = None  # returns what is added to expert weights
 
 
 def needs_unfused_mlp(options: LoraConfig) -> bool:
-    """True where an adapter needs the TE decoder's MLP unfused."""
+    """Return True if an adapter needs the TE decoder's MLP unfused."""
     in_mlp = {"gate_proj", "up_proj", "down_proj", ALL_LINEAR}
     return options.lora_rank > 0 and not in_mlp.isdisjoint(options.targets)
 
 
 def add_adapters(model: Model, options: LoraConfig, dtype: torch.dtype) -> str:
-    """Freeze `model` and add adapters of `dtype`, without values, on its device ("meta" included). Return a line on
-    layers without an adapter, or "". Raises `UserError` where a name in --lora_targets is no linear layer of the model.
+    """Freeze `model` and add adapters of `dtype`, without values, on its device ("meta" included). Return a line about
+    layers without an adapter, or "". Raise `UserError` if a name in --lora_targets is not a linear layer of the model.
     """
-    prefer_torchs_cudnn()  # PEFT imports Transformer Engine where that is installed
-    import peft  # noqa: F401  # which an export needs too: where it is missing, the run ends here
+    prefer_torchs_cudnn()  # PEFT imports Transformer Engine if it is installed
+    import peft  # noqa: F401  # fail now rather than at the export, which needs it too
 
     note = ""
     if model.uses_te:
@@ -73,7 +73,7 @@ def add_adapters(model: Model, options: LoraConfig, dtype: torch.dtype) -> str:
 
 
 def _check_names(model: Model, options: LoraConfig) -> None:
-    """Raise `UserError` where PEFT, which converts names as transformers does, would not read the adapters back."""
+    """Raise `UserError` if PEFT could not read the adapters back: it converts names as transformers does."""
     from peft import PeftModel, set_peft_model_state_dict
 
     tensors = {name: tensor.to("meta") for name, tensor in adapter_tensors(model.module).items()}
@@ -84,17 +84,17 @@ def _check_names(model: Model, options: LoraConfig) -> None:
         reader = PeftModel(whole, config_for_loading(model, options, ""), low_cpu_mem_usage=True)
         result: Any = set_peft_model_state_dict(reader, tensors, low_cpu_mem_usage=True)
         if misfits := [*result.unexpected_keys, *filter(is_adapter, result.missing_keys)]:
-            raise ValueError(f"PEFT does not find {listed(misfits)} in the plain model")
+            raise ValueError(f"PEFT cannot match {listed(misfits)} with the plain model")
 
 
 def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> tuple[list[str], set[str], str]:
-    """The linear layers and the parameters that get an adapter, by the ends of their names, and the line that names the
-    kinds of layers without one; `UserError` for a name in --lora_targets that `model` does not have.
+    """Return the linear layers and the parameters that get an adapter, by the ends of their names, and a line about
+    kinds of layers without one. Raise `UserError` for a name in --lora_targets that `model` does not have.
     """
     others = {model.get_output_embeddings(), *routed_modules(model)}
     mamba = sorted({name.rpartition(".")[2] for name in read_by_kernels(model)})  # PEFT forbids an adapter there
-    # A subclass of nn.Linear returns something else, as a router does, or takes its input in groups.
-    linears = {name: one for name, one in model.named_modules() if type(one) is nn.Linear and one not in others}
+    # Not subclasses of nn.Linear: some return something else, as a router does, or take their input in groups.
+    linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m not in others}
     layers = [end for end in dict.fromkeys(_ends(model, linears)) if end not in mamba]
     experts = {
         f"{name.rpartition('.')[2]}.{weight}"
@@ -106,26 +106,26 @@ def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> tuple[list[str],
     choices = [*layers, *([EXPERTS] if experts else [])]
     if unknown := sorted(set(options.targets) - {*choices, ALL_LINEAR}):
         raise UserError(f"--lora_targets {', '.join(unknown)}: the model has {', '.join(choices)}; choose from these.")
-    notes = [f"no adapter for {', '.join(mamba)}, whose weight Mamba's kernels read past it"] if mamba else []
+    notes = [f"no adapter for {', '.join(mamba)}, whose weights Mamba's kernels read directly"] if mamba else []
     if experts and EXPERTS not in options.targets:
-        notes.append(f"no adapter for routed experts (--lora_targets {options.lora_targets},{EXPERTS} adds it)")
+        notes.append(f"no adapter for routed experts (--lora_targets {options.lora_targets},{EXPERTS} adds one)")
     if ALL_LINEAR not in options.targets:
         layers = [name for name in options.targets if name != EXPERTS]
     return layers, experts if EXPERTS in options.targets else set(), "; ".join(notes)
 
 
 def _ends(model: nn.Module, layers: Collection[str]) -> list[str]:
-    """The shortest end of each layer's name that is none of another module's: q_proj, but projections.0 in a list."""
+    """Return the shortest end of each layer's name that no other module has: q_proj, or projections.0 in a list."""
 
     def ends(name: str) -> Iterator[str]:
         return itertools.accumulate(reversed(name.split(".")), lambda end, word: f"{word}.{end}")
 
-    others = {end for name, _ in model.named_modules() if name not in layers for end in ends(name)}
-    return [next(end for end in ends(name) if end not in others) for name in layers]
+    other_ends = {end for name, _ in model.named_modules() if name not in layers for end in ends(name)}
+    return [next(end for end in ends(name) if end not in other_ends) for name in layers]
 
 
 def peft_config(options: LoraConfig, modules: Iterable[str], parameters: Iterable[str] = ()) -> Any:
-    """PEFT's description of the adapters (adapter_config.json) of these linear layers and parameters."""
+    """Return PEFT's config (adapter_config.json) for adapters of these linear layers and parameters."""
     from peft import LoraConfig as PeftLoraConfig
 
     alpha: Any = float(options.scaling * options.lora_rank)
@@ -141,9 +141,9 @@ def peft_config(options: LoraConfig, modules: Iterable[str], parameters: Iterabl
 
 
 def config_for_loading(model: Model, options: LoraConfig, base_model: str) -> Any:
-    """`peft_config` of the adapters that `model` has, as PEFT reads it on the plain model. In a mixture of experts PEFT
-    takes gate_proj, up_proj and down_proj for experts, as transformers 4 called them, whatever layers have these names.
-    Named as parameters, the weights of these layers are taken as they are.
+    """Return the `peft_config` with which PEFT loads the adapters of `model` into the plain model. In a mixture of
+    experts PEFT takes any gate_proj, up_proj or down_proj for experts, which had these names in transformers 4. The
+    config therefore lists the weights of such layers as parameters, which PEFT does not convert.
     """
     module, adapters = model.module, adapters_of(model.module)
     parameters = {".".join(adapter.weight.split(".")[-2:]) for adapter in adapters.values() if adapter.delta}
@@ -152,20 +152,20 @@ def config_for_loading(model: Model, options: LoraConfig, base_model: str) -> An
     parameters |= {f"{name}.weight" for name in misread}
     settings = peft_config(options, modules - misread, parameters)
     settings.base_model_name_or_path, settings.inference_mode = base_model, True
-    if model.left_out:  # whose layers may have the same names
+    if model.left_out:  # their layers may have the same names
         settings.exclude_modules = rf".*({'|'.join(map(re.escape, model.left_out))})\..*"
     if settings.target_parameters:
-        settings.lora_dropout = 0.0  # PEFT has none beside parameters
+        settings.lora_dropout = 0.0  # PEFT has no dropout for parameters
     return settings
 
 
 def _is_misread(model: PreTrainedModel, settings: Any) -> bool:
-    """True where PEFT takes the linear layers of `settings` for others in `model`."""
+    """Return True if PEFT takes the linear layers of `settings` for different layers of `model`."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     try:
         convert_peft_config_for_transformers(settings, model, None)
-    except ValueError:  # it wants gate_proj and up_proj together
+    except ValueError:  # PEFT wants gate_proj and up_proj together
         return True
     return not settings.target_modules
 
@@ -175,13 +175,13 @@ def _add_by_peft(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype
 
     on_meta, (modules, parameters, note) = next(model.parameters()).is_meta, _hf_targets(model, options)
     if parameters and on_meta:
-        raise UserError(f"--lora_targets {EXPERTS}: PEFT's adapters of them are not sharded; use --sharding_mode ddp.")
-    around = nn.Module()  # has no config, by which PEFT would take shared experts for the routed ones
-    around.add_module("model", model)
+        raise UserError(f"--lora_targets {EXPERTS}: PEFT's expert adapters are not sharded; use --sharding_mode ddp.")
+    wrapper = nn.Module()  # without the config by which PEFT would take shared experts for routed ones
+    wrapper.add_module("model", model)
     settings = peft_config(options, modules, parameters)
-    advice = f"Give other --lora_targets; where it names a package, run: pip install -r {BASE_REQUIREMENTS}"
+    advice = f"Give other --lora_targets; if the error names a package, run: pip install -r {BASE_REQUIREMENTS}"
     with reading("--lora_targets", options.lora_targets, "the model into PEFT", advice):
-        inject_adapter_in_model(settings, around, low_cpu_mem_usage=on_meta)
+        inject_adapter_in_model(settings, wrapper, low_cpu_mem_usage=on_meta)
     for name, module in model.named_modules():
         if is_adapter(name):
             module.to(dtype)
@@ -204,7 +204,7 @@ def _add_to_te_decoder(model: PreTrainedModel, options: LoraConfig, dtype: torch
 
 
 def _with_adapters(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Tensor:
-    """Forward hook of a Transformer Engine module: its output with the adapters' added."""
+    """Add the adapters' output to that of a Transformer Engine module, as its forward hook."""
     projected, gemm_input = output if isinstance(output, tuple) else (output, inputs[0])
     return module.adapters(gemm_input, projected)
 
@@ -224,11 +224,11 @@ class FusedAdapters(nn.Module):
 
     @property
     def gemm_weights(self) -> list[Tensor]:
-        """All its matrices."""
+        """All matrices of the adapters."""
         return list(self.parameters())
 
     def forward(self, inputs: Tensor, output: Tensor) -> Tensor:
-        """inputs [..., in]; output [..., out of the fused module], which is overwritten and returned."""
+        """Add the adapters' result for `inputs` [..., in] to `output` [..., out of the fused module] and return it."""
         dtype = output.dtype
         stacked = torch.cat([a.to(dtype) for a in self.lora_A.values()])
         low = F.linear(F.dropout(inputs.to(dtype), self.dropout, self.training), stacked) * self.scaling
@@ -263,7 +263,7 @@ class _AddLowRank(torch.autograd.Function):
 
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
-    """Name of a Hugging Face linear layer -> its adapter, in the order of the modules; empty without adapters."""
+    """Return name of a Hugging Face linear layer -> its adapter, in order of the modules; empty without adapters."""
     adapters: dict[str, Adapter] = {}
     layer: Any
     for name, layer in model.named_modules():
@@ -273,15 +273,15 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
                 adapters[part.hf_name.removesuffix(".weight")] = adapter
         elif isinstance(getattr(layer, "lora_A", None), nn.ModuleDict):
             a, b = (matrices["default"].weight for matrices in (layer.lora_A, layer.lora_B))
-            of_parameter = hasattr(layer, "parameter_name")
-            weight = f"{name_without_adapter(name)}.{layer.parameter_name if of_parameter else 'weight'}"
-            delta = functools.partial(layer.get_delta_weight, "default") if of_parameter else None
+            is_parameter = hasattr(layer, "parameter_name")
+            weight = f"{name_without_adapter(name)}.{layer.parameter_name if is_parameter else 'weight'}"
+            delta = functools.partial(layer.get_delta_weight, "default") if is_parameter else None
             adapters[name] = Adapter(a, b, layer.scaling["default"], weight, delta)
     return adapters
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """PEFT's names of the adapters' matrices."""
+    """Return the adapters' matrices by PEFT's names."""
     return {
         f"base_model.model.{name}.lora_{letter}.weight": matrix
         for name, adapter in adapters_of(model).items()
@@ -291,7 +291,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def initialize_adapters_(model: PreTrainedModel, seed: int) -> None:
-    """Initialise the adapters, or this rank's shards of them: A uniform in +-1/sqrt(in), B zero."""
+    """Initialise the adapters, or this rank's shards: A uniform in +-1/sqrt(in), B zero."""
     for name, adapter in adapters_of(model).items():
         bound = 1 / math.sqrt(adapter.a.shape[1])
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
@@ -302,7 +302,7 @@ def initialize_adapters_(model: PreTrainedModel, seed: int) -> None:
 
 
 def with_adapter(weight: Tensor, adapter: Adapter, full_tensor: Callable[[Tensor], Tensor]) -> Tensor:
-    """W + scaling * B A in fp32 [out, in]; `full_tensor` returns an unsharded parameter and may be collective."""
+    """Return W + scaling * B A in fp32 [out, in]; `full_tensor` unshards a parameter and may be collective."""
     if adapter.delta is not None:
         return weight.float() + adapter.delta().float()
     a, b = (full_tensor(matrix).to(weight.device, torch.float32) for matrix in (adapter.a, adapter.b))

@@ -1,15 +1,15 @@
-"""The parity check: is the TE decoder the same function as Hugging Face's, on this model's weights and this run's data?
+"""The parity check: the TE decoder must compute Hugging Face's function on this model's weights and this run's data.
 
-1. The weights are the checkpoint's, bit for bit, cast to the parameter's dtype.
+1. The weights equal the checkpoint's bit for bit after the cast to the parameter's dtype.
 2. In fp32 the layers agree. From the same weights, input and output gradient, Hugging Face's and TE's output, input
-   gradient and weight gradients differ by at most `FP32_LIMIT`. TF32 is off (utils/script.py): only the order of
-   summation differs. This sees RoPE, softmax scale, epsilon, dropped biases, windows and document boundaries.
+   gradient and weight gradients differ by at most `FP32_LIMIT`. TF32 is off (utils/script.py), so only the order of
+   summation differs. This test covers RoPE, softmax scale, epsilon, biases, windows and document boundaries.
 3. In the training dtype TE rounds no more than Hugging Face does. A tensor's error is its distance from Hugging Face in
-   fp32; the ratio of TE's error to Hugging Face's own is near 1. A single ratio proves nothing, so the geometric mean
-   over all tensors (`MEAN_LIMIT`) and the median within each layer (`LAYER_LIMIT`) are judged.
+   fp32, and the ratio of TE's error to Hugging Face's is near 1. A single ratio proves nothing, so the test limits the
+   geometric mean over all tensors (`MEAN_LIMIT`) and the median within each layer (`LAYER_LIMIT`).
 
-The limits are far from what rounding and a wrong model give. The data are the first sequence of the first batch. Two
-Hugging Face layers are in memory at a time, so the check runs wherever training does.
+The limits lie far above the effect of rounding and far below that of a wrong model. The data is the first sequence of
+the first batch. Only two Hugging Face layers are in memory at a time, so the check runs wherever training does.
 """
 
 from __future__ import annotations
@@ -38,41 +38,42 @@ from te_llama import Part
 FP32_LIMIT = 4e-4
 MEAN_LIMIT = 1.25
 LAYER_LIMIT = 2.0
-SMALLEST_ERROR = 1e-4  # added to both errors of a ratio: below it a difference means nothing
-MAX_TOKENS = 2048  # compared: TE's attention in fp32 holds scores of their square for every head
+SMALLEST_ERROR = 1e-4  # added to both errors of a ratio, because smaller differences mean nothing
+MAX_TOKENS = 2048  # tokens compared; TE's fp32 attention holds MAX_TOKENS² scores per head
 Tensors = dict[str, Tensor]
 Row = tuple[Tensor, Tensor, Tensor]  # `input_ids`, `position_ids` [1, n], `cu_seqlens` int32
 _ADVICE = "Report this with config.json, or train without --use_te."
 
 
 class Comparison(NamedTuple):
-    """One tensor of one layer; distance from Hugging Face in fp32 of TE in fp32, and of both in the training dtype."""
+    """Relative distances of one layer's tensor from Hugging Face's in fp32."""
 
     layer: int
     tensor: str
-    fp32: float
-    te: float
-    hf: float
+    fp32: float  # of TE in fp32
+    te: float  # of TE in the training dtype
+    hf: float  # of Hugging Face in the training dtype
 
 
 def judge(comparisons: Sequence[Comparison], dtype: torch.dtype) -> str:
-    """Tests 2 and 3 in one clause; `dtype` is the training dtype. Raises `UserError` where one fails; a NaN fails."""
+    """Judge tests 2 and 3 (`dtype`: the training dtype) and return a clause; raise `UserError` on a failure or NaN."""
     logarithms: dict[int, list[float]] = {}
-    for one in comparisons:
-        logarithm = math.log((one.te + SMALLEST_ERROR) / (one.hf + SMALLEST_ERROR))
-        logarithms.setdefault(one.layer, []).append(logarithm)
-    worst = max(comparisons, key=lambda one: math.inf if math.isnan(one.fp32) else one.fp32)
+    for tensor in comparisons:
+        logarithm = math.log((tensor.te + SMALLEST_ERROR) / (tensor.hf + SMALLEST_ERROR))
+        logarithms.setdefault(tensor.layer, []).append(logarithm)
+    worst = max(comparisons, key=lambda tensor: math.inf if math.isnan(tensor.fp32) else tensor.fp32)
     mean = math.exp(statistics.fmean(itertools.chain(*logarithms.values())))
-    medians = {layer: statistics.median(of_layer) for layer, of_layer in logarithms.items()}
+    medians = {layer: statistics.median(ratios) for layer, ratios in logarithms.items()}
     worst_layer, median = max(medians.items(), key=lambda item: item[1])
-    rounds = "its error in the training dtype is"
-    for figure, limit, what in (
+    in_training = "its error in the training dtype is"
+    for figure, limit, finding in (
         (worst.fp32, FP32_LIMIT, f"{worst.tensor} of layer {worst.layer} differs in fp32 by"),
-        (mean, MEAN_LIMIT, f"{rounds} Hugging Face's times"),
-        (math.exp(median), LAYER_LIMIT, f"{rounds}, in layer {worst_layer}, Hugging Face's times"),
+        (mean, MEAN_LIMIT, f"{in_training} Hugging Face's times"),
+        (math.exp(median), LAYER_LIMIT, f"{in_training}, in layer {worst_layer}, Hugging Face's times"),
     ):
         if not figure <= limit:
-            raise UserError(f"--use_te is not Hugging Face's model: {what} {figure:.2g}, at most {limit:g}. {_ADVICE}")
+            finding = f"{finding} {figure:.2g}, and the limit is {limit:g}"
+            raise UserError(f"--use_te does not compute Hugging Face's model: {finding}. {_ADVICE}")
     return (
         f"{len(comparisons)} tensors of {len(logarithms)} layers differ in fp32 by at most {worst.fp32:.1g}; in "
         f"{str(dtype).removeprefix('torch.')} their distance from fp32 is {mean:.2f} times Hugging Face's "
@@ -81,7 +82,7 @@ def judge(comparisons: Sequence[Comparison], dtype: torch.dtype) -> str:
 
 
 def relative_difference(value: Tensor, reference: Tensor) -> float:
-    """‖value − reference‖ / ‖reference‖ in fp32, or in fp64 where one of them is; 0 where both are zero."""
+    """Return ‖value − reference‖ / ‖reference‖ in fp32, or in fp64 if either is fp64; 0 if both are zero."""
     dtype = torch.promote_types(torch.promote_types(value.dtype, reference.dtype), torch.float32)
     value, reference = value.to(dtype), reference.to(dtype)
     norm, difference = reference.norm(), (value - reference).norm()
@@ -89,7 +90,7 @@ def relative_difference(value: Tensor, reference: Tensor) -> float:
 
 
 def first_row(batch: Batch, max_seq_length: int) -> Row:
-    """The first sequence up to `MAX_TOKENS` real tokens."""
+    """Return the first sequence, cut to `MAX_TOKENS` real tokens."""
     if batch.cu_seqlens is None:
         assert batch.attention_mask is not None
         length = min(int(batch.attention_mask[0].sum()), MAX_TOKENS)
@@ -103,16 +104,16 @@ def first_row(batch: Batch, max_seq_length: int) -> Row:
 
 
 def check_parity(model: Model, layers: Iterable[Any], batch: Batch, max_seq_length: int, dtype: torch.dtype) -> str:
-    """Run the three tests on a TE decoder that computes in `dtype` and return a sentence on them; `UserError` where one
-    fails. Each of its `layers` needs its weights only until the next is asked for. Collective.
+    """Run the three tests on a TE decoder that computes in `dtype` and return a sentence about them; raise `UserError`
+    if one fails. A layer of `layers` needs its weights only until the next one is requested. Collective.
     """
     entries = te_llama.parameter_map(model.module)
     outside, names = dict(entries), {module: name for name, module in model.module.named_modules()}
 
     def loaded() -> Iterator[nn.Module]:
         for layer in layers:
-            of_layer = [name for name in entries if name.startswith(f"{names[layer]}.")]
-            check_weights(model, {name: outside.pop(name) for name in of_layer})
+            layer_names = [name for name in entries if name.startswith(f"{names[layer]}.")]
+            check_weights(model, {name: outside.pop(name) for name in layer_names})
             yield layer
 
     comparisons = compare_layers(model, loaded(), first_row(batch, max_seq_length), dtype)
@@ -122,7 +123,7 @@ def check_parity(model: Model, layers: Iterable[Any], batch: Batch, max_seq_leng
 
 
 def check_weights(model: Model, entries: Mapping[str, tuple[Part, ...]]) -> None:
-    """Test 1 of these `entries` of the model's parameter map. Raises `UserError` naming the first that differs."""
+    """Run test 1 on `entries` of the model's parameter map; raise `UserError` naming the first tensor that differs."""
     for te_name, parts in entries.items():
         full = model.full_tensor(model.module.get_parameter(te_name))
         for part in parts:
@@ -135,7 +136,7 @@ def check_weights(model: Model, entries: Mapping[str, tuple[Part, ...]]) -> None
 
 
 def compare_layers(model: Model, layers: Iterable[Any], row: Row, dtype: torch.dtype) -> list[Comparison]:
-    """Tests 2 and 3, unjudged, on both kinds of each layer, built anew with its weights; for `row` see `first_row`."""
+    """Compare both kinds of each layer, rebuilt with its weights, for tests 2 and 3; for `row` see `first_row`."""
     input_ids, position_ids, cu_seqlens = row
     documents = {"cu_seq_lens_q": cu_seqlens, "max_length_q": int((cu_seqlens[1:] - cu_seqlens[:-1]).max())}
     config, full_tensor = text_decoder(model.module).config, model.full_tensor
@@ -144,10 +145,10 @@ def compare_layers(model: Model, layers: Iterable[Any], row: Row, dtype: torch.d
     pairs: dict[tuple[Any, torch.dtype], tuple[Any, Any]] = {}
     comparisons = []
     for number, layer in enumerate(layers):
-        if number == 0:  # the embedding has its weights when the first layer has
+        if number == 0:  # by now the embedding has its weights too
             hidden = F.embedding(input_ids, full_tensor(embedding.weight).to(dtype))
             hidden = hidden * getattr(embedding, "embed_scale", 1)
-        if not isinstance(layer, te_llama.TEDecoderLayer):  # it is Hugging Face's
+        if not isinstance(layer, te_llama.TEDecoderLayer):  # a layer that stays Hugging Face's
             reference: Any = _one_layer_model(config, number, dtype, hidden.device)
             reference.layers[0].load_state_dict({name: full_tensor(p) for name, p in layer.named_parameters()})
             hidden = _run(reference, hidden, torch.zeros_like(hidden), position_ids=position_ids)[0]["output"]
@@ -169,20 +170,21 @@ def compare_layers(model: Model, layers: Iterable[Any], row: Row, dtype: torch.d
                 for name, parameter in te_layer.named_parameters():
                     parameter.copy_(weights[name])
             results, gradients = _run(reference, hidden.to(kind), gradient.to(kind), position_ids=position_ids)
-            of_layer = {name.removeprefix("layers.0."): value for name, value in gradients.items()}
-            hf[kind] = results | _joined(parts, of_layer)
+            layer_gradients = {name.removeprefix("layers.0."): value for name, value in gradients.items()}
+            hf[kind] = results | _joined(parts, layer_gradients)
             inputs = {"position_embeddings": layer.angles, **documents}
             results, gradients = _run(te_layer, hidden.to(kind), gradient.to(kind), **inputs)
             te[kind] = results | _joined(parts, te_llama.in_hf_layout(parts, gradients))
         for name, exact in hf[torch.float32].items():
-            errors = (relative_difference(each[name], exact) for each in (te[torch.float32], te[dtype], hf[dtype]))
+            measured = (te[torch.float32], te[dtype], hf[dtype])
+            errors = (relative_difference(tensors[name], exact) for tensors in measured)
             comparisons.append(Comparison(number, name, *errors))
         hidden = hf[dtype]["output"]
     return comparisons
 
 
 def _one_layer_model(config: PretrainedConfig, layer: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Hugging Face's decoder with one layer of the kind of `layer`, a minimal vocabulary and no final norm."""
+    """Build Hugging Face's decoder with one layer of the same type as `layer`, a tiny vocabulary and no final norm."""
     config = copy.deepcopy(config)
     config.num_hidden_layers, config.vocab_size, config.pad_token_id, config.attention_dropout = 1, 16, None, 0.0
     if getattr(config, "layer_types", None) is not None:
@@ -194,14 +196,14 @@ def _one_layer_model(config: PretrainedConfig, layer: int, dtype: torch.dtype, d
 
 
 def _run(module: nn.Module, hidden: Tensor, gradient: Tensor, **arguments: object) -> tuple[Tensors, Tensors]:
-    """Forward and backward pass: output and input gradient [1, S, h], and the parameters' gradients by name."""
+    """Run forward and backward pass; return output and input gradient [1, S, h], and parameter gradients by name."""
     module.zero_grad(set_to_none=True)
     hidden = hidden.clone().requires_grad_()
     if isinstance(module, PreTrainedModel):
         output = module(inputs_embeds=hidden, use_cache=False, **arguments).last_hidden_state
     else:
         output = module(hidden, **arguments)
-    # The first backward pass of a process runs in a thread without a CUDA context; cuBLAS takes the device's.
+    # A process's first backward pass runs in a thread without a CUDA context; cuBLAS then uses the device's.
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
     output.backward(gradient)
     gradients: dict[str, Any] = {name: parameter.grad for name, parameter in module.named_parameters()}
@@ -210,12 +212,12 @@ def _run(module: nn.Module, hidden: Tensor, gradient: Tensor, **arguments: objec
 
 
 def _joined(parts_of_layer: Mapping[str, Sequence[Part]], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients with the biases of q, k and v as one vector: that of k's bias alone is nothing but rounding."""
+    """Return the gradients with the biases of q, k and v joined: the gradient of k's bias alone is only rounding."""
     joined = {}
     for parts in parts_of_layer.values():
         names = [part.hf_name for part in parts]
         groups = [names] if gradients[names[0]].ndim == 1 else [[name] for name in names]
         for group in groups:
-            of_group = [gradients[name] for name in group]
-            joined[f"gradient of {' and '.join(group)}"] = torch.cat(of_group) if len(group) > 1 else of_group[0]
+            tensors = [gradients[name] for name in group]
+            joined[f"gradient of {' and '.join(group)}"] = torch.cat(tensors) if len(group) > 1 else tensors[0]
     return joined
