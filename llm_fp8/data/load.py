@@ -1,16 +1,16 @@
-"""A hub id or a local path (--dataset_name) becomes one split of a `datasets` dataset.
+"""Load one split of a `datasets` dataset from a hub id or a local path (--dataset_name).
 
     embedded                    the dataset of this repository
     owner/name                  a dataset of the Hugging Face hub
-    path/to/folder              laid out as the hub lays them out, or written by `save_to_disk`
+    path/to/folder              a folder with the hub's layout, or written by `save_to_disk`
     path/to/file.jsonl          also .json, .parquet, .csv, and compressed (.jsonl.gz)
     'path/to/train-*.jsonl'     all files that match, as one dataset
     any of these:configuration  one of its configurations (openai/gsm8k:main)
     any of these,another        several datasets; --dataset_weights says how many rows of each
 
-Cells of CSV files stay text, and rows of JSON files are the text in the file (`JsonRows`): `datasets` would make text
-that looks like a date one, and a null field would look like one that only other rows have. A folder's other files, such
-as copies that editors and downloads leave, are not read, and named where their names are those of data.
+Cells of CSV files stay text, and rows of JSON files are the text in the file (`JsonRows`). Otherwise `datasets` would
+turn text that looks like a date into a date, and would not tell a null field from a missing one. Other files in a
+folder, such as copies left by editors and downloads, are not read; the report names them if they look like data files.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ from llm_fp8.utils.errors import UserError, existing_part, reading
 FILE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 DEFAULT_SPLITS, VALIDATION_SPLIT = ("train_1M", "train"), "validation"
 DATA_FILE = re.compile(r"(\.(?:jsonl?|ndjson|parquet|csv|tsv|txt|arrow|zip))(?:\.(?:gz|bz2|xz|zst|lz4))?$")
-MOST_OTHER_FILES = 10_000  # beside those of data in a folder: `datasets` lists 1,000 a second
-LIKE_DATA = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|arrow)(?![a-z])[^/]*$")  # named if they are not read
-FIRST_ROWS = 1000  # of a JSON file, whose columns decide how it is read
-ROW = "row of a JSON file"  # name of the only column: the text of each row
+MOST_OTHER_FILES = 10_000  # limit for a folder's non-data files: `datasets` lists 1,000 a second
+LIKE_DATA = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|arrow)(?![a-z])[^/]*$")  # reported if they are not read
+FIRST_ROWS = 1000  # rows of a JSON file whose columns decide how it is read
+ROW = "row of a JSON file"  # name of the only column, which holds the text of each row
 _BETWEEN = re.compile(r"[\s,]*")
 
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """A dataset, its splits, and the one that is read. The same data under another name, or flag, are equal."""
+    """A dataset, its splits and the split to read. Sources of the same data are equal, whatever their name and flag."""
 
     name: str = field(compare=False)
     path: str  # argument of `datasets.load_dataset`
     config: str | None = None
     flag: str = field(default="--dataset_name", compare=False)
-    files: dict[str, list[str]] = field(default_factory=dict)  # split -> paths or hub's addresses; [] if unknown
+    files: dict[str, list[str]] = field(default_factory=dict)  # split -> paths or hub addresses; [] if unknown
     split: str = ""
     is_json: bool = False
     left_out: tuple[str, ...] = ()  # names of data-like files that are not read
 
     def with_split(self, wanted: str | None, flag: str, defaults: Sequence[str]) -> DatasetSource:
-        """Choose the split `wanted`, from the option `flag`, or else the first of `defaults` that exists."""
+        """Choose the split `wanted` of the option `flag`; without it, the first of `defaults` that exists."""
         for split in defaults if wanted is None else (wanted,):
             if split in self.files:
                 return dataclasses.replace(self, split=split)
@@ -77,32 +77,32 @@ class DatasetSource:
 
 @contextmanager
 def reading_of(*sources: DatasetSource) -> Iterator[None]:
-    """Wrap work on these datasets in `reading`, and name the dataset in the error for a row."""
+    """Wrap work on these datasets in `reading`; name the datasets in the error for a row."""
     flag, name = sources[0].flag, ",".join(source.name for source in sources)
-    with reading(flag, name, "the dataset", "Look at it, or fetch it again."):
+    with reading(flag, name, "the dataset", "Check its files, or download it again."):
         try:
             yield
         except UserError as error:
             raise UserError(str(error).replace("--dataset_name:", f"{flag} {name}:", 1)) from error
         except DatasetGenerationError as error:
-            raise error.__cause__ or error from None  # it says only that an error occurred
+            raise error.__cause__ or error from None  # the outer error only says that an error occurred
 
 
 def find_splits(data: DataConfig) -> tuple[list[DatasetSource], list[DatasetSource]]:
-    """Find the splits to train on and to evaluate on; the latter are empty if a share of the former is held out."""
+    """Return the splits to train on and the splits to evaluate on; without the latter, training rows are held out."""
     sources = _open_sources(data.dataset_name, "--dataset_name")
     train = [source.with_split(data.split_name, "--split_name", DEFAULT_SPLITS) for source in sources]
     wanted, defaults = data.validation_split_name, (VALIDATION_SPLIT, "test", *DEFAULT_SPLITS)
     if data.eval_dataset_name is not None:
         sources = _open_sources(data.eval_dataset_name, "--eval_dataset_name")
     elif wanted is None:
-        free = all(VALIDATION_SPLIT in source.files and source.split != VALIDATION_SPLIT for source in train)
-        if data.validation_fraction is not None or not free:
+        has_validation = all(VALIDATION_SPLIT in source.files and source.split != VALIDATION_SPLIT for source in train)
+        if data.validation_fraction is not None or not has_validation:
             return train, []
     evaluation = [source.with_split(wanted, "--validation_split_name", defaults) for source in sources]
     for source in evaluation:
         if source in train:
-            raise UserError(f"{source.flag} {source.name}: split {source.split} is trained on.")
+            raise UserError(f"{source.flag} {source.name}: split {source.split} is trained on; choose another split.")
     return train, evaluation
 
 
@@ -113,9 +113,9 @@ def _open_sources(text: str, flag: str) -> list[DatasetSource]:
 
 
 def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
-    """Find the dataset called `name` and list its splits; reads no row. `flag` names it."""
-    if not name:  # to Path the current folder
-        raise UserError(f"{flag} has an empty name between two commas or at an end.")
+    """Find the dataset `name`, given by the option `flag`, and list its splits; read no row."""
+    if not name:  # `Path` would take it for the current folder
+        raise UserError(f"{flag} has an empty name between two commas or at an end; drop a comma.")
     is_whole = ":" not in name or Path(name).expanduser().exists()
     wanted, config = (name, None) if is_whole else name.rsplit(":", 1)
     path = (DATASET_DIR if wanted == EMBEDDED else Path(wanted).expanduser()).absolute()
@@ -123,14 +123,14 @@ def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
     builder, files = str(path) if path.is_dir() else wanted, dict[str, list[str]]()
     kind, beginning = DATA_FILE.search(path.name), existing_part(path)
     others = (file for _, _, names in os.walk(path) for file in names if not DATA_FILE.search(file))
-    advice = "If it is gated, use 'hf auth login' and accept its terms on the hub; else look at its name and files."
+    advice = "If it is gated, run 'hf auth login' and accept its terms on the hub; else check its name and files."
     with reading(flag, name, "the dataset", advice):
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             saved: Any = datasets.load_from_disk(path, keep_in_memory=False)
             # Older shards and caches of `map` may lie beside the files of the last `save_to_disk`.
             shards = (saved if isinstance(saved, DatasetDict) else DatasetDict(train=saved)).cache_files
-            names = {split: [shard["filename"] for shard in each] for split, each in shards.items()}
-            builder, files = "arrow", {split: DataFilesList(each, []) for split, each in names.items()}
+            names = {split: [file["filename"] for file in shard_files] for split, shard_files in shards.items()}
+            builder, files = "arrow", {split: DataFilesList(paths, []) for split, paths in names.items()}
         elif path.is_file() or is_pattern:
             if kind is None or kind[1] not in FILE_BUILDERS:
                 raise UserError(f"{flag} {name}: a file or pattern must end in one of {', '.join(FILE_BUILDERS)}.")
@@ -140,16 +140,16 @@ def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
             if wanted[0] in "./~" or kind is not None or wanted.count("/") > 1:
                 raise UserError(f"{flag} {name}: no such file or folder, and a hub id is OWNER/NAME.")
         elif any(True for _ in itertools.islice(others, MOST_OTHER_FILES, None)):
-            what = f"{name}: the folder holds more than {MOST_OTHER_FILES} files that are no data"
-            raise UserError(f"{flag} {what}; name the folder of the data, or its files ('FOLDER/*.jsonl').")
+            problem = f"{name}: the folder holds more than {MOST_OTHER_FILES} files that are not data"
+            raise UserError(f"{flag} {problem}; name the folder of the data, or its files ('FOLDER/*.jsonl').")
         elif glob.has_magic(builder):
             raise UserError(f"{flag} {name}: `datasets` reads *, ? and [ in a folder's path as a pattern; rename it.")
         source = DatasetSource(name, builder, config, flag)
         try:
             return _of_builder(source, files or None)
-        except Exception:  # without the hub, what an earlier run or `hf download` left in its cache
-            is_here = files or path.is_dir()
-            card = None if is_here else try_to_load_from_cache(wanted, "README.md", repo_type="dataset")
+        except Exception:  # without the hub, use what an earlier run or `hf download` left in its cache
+            is_local = files or path.is_dir()
+            card = None if is_local else try_to_load_from_cache(wanted, "README.md", repo_type="dataset")
             if not isinstance(card, str):
                 raise
             source = dataclasses.replace(source, path=str(Path(card).parent))
@@ -158,29 +158,29 @@ def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
 
 
 def _of_builder(source: DatasetSource, data_files: Any) -> DatasetSource:
-    """Let `datasets` find the files of the splits, in a hub dataset or a folder with that layout if none are given."""
+    """Return `source` with its splits' files: `data_files`, or those that `datasets` finds by the hub's layout."""
     builder = datasets.load_dataset_builder(source.path, source.config, data_files=data_files)
     if builder.config.data_files is None:
-        # Without the hub `datasets` opens what an earlier run left in its cache.
+        # Without the hub, `datasets` opens what an earlier run left in its cache.
         return dataclasses.replace(source, files={split: [] for split in builder.info.splits or {}})
     listed = {str(split): list(names) for split, names in builder.config.data_files.items()}
     files = {split: data for split, names in listed.items() if (data := list(filter(DATA_FILE.search, names)))}
     if not files:
         raise FileNotFoundError("no file matches")
     others = set(itertools.chain(*listed.values()))
-    if source.config is None and Path(source.path).is_absolute():  # with files of another kind or no split
+    if source.config is None and Path(source.path).is_absolute():  # include files of another kind or of no split
         others.update(filter(LIKE_DATA.search, resolve_pattern("**", str(Path(source.path).resolve()))))
     left_out = tuple(sorted(Path(name).name for name in others.difference(*files.values())))
     return dataclasses.replace(source, files=files, is_json=builder.name == "json", left_out=left_out)
 
 
 def load_split(source: DatasetSource, streaming: bool = False, num_rows: int | None = None) -> Any:
-    """Load the split, or its first `num_rows`, as a `Dataset`, or an `IterableDataset` to be read in `reading_of`."""
+    """Load the split or its first `num_rows` as a `Dataset` or, to be read in `reading_of`, an `IterableDataset`."""
     # Naming the files keeps `datasets` from downloading and converting every other split too.
     split, files = source.split, source.files[source.split]
     first = next(iter(files), "")
     with reading_of(source):
-        # By itself `datasets` knows a file by its time, which `cp -p` and `rsync -t` keep; an address has the revision.
+        # `datasets` identifies a file by its mtime, which `cp -p` and `rsync -t` keep; an address has the revision.
         contents = [(file if streaming or "://" in file else _checksum(file),) for file in files]
         data_files: dict[str, Any] = {split: DataFilesList(files, contents)}
         if source.is_json:
@@ -189,7 +189,7 @@ def load_split(source: DatasetSource, streaming: bool = False, num_rows: int | N
                 builder.download_and_prepare()
             rows = (builder.as_streaming_dataset if streaming else builder.as_dataset)(split=split)
         else:
-            if "://" in first:  # hf://datasets/owner/name@revision/path, of which `datasets` takes patterns of paths
+            if "://" in first:  # `datasets` takes `path` of hf://datasets/owner/name@revision/path, as a pattern
                 data_files = {split: [re.sub("^hf://[^@]*@[^/]*/", "", glob.escape(file)) for file in files]}
             options = {"data_files": data_files if files else None, **_as_text(first)}
             rows = datasets.load_dataset(source.path, source.config, split=split, streaming=streaming, **options)
@@ -203,19 +203,19 @@ def _checksum(file: str) -> str:
 
 
 def _as_text(file: str) -> dict[str, Any]:
-    """Return the options of `load_dataset` that keep a CSV file's cells text: pandas reads 42 as 42.0 beside blanks."""
+    """Return options of `load_dataset` that keep CSV cells as text: with blanks in a column pandas reads 42 as 42.0."""
     kind = DATA_FILE.search(file)
     if kind is None or kind[1] not in (".csv", ".tsv"):
         return {}
-    how = csv.ParseOptions(delimiter="," if kind[1] == ".csv" else "\t", newlines_in_values=True)
+    parsing = csv.ParseOptions(delimiter="," if kind[1] == ".csv" else "\t", newlines_in_values=True)
     with fsspec.open(file, compression="infer") as opened:
-        names = csv.open_csv(opened, parse_options=how).schema.names  # fails where the first rows have more cells
-    named = [name or f"Unnamed: {number}" for number, name in enumerate(names)]  # as pandas calls an index without name
-    return {"features": Features(dict.fromkeys(named, Value("string"))), "keep_default_na": False}
+        names = csv.open_csv(opened, parse_options=parsing).schema.names  # fails if a first row has more cells
+    columns = [name or f"Unnamed: {number}" for number, name in enumerate(names)]  # an unnamed index in pandas
+    return {"features": Features(dict.fromkeys(columns, Value("string"))), "keep_default_na": False}
 
 
 def first_row(source: DatasetSource, dataset: Any) -> dict[str, Any]:
-    """Return the first row of the loaded split, with None in columns of later rows; `UserError` if there is none."""
+    """Return the split's first row, with None in columns of later rows; raise `UserError` if there is no row."""
     number, features = FIRST_ROWS if source.is_json else 1, dataset.features or {}
     with reading_of(source):
         table = next(dataset.with_format("arrow").iter(number), None)  # images and the like are not decoded
@@ -230,13 +230,13 @@ def first_row(source: DatasetSource, dataset: Any) -> dict[str, Any]:
 
 
 class JsonRows(ArrowBasedBuilder):
-    """Reader of JSON files, also compressed or streamed: one object a line, or a list of objects."""
+    """Builder that reads JSON files, even compressed or streamed: one object per line, or a list of objects."""
 
     def _info(self) -> DatasetInfo:
         return DatasetInfo(features=Features({ROW: Value("string")}))
 
     def _split_generators(self, dl_manager: Any) -> list[SplitGenerator]:
-        dl_manager.download_config.extract_on_the_fly = True  # a copy would be known by its path alone
+        dl_manager.download_config.extract_on_the_fly = True  # an extracted copy would be identified by its path alone
         splits = dl_manager.download_and_extract(self.config.data_files).items()
         parts = {split: [file for place in places for file in dl_manager.iter_files(place)] for split, places in splits}
         return [SplitGenerator(name=split, gen_kwargs={"files": files}) for split, files in parts.items()]
@@ -250,7 +250,7 @@ class JsonRows(ArrowBasedBuilder):
 
 
 def _rows(stream: Any, name: str) -> Iterator[str]:
-    """Yield the text of each row; `ValueError` names the line of a text that is no row."""
+    """Yield the text of each row; raise `ValueError` with the line of a text that is not a row."""
     number = 0
     try:
         for number, line in enumerate(map(str.strip, stream), 1):  # noqa: B007
@@ -269,10 +269,10 @@ def _items(text: str) -> Iterator[str]:
         yield _object(value, text[at:end])
         at = _BETWEEN.match(text, end).end()  # type: ignore[union-attr]
     if rest := text[at + 1 :].strip():
-        raise ValueError(f"after the list there is {rest[:80]}")
+        raise ValueError(f"unexpected text after the list: {rest[:80]}")
 
 
 def _object(value: Any, text: str) -> str:
     if not isinstance(value, dict):
-        raise ValueError(f"a row must be an object, and one is {text[:80]}")
+        raise ValueError(f"a row must be an object, but one is {text[:80]}")
     return text

@@ -1,13 +1,13 @@
-"""`prepare_data` makes a run's loaders from its configuration and tokenizer.
+"""Make a run's loaders from its configuration and tokenizer (`prepare_data`).
 
 load (load.py) -> documents, cached (rows.py, chat.py, tokenise.py) -> held-out share (here)
 -> sequences (collate.py) -> global batches, micro-batches (loader.py) -> tensors (collate.py)
 
-Several datasets (--dataset_name a,b) are each tokenised by their own columns and mixed: whole, or by --dataset_weights
-in shares (the first rows of each; a stream draws).
+Each of several datasets (--dataset_name a,b) is tokenised by its own columns. They are mixed whole or, with
+--dataset_weights, in shares: the first rows of each, or in a stream rows of a randomly drawn dataset.
 
 Rows are held out by problem, since OpenMathInstruct-2 answers each problem many times. A 64-bit hash of the problem's
-normalised text decides, whatever the order of the rows and the seed, also in a stream.
+normalised text decides; the order of the rows, the seed and streaming make no difference.
 """
 
 from __future__ import annotations
@@ -35,21 +35,24 @@ from llm_fp8.data.rows import COLUMNS, OPTIONAL_COLUMNS, UNTEMPLATED, detect_col
 from llm_fp8.data.tokenise import DataReport, RowOptions, content_key, document_reader, figures_of, next_rows, tokenise
 from llm_fp8.utils.errors import UserError
 
-DEFAULT_FRACTION, DEFAULT_ROWS = 0.01, 100  # of the held-out share, and its fewest rows: fewer say little
-STREAMED_EVAL_ROWS = 512  # the most rows of a stream to evaluate on: of the validation split, or held out
-STREAMED_EVAL_SCAN_ROWS = 200_000  # the most rows that are read to find those held out
-STREAMED_SCAN_ROWS = 1000  # rows that are read at a time, as many as `datasets` tokenises at a time
+DEFAULT_FRACTION, DEFAULT_ROWS = 0.01, 100  # held-out share and its minimum of rows: fewer say little
+STREAMED_EVAL_ROWS = 512  # maximum of evaluation rows when streaming, from a validation split or held out
+STREAMED_EVAL_SCAN_ROWS = 200_000  # maximum of rows that are read to find held-out ones
+STREAMED_SCAN_ROWS = 1000  # rows that are read at a time; `datasets` tokenises as many at a time
 
 
 def is_held_out(key: int | npt.NDArray[np.int64], fraction: float) -> Any:
-    """Return True, for each key, if its problem is held out: the smallest `fraction` (in [0, 1)) of all keys are."""
+    """Return True for each key among the smallest `fraction` (in [0, 1)) of all possible keys: it is held out."""
     return key < np.int64(int(fraction * 2**64) - 2**63)
 
 
 def held_out_mask(keys: npt.NDArray[np.int64], fraction: float | None) -> npt.NDArray[np.bool_]:
-    """Mask the rows that are held out, by their problems' keys: the share `fraction`, or the problem of smallest key if
-    that holds none (unless it is the only one). None: the problems of smallest keys that make up `DEFAULT_FRACTION` of
-    the rows, but at least `DEFAULT_ROWS`, or a tenth of them if that is less; a problem with more rows is skipped.
+    """Return the mask of the held-out rows; `keys` are the keys of their problems.
+
+    A `fraction` above 0 holds out the rows that `is_held_out` selects or, if it selects none, the problem with the
+    smallest key, unless that is the only problem. None holds out the problems with the smallest keys that make up
+    `DEFAULT_FRACTION` of the rows, but at least `DEFAULT_ROWS` or, if that is less, a tenth of the rows. A problem that
+    has more rows is skipped.
     """
     if fraction == 0 or len(keys) == 0:
         return np.zeros(len(keys), dtype=bool)
@@ -85,21 +88,22 @@ def prepare_data(
     num_slices: int = 1,
     eval_batch_size: int | None = None,
 ) -> PreparedData:
-    """Load, tokenise, split and plan the data of a run. `UserError` on a dataset that cannot be found, read or used.
+    """Load, tokenise, split and plan a run's data; raise `UserError` if a dataset cannot be found, read or used.
 
-    `num_slices` neighbouring ranks get the same sequences, of which `split_batch` takes a rank's slice. --eval_batches
-    counts batches of `eval_batch_size` (default: that of `config`), so that merged micro-batches change nothing in it.
-    Within `main_process_first` (accelerate's) other processes wait for the main one and find its result in the cache.
+    `num_slices` neighbouring ranks get the same sequences, and `split_batch` takes a rank's slice of each batch.
+    --eval_batches counts batches of `eval_batch_size` (default: the batch size of `config`), so that merging
+    micro-batches does not change the evaluation rows. Within accelerate's `main_process_first`, other processes wait
+    for the main one and find its result in the cache.
     """
     data, share = config.data, Share(rank // num_slices, world_size // num_slices)
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if isinstance(i, int)), 0)
-    how = (data.batch_size, data.max_seq_length, pad, config.packing, num_slices, split_batch, pin_memory)
+    layout = (data.batch_size, data.max_seq_length, pad, config.packing, num_slices, split_batch, pin_memory)
     with main_process_first():
-        return _Job(config, tokenizer, Layout(*how), share).prepare(eval_batch_size or data.batch_size)
+        return _Job(config, tokenizer, Layout(*layout), share).prepare(eval_batch_size or data.batch_size)
 
 
 class _Part(NamedTuple):
-    """A dataset's split, its rows, and how they are tokenised."""
+    """A dataset's split, its rows and the options for tokenising them."""
 
     source: DatasetSource
     rows: Any
@@ -107,7 +111,7 @@ class _Part(NamedTuple):
 
 
 class _Job:
-    """The preparation of one run's data: splits to read, and each dataset's share of the training rows."""
+    """Preparation of one run's data: the splits to read and each dataset's share of the training rows."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layout, share: Share) -> None:
         self.config, self.data, self.tokenizer = config, config.data, tokenizer
@@ -116,19 +120,19 @@ class _Job:
         weights, number = config.data.weights, len(self.train)
         if weights is not None and (len(weights) != number or number == 1):
             counts = f"{len(weights)} numbers for the {number} datasets"
-            raise UserError(f"--dataset_weights has {counts} of --dataset_name; give several, and a weight for each.")
+            raise UserError(f"--dataset_weights has {counts} of --dataset_name; give several, each with a weight.")
         if weights is None and number > 1 and config.data.streaming:
-            raise UserError("--streaming reads the datasets of --dataset_name side by side: add --dataset_weights.")
+            raise UserError("--streaming reads the datasets of --dataset_name interleaved: add --dataset_weights.")
         self.shares = None if weights is None else [weight / sum(weights) for weight in weights]
 
     def prepare(self, eval_batch_size: int) -> PreparedData:
-        """Prepare training and evaluation, of which --eval_batches counts batches of `eval_batch_size`."""
+        """Prepare training and evaluation; --eval_batches counts batches of `eval_batch_size`."""
         data, report = self.data, DataReport()
         fraction = 0.0 if self.evaluation else data.validation_fraction
-        share = DEFAULT_FRACTION if fraction is None else fraction  # of a stream, whose size nobody knows
+        share = DEFAULT_FRACTION if fraction is None else fraction  # for a stream, whose size is unknown
         parts = self.open(self.train, data.num_of_samples)
         if self.config.model.chat_template and all(part.options.form in UNTEMPLATED for part in parts):
-            raise UserError("--chat_template: all rows are text that no template touches; drop it.")
+            raise UserError("--chat_template: all rows are plain text, which uses no template; drop the option.")
         if data.streaming:
             rows = self.first_rows(parts, share)
             amounts = [f"{part:.2%} of the rows" for part in self.shares or [1.0]]
@@ -143,18 +147,18 @@ class _Job:
         report.count(rows, figures, held_out)
         chosen = np.flatnonzero(used & ~held_out)
         if len(chosen) == 0:
-            raise _nothing(self.train, "trained on", f"{report.summary()}; {report.describe_unused()}")
+            raise _no_usable_row(self.train, "trained on", f"{report.summary()}; {report.describe_unused()}")
         if self.evaluation:
             evaluation = self.evaluation_rows(keys, report)
         else:
             evaluation = rows.select(np.flatnonzero(held_out)[: STREAMED_EVAL_ROWS if data.streaming else None])
             if fraction != 0 and not len(evaluation):
                 why = f"none of the first {len(rows)} rows falls into the share"
-                why = why if data.streaming else f"all {len(keys)} usable rows ask the same"
+                why = why if data.streaming else f"all {len(keys)} usable rows have the same problem"
                 report.nothing_held_out = f"{why}; give --eval_dataset_name or --validation_fraction 0"
         report.num_eval_rows = len(evaluation)
-        asking = ("validation_fraction", "eval_every", "eval_batches")  # options that require evaluation rows
-        if not len(evaluation) and (flags := [f"--{name}" for name in asking if self.config.options[name]]):
+        require = ("validation_fraction", "eval_every", "eval_batches")  # options that require evaluation rows
+        if not len(evaluation) and (flags := [f"--{name}" for name in require if self.config.options[name]]):
             why = report.nothing_held_out or "--validation_fraction is 0"
             raise UserError(f"{', '.join(flags)}: no row can be held out: {why}.")
         report.unused |= {f"file '{name}'": 1 for source in self.train + self.evaluation for name in source.left_out}
@@ -163,8 +167,8 @@ class _Job:
         content = json.dumps([documents, *stream, self.config.packing, seed, self.layout.multiple])
         identity = hashlib.sha256(content.encode()).hexdigest()[:16]
         if data.streaming:
-            how = (partial(self.open_stream, parts), partial(is_held_out, fraction=share), self.layout.plan, report)
-            sequences = Sequences(seed, identity, partial(stream_buffers, self.train, *how))
+            inputs = (partial(self.open_stream, parts), partial(is_held_out, fraction=share), self.layout.plan, report)
+            sequences = Sequences(seed, identity, partial(stream_buffers, self.train, *inputs))
         else:
             plan = self.layout.plan(figures["length"], chosen)
             sequences = Sequences(seed, identity, partial(epochs, plan, document_reader(rows)), len(plan))
@@ -174,7 +178,7 @@ class _Job:
             report.padding_efficiency = report.num_tokens / num_positions
         (example,) = document_reader(rows)(chosen[:1].tolist())
         description = self.describe(report, example.marked_text(self.tokenizer), amounts)
-        # A template may refuse the test conversation of `trained_eos`, and a call may end otherwise than an answer.
+        # A template may refuse the test conversation of `trained_eos`, and a call may end differently from an answer.
         expected = list(dict.fromkeys(trained_eos(self.tokenizer, part.options.form) for part in parts))
         taught = [end for end in expected if end in report.ends or end != self.tokenizer.eos_token_id]
         ends = dict.fromkeys([*taught, *(end for end, _ in report.ends.most_common())])
@@ -183,24 +187,24 @@ class _Job:
         return PreparedData(train, evals, report, description, tuple(ends) or tuple(expected))
 
     def open(self, sources: Sequence[DatasetSource], num_rows: int | None) -> list[_Part]:
-        """Open the splits and choose how their rows are tokenised; --columns may be meant for one of several."""
+        """Open the splits and choose options for each; --columns may apply to only one of several datasets."""
         loaded = [load_split(source, self.data.streaming, num_rows) for source in sources]
-        begun = list(map(first_row, sources, loaded))
-        there = [name for row in begun for name in row]
+        examples = list(map(first_row, sources, loaded))
+        names = [name for row in examples for name in row]
         for ours, theirs in self.data.column_names.items():
-            if sources == self.train and theirs not in there:
-                raise UserError(f"--columns {ours}={theirs}: there is no such column among {', '.join(there)}.")
-        return list(map(_Part, sources, loaded, map(self.options, sources, begun)))
+            if sources == self.train and theirs not in names:
+                raise UserError(f"--columns {ours}={theirs}: there is no column {theirs} among {', '.join(names)}.")
+        return list(map(_Part, sources, loaded, map(self.options, sources, examples)))
 
     def options(self, source: DatasetSource, row: Mapping[str, Any]) -> RowOptions:
-        """Choose how a dataset with this first row is tokenised."""
+        """Return the options for tokenising a dataset with this first `row`."""
         data = self.data
         renames = {ours: theirs for ours, theirs in data.column_names.items() if theirs in row}
         columns = {name: name for name in row if name not in renames.values()} | renames
         first = {ours: row[theirs] for ours, theirs in columns.items()}
         form = detect_columns(first, renames, f"{source.flag} {source.name}")
         wanted = (*COLUMNS[form], *OPTIONAL_COLUMNS[form])
-        if source.is_json:  # whose later rows may have other columns
+        if source.is_json:  # later rows may have other columns
             columns = {name: name for name in wanted if name not in renames.values()} | columns
         used = {ours: theirs for ours, theirs in columns.items() if ours in wanted}
         others = [] if source.is_json else [name for name in row if name not in used.values()]
@@ -208,7 +212,7 @@ class _Job:
         return RowOptions(form, used, others, *limits, data.template_kwargs)
 
     def mixed(self, parts: list[_Part]) -> list[_Part]:
-        """Take rows by --dataset_weights, each at most once an epoch, until one dataset is used up, like a stream."""
+        """Take rows by --dataset_weights until one dataset is used up, as a stream does; no row comes twice."""
         if self.shares is None:
             return parts
         total = min(len(part.rows) / share for part, share in zip(parts, self.shares, strict=True))
@@ -223,23 +227,23 @@ class _Job:
         return tokenised
 
     def open_stream(self, parts: Sequence[_Part]) -> IterableDataset:
-        """Open the tokenised training rows at the first one."""
-        anew = [part._replace(rows=load_split(part.source, True, self.data.num_of_samples)) for part in parts]
-        streams = self.tokenise(anew)
+        """Open the stream of tokenised training rows at its first row."""
+        reopened = [part._replace(rows=load_split(part.source, True, self.data.num_of_samples)) for part in parts]
+        streams = self.tokenise(reopened)
         return interleave_datasets(streams, self.shares, self.config.optim.seed) if self.shares else streams[0]
 
     def first_rows(self, parts: Sequence[_Part], fraction: float) -> Dataset:
-        """Read as many first rows of the stream as give enough evaluation rows."""
+        """Read first rows of the stream: about enough to hold out `STREAMED_EVAL_ROWS`, within the scan limit."""
         wanted = min(STREAMED_EVAL_SCAN_ROWS, int(STREAMED_EVAL_ROWS / fraction)) if fraction else 1
         with reading_of(*self.train):
             stream = iter(self.open_stream(parts))
             pieces = [next_rows(stream, STREAMED_SCAN_ROWS) for _ in range(0, wanted, STREAMED_SCAN_ROWS)]
         return concatenate_datasets(pieces)
 
-    def evaluation_rows(self, trained: Any, report: DataReport) -> Dataset:
-        """Read the evaluation rows; leave out those whose problem is in `trained`, except of a stream."""
+    def evaluation_rows(self, trained_keys: Any, report: DataReport) -> Dataset:
+        """Read the evaluation rows; unless streaming, leave out those whose problem's key is in `trained_keys`."""
         sources, streaming = self.evaluation, self.data.streaming
-        limit = STREAMED_EVAL_ROWS // len(sources) if streaming else None  # each gives its part
+        limit = STREAMED_EVAL_ROWS // len(sources) if streaming else None  # equal parts of all datasets
         tokenised = self.tokenise(self.open(sources, limit))
         if limit is not None:
             with reading_of(*sources):
@@ -248,12 +252,12 @@ class _Job:
         report.count_unused(rows)
         figures = figures_of(rows)
         used = figures["length"] > 0
-        seen = used & np.isin(figures["problem_key"], [] if streaming else trained)
+        seen = used & np.isin(figures["problem_key"], [] if streaming else trained_keys)
         left_out = {"their problem is trained on": seen, "they are empty or too long": ~used}
-        report.eval_rows_left_out = {why: int(which.sum()) for why, which in left_out.items()}
+        report.eval_rows_left_out = {why: int(mask.sum()) for why, mask in left_out.items()}
         if not (used & ~seen).any():
-            why = f"{seen.sum()} of {len(seen)} hold a problem that is trained on, others are empty or too long"
-            raise _nothing(sources, "evaluated on", why)
+            why = f"{seen.sum()} of {len(seen)} hold a problem that is trained on, the others are empty or too long"
+            raise _no_usable_row(sources, "evaluated on", why)
         return rows.select(np.flatnonzero(used & ~seen))
 
     def eval_loader(self, rows: Dataset, batch_size: int) -> EvalLoader:
@@ -278,7 +282,7 @@ class _Job:
         return "\n".join(lines)
 
 
-def _nothing(sources: Sequence[DatasetSource], what: str, why: str) -> UserError:
+def _no_usable_row(sources: Sequence[DatasetSource], use: str, why: str) -> UserError:
     names = ", ".join(source.name for source in sources)
     splits = ", ".join(dict.fromkeys(source.split for source in sources))
-    return UserError(f"{sources[0].flag} {names}: no row of split {splits} can be {what}: {why}.")
+    return UserError(f"{sources[0].flag} {names}: no row of split {splits} can be {use}: {why}.")
