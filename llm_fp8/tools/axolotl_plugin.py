@@ -1,9 +1,9 @@
-"""The certificate for a run of axolotl. Two lines of its YAML file add it:
+"""A certificate for runs of axolotl. These two lines in axolotl's YAML file add it:
 
     plugins:
       - llm_fp8.tools.axolotl_plugin.CertificatePlugin
 
-See `llm_fp8.tools.hf_trainer_callback`. Read in axolotl 0.19.
+See `llm_fp8.tools.hf_trainer_callback`. Checked against the source of axolotl 0.19.
 """
 
 from __future__ import annotations
@@ -19,5 +19,5 @@ class CertificatePlugin(BasePlugin):
     """Adds `CertificateCallback` to axolotl's trainer."""
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[CertificateCallback]:
-        """Make the callback after axolotl has put its requests to Accelerate into the environment."""
+        """Return the callback. By now axolotl has put its requests to Accelerate into the environment."""
         return [CertificateCallback()]

@@ -1,8 +1,8 @@
-"""An exported model in fp8 for inference: the compressed-tensors format that vLLM and transformers load.
+"""Write an exported model in fp8 for inference, in the compressed-tensors format that vLLM and transformers load.
 
-Every linear layer but the lm_head gets weights in e4m3 with a scale for each row; whoever loads them scales activations
-per token. Scales are amax / 448, in bf16 for bf16 weights, else in fp32. Weights are divided by the stored scale, so
-that its rounding costs nothing. Names and config.json are those of compressed-tensors 0.20.
+Every linear layer except the lm_head gets e4m3 weights with a scale for each row; the library that loads the model
+scales activations per token. Scales are amax / 448, in bf16 for bf16 weights, else in fp32. Weights are divided by the
+scale as it is stored, so rounding the scale adds no error. Names and config.json follow compressed-tensors 0.20.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _LINEAR = {
 
 
 def fp8_rows(values: Tensor, scale_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Finite `values` [..., k] as e4m3 and the scale [..., 1] of each row, 1 for zeros: value = e4m3 * scale."""
+    """Return finite `values` [..., k] as e4m3, and each row's scale [..., 1] (1 for zeros): value = e4m3 * scale."""
     wide = values.to(torch.float32)
     scale = (wide.abs().amax(dim=-1, keepdim=True) / _E4M3_MAX).to(scale_dtype)
-    scale = scale.masked_fill(scale < torch.finfo(torch.float32).tiny, 1)  # a subnormal one would divide to infinity
-    # Divided by a scale that was rounded down, the largest value is above 448.
+    scale = scale.masked_fill(scale < torch.finfo(torch.float32).tiny, 1)  # a subnormal scale would give infinity
+    # If the scale was rounded down, the largest quotient is above 448.
     return (wide / scale.to(torch.float32)).clamp_(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn), scale
 
 
@@ -58,7 +58,7 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
 
 
 def round_inputs_(model: PreTrainedModel) -> None:
-    """Let linear layers but the lm_head round each token's input to e4m3, scaled by its largest value, and back."""
+    """Make linear layers except the lm_head round each token's input to e4m3, scaled by its largest value, and back."""
 
     def rounded(module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
         values, scale = fp8_rows(inputs[0])
@@ -69,11 +69,11 @@ def round_inputs_(model: PreTrainedModel) -> None:
 
 
 def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
-    """Write the model in `folder` to `output` in fp8; returns the bytes of its weights before and after. Raises
-    `UserError` where it cannot be read or written, is quantised or a mixture of experts, or holds NaN or infinity.
+    """Write the model in `folder` to `output` in fp8; return the bytes of its weights before and after. Raise
+    `UserError` if the model cannot be read or written, is quantised, is a mixture of experts, or holds NaN or infinity.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"--output {output} exists already and is no empty folder; give a new one.")
+        raise UserError(f"--output {output} exists already and is not an empty folder; give a new one.")
     source = resolve_source(ModelConfig(model_name=str(folder)))
     hf_config = load_config(source)
     if getattr(hf_config, "quantization_config", None) is not None:
@@ -85,7 +85,7 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
     model = meta.module
     layers, renamed = {f"{name}.weight" for name in linear_layers(model)}, renaming_on_load(model)
     if any(expert_weights(module) for module in model.modules()) or not layers:
-        raise UserError(f"{folder}: a mixture of experts, or a model without linear layers, is not written in fp8.")
+        raise UserError(f"{folder} cannot be written in fp8: it has mixtures of experts or no linear layers.")
     weights = {name for name in checkpoint.stored if renamed(name) in layers}
     if missing := layers.difference(map(renamed, weights)):
         raise UserError(f"{folder}: its files lack {listed(sorted(missing))}; export it again.")
@@ -115,7 +115,7 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
 
 
 def _in_fp8(tensors: Iterable[tuple[str, Tensor]], weights: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """`tensors`, those of `weights` as fp8 values and scale."""
+    """Yield `tensors`, with fp8 values and a scale in place of each tensor named in `weights`."""
     for name, tensor in tensors:
         if name not in weights:
             yield name, tensor
@@ -126,8 +126,8 @@ def _in_fp8(tensors: Iterable[tuple[str, Tensor]], weights: set[str]) -> Iterato
 
 
 def eval_loss(folder: Path, data: PreparedData, round_inputs: bool = False) -> tuple[float, int, str]:
-    """Return the mean cross entropy over the supervised tokens of the validation split of `data` (without one, of all
-    rows), their number, and the compute dtype. `round_inputs`: linear layers round their inputs to fp8 too.
+    """Return the mean cross entropy over supervised tokens, their number, and the compute dtype. The rows are the
+    validation split of `data`, or all rows if it has none. `round_inputs`: linear layers round inputs to fp8 too.
     """
     options, device = ModelConfig(model_name=str(folder)), device_of_process()
     source, dtype = resolve_source(options), torch.bfloat16 if device.type == "cuda" else torch.float32

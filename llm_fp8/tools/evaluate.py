@@ -1,9 +1,9 @@
-"""Let an exported model answer the rows that its run held out: the share of right final answers, and the eval loss.
+"""Let an exported model answer the rows that its run held out; measure the share of right answers and the eval loss.
 
 The rows are those of the run's own evaluation (`prepare_data` with the options of its run.json), so none was trained
-on; the eval loss is over all of them. The model gets each row up to its last supervised part and answers greedily until
-an EOS token; math-verify compares the final answer with that of the row: `0.5` equals `\\frac12`. Texts in which it
-finds none count as right where they are equal. Rows that mark no final answer, such as those of a chat, are not asked.
+on. The eval loss covers all of them. The model gets each row up to its last supervised part and answers greedily until
+an EOS token. math-verify compares the model's final answer with the row's: `0.5` equals `\\frac12`. If math-verify
+finds no answer, equal texts count as right. Rows that mark no final answer, such as chats, are not asked.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ DATA_OPTIONS = (*_DATASETS, "validation_fraction", "max_seq_length")
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
-    add, where = parser.add_argument, "exported folder, other Hugging Face folder, or hub id"
-    add("--model_name", "--model", type=os.path.expanduser, required=True, help=where)
-    group, types = parser.add_argument_group("in place of the run's"), get_type_hints(DataConfig)
+    add, model_help = parser.add_argument, "exported folder, other Hugging Face folder, or hub id"
+    add("--model_name", "--model", type=os.path.expanduser, required=True, help=model_help)
+    group, types = parser.add_argument_group("options that replace the run's"), get_type_hints(DataConfig)
     for field in dataclasses.fields(DataConfig):
         if field.name in DATA_OPTIONS:
             add_option(group, field, types[field.name])
-    add("--num_problems", type=positive, default=500, help="rows to answer at most (default %(default)s)")
-    add("--max_new_tokens", type=positive, default=512, help="where an answer is cut off (default %(default)s)")
+    add("--num_problems", type=positive, default=500, help="maximum number of rows to answer (default %(default)s)")
+    add("--max_new_tokens", type=positive, default=512, help="longest answer, in tokens (default %(default)s)")
     add("--batch_size", type=positive, default=64, help="rows answered at a time (default %(default)s)")
     add("--output", type=writable, help="JSON file (default: exact_match.json in the folder of the run)")
     return parser.parse_args(argv)
 
 
 def data_options(options: argparse.Namespace) -> DataConfig:
-    """Return the data options of the model's run (for another dataset, only the general ones) and the command line."""
+    """Return the command line's data options, and for the rest the run's (only general ones for another dataset)."""
     typed = {name: value for name, value in vars(options).items() if name in DATA_OPTIONS}
     record, recorded = Path(options.model_name).absolute().parent / "run.json", {}
     if record.is_file() and Path(options.model_name).is_dir():
@@ -86,27 +86,27 @@ def is_right(expected: str, answer: str) -> bool:
 def generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], max_new_tokens: int
 ) -> list[str]:
-    """Answer greedily up to the first of the model's EOS tokens or the tokenizer's, without special tokens."""
+    """Answer greedily up to the first EOS token of the model or tokenizer; return texts without special tokens."""
     from te_llama import rope_tables
 
     tables = rope_tables(model.config.get_text_config(decoder=True))
     tables = [table for table in tables if table.get("rope_type") in ("longrope", "dynamic")]
     limit = min((table.get("original_max_position_embeddings", 0) for table in tables), default=math.inf)
-    if len(prompts) > 1 and max(map(len, prompts)) + max_new_tokens > limit:  # the longest would decide for all
+    if len(prompts) > 1 and max(map(len, prompts)) + max_new_tokens > limit:  # one RoPE scaling would apply to all
         return [generate(model, tokenizer, [prompt], max_new_tokens)[0] for prompt in prompts]
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(model.device)
-    named = model.generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])} - {None}
-    how = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": list(ends)}
-    whole = cast(Any, model).generate(**padded, **how, do_sample=False, max_new_tokens=max_new_tokens)
-    answers = whole[:, padded["input_ids"].shape[1] :].tolist()
-    cut = [list(itertools.takewhile(lambda token: token not in ends, answer)) for answer in answers]
-    return tokenizer.batch_decode(cut, skip_special_tokens=True)
+    model_ends = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(model_ends if isinstance(model_ends, list) else [model_ends])} - {None}
+    token_ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": list(ends)}
+    sequences = cast(Any, model).generate(**padded, **token_ids, do_sample=False, max_new_tokens=max_new_tokens)
+    answers = sequences[:, padded["input_ids"].shape[1] :].tolist()
+    ended = [list(itertools.takewhile(lambda token: token not in ends, answer)) for answer in answers]
+    return tokenizer.batch_decode(ended, skip_special_tokens=True)
 
 
 def eval_loss(model: PreTrainedModel, batches: Iterable[Batch]) -> tuple[float, int]:
-    """Return the mean cross entropy over the supervised tokens of batches of one document, and their number."""
+    """Return the mean cross entropy over supervised tokens, and their number; a batch holds one document."""
     import torch
 
     from llm_fp8.models.source import require_positions
@@ -123,7 +123,7 @@ def eval_loss(model: PreTrainedModel, batches: Iterable[Batch]) -> tuple[float, 
 
 
 def main() -> int:
-    """Evaluate, print, write."""
+    """Evaluate the model; print and write the figures."""
     options = parse(sys.argv[1:])
     import torch  # here, so that --help and mistakes answer without loading it
     from scipy.stats import binomtest
@@ -139,10 +139,10 @@ def main() -> int:
     print(data.description, flush=True)
     if data.eval is None:
         raise UserError("--validation_fraction: no row is held out, so there is nothing to evaluate on; raise it.")
-    # The model answers with the solution alone, also for rows that were trained on whole.
+    # The model answers with the solution alone, even if its run trained on whole rows.
     held_out: Any = prepare_data(config.with_options(train_on_prompt=False), tokenizer).eval
     rows = (row for batch in held_out for row in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True))
-    parts = (prompt_and_solution(*row) for row in rows if row[1][0] < 0 <= max(row[1]))  # text alone asks nothing
+    parts = (prompt_and_solution(*row) for row in rows if row[1][0] < 0 <= max(row[1]))  # plain text asks nothing
     texts: Any = ((prompt, tokenizer.decode(solution, skip_special_tokens=True)) for prompt, solution in parts)
     problems = list(itertools.islice((each for each in texts if has_answer(each[1])), options.num_problems))
     problems.sort(key=lambda problem: len(problem[0]))  # so that batches hold little padding
@@ -163,7 +163,7 @@ def main() -> int:
         figures |= {"exact_match": share, "wilson_95": [interval.low, interval.high]}
         print(f"exact match: {share:.1%} ({sum(right)} of {len(right)}; {within})")
     else:
-        print("exact match: not measured, as no held-out row has a final answer that can be checked")
+        print("exact match: not measured, because no held-out row has a final answer that can be checked")
     print(f"eval loss: {loss:.4f} nats/token over {num_tokens} supervised tokens")
     run = Path(options.model_name).absolute().parent
     path: Path | None = options.output or (run / "exact_match.json" if (run / "run.json").is_file() else None)

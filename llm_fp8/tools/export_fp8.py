@@ -9,18 +9,18 @@ from llm_fp8.utils.errors import OneSentenceParser, UserError, positive
 
 
 def main() -> int:
-    """Write, measure, print."""
+    """Write the fp8 model, measure its loss if --data is given, and print the results."""
     parser = OneSentenceParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("folder", type=Path, metavar="FINAL_DIR", help="exported model, or another Hugging Face folder")
     parser.add_argument("--output", type=Path, required=True, help="folder for the fp8 checkpoint, new or empty")
-    parser.add_argument("--data", help="dataset as of --dataset_name, whose loss is measured before and after")
-    parser.add_argument("--max_seq_length", type=positive, help="with --data: longer rows are cut (1024)")
+    parser.add_argument("--data", help="measure the loss before and after on this dataset (as for --dataset_name)")
+    parser.add_argument("--max_seq_length", type=positive, help="with --data: longer rows are cut (default 1024)")
     options = parser.parse_args()
     if options.data is None and options.max_seq_length is not None:
-        raise UserError("--max_seq_length has no effect without --data; add it, or drop this.")
+        raise UserError("--max_seq_length has no effect without --data; add --data or drop --max_seq_length.")
     if not options.folder.is_dir():
         raise UserError(f"FINAL_DIR {options.folder}: no such folder; give the final/ of a run.")
-    # --help and mistakes answer without loading these.
+    # Imported here, so that --help and mistakes do not wait for it.
     from llm_fp8.config.options import Config, DataConfig, ModelConfig
     from llm_fp8.data.load import find_splits
     from llm_fp8.data.prepare import prepare_data
@@ -30,7 +30,7 @@ def main() -> int:
     from llm_fp8.utils.script import quiet_libraries
 
     quiet_libraries()
-    if options.data is not None:  # a mistake in it is found before the export
+    if options.data is not None:  # so that a mistake in --data is found before the export
         length = options.max_seq_length or DataConfig.max_seq_length
         data_options = DataConfig(options.data, max_seq_length=length, overlong="truncate")
         if not find_splits(data_options)[1]:  # without a validation split all rows count
@@ -41,8 +41,8 @@ def main() -> int:
     before, after = export_fp8(options.folder, options.output)
     print(f"{options.output}: {after / GIB:.3g} GiB of weights, {before / GIB:.3g} GiB before", flush=True)
     if options.data is not None:
-        was, num_tokens, dtype = eval_loss(options.folder, data)
-        now, _, _ = eval_loss(options.output, data, round_inputs=True)
-        print(f"eval loss over {num_tokens} tokens of {options.data}: {was:.5f} before, {now:.5f} in fp8")
-        print(f"  computed in {dtype}, with weights and each token's input of a linear layer rounded to fp8 and back")
+        loss_before, num_tokens, dtype = eval_loss(options.folder, data)
+        fp8_loss, _, _ = eval_loss(options.output, data, round_inputs=True)
+        print(f"eval loss over {num_tokens} tokens of {options.data}: {loss_before:.5f} before, {fp8_loss:.5f} in fp8")
+        print(f"  computed in {dtype}; for fp8, linear layers' weights and inputs are rounded to fp8 and back")
     return 0

@@ -1,4 +1,4 @@
-"""The certificate for a run of transformers' `Trainer`; a loop without a Trainer calls `certify_step`.
+"""A certificate for runs of transformers' `Trainer`; a loop without a Trainer calls `certify_step`.
 
     trainer = Trainer(model=..., args=..., train_dataset=..., callbacks=[CertificateCallback()])
 
@@ -53,11 +53,11 @@ def certify_step(
     optimizer: optim.Optimizer | None = None,
     num_micro_batches: int = 1,
 ) -> Certificate:
-    """Call `step`, an optimizer step of any loop but not its first, and return its certificate. All processes call this
-    and get the worst of their certificates. Raises `UserError` without an NVIDIA GPU.
+    """Call `step`, any optimizer step of a loop except the first, and return its certificate. Collective: all processes
+    get the worst of their certificates. Raise `UserError` without an NVIDIA GPU.
 
-    `precision` is the requested one, `recipe` its --fp8_scenario (default: that of CertificateCallback). An `optimizer`
-    must hold all trained parameters. `num_micro_batches`: forward and backward passes in the step.
+    `precision` is the requested precision, `recipe` its --fp8_scenario (default: as for CertificateCallback). An
+    `optimizer` must hold all trained parameters. `num_micro_batches`: forward and backward passes in the step.
     """
     _check("precision", precision, get_args(RequestedPrecision))
     _check("recipe", recipe, recipe_names())
@@ -69,12 +69,12 @@ def certify_step(
 
 
 class CertificateCallback(TrainerCallback):
-    """Records and judges one optimizer step of a Trainer; without an NVIDIA GPU it prints that it cannot.
+    """Record and judge one optimizer step of a Trainer; without an NVIDIA GPU, print that this is not possible.
 
     Args:
-        precision: the requested precision. None: the request of `accelerate launch` when this object was made, else
-            `bf16` or `fp16` of the TrainingArguments. For fp8 the recipe is MXFP8 where the launcher requested it, else
-            delayed scaling; layers of torchao may have any one recipe.
+        precision: the requested precision. None: what `accelerate launch` requested when this object was made, else
+            `bf16` or `fp16` of the TrainingArguments. The fp8 recipe is MXFP8 if the launcher requested it, else
+            delayed scaling; layers of torchao may have any recipe, but all the same one.
         step: the optimizer step of this process to record; a shorter run records its last step.
     """
 
@@ -82,20 +82,20 @@ class CertificateCallback(TrainerCallback):
         _check("precision", precision, get_args(RequestedPrecision))
         if step < 1:
             raise ValueError(f"step {step}: the first optimizer step is 1")
-        self._launch = dict(os.environ)  # with what `accelerate launch` requests, which a program may remove
+        self._launch = dict(os.environ)  # has the request of `accelerate launch`, which a program may remove
         self._precision = precision
         self._step = step
         self._recorded_step = 0
         self._num_micro_batches = 0
         self._recording: tuple[contextlib.ExitStack, Any] | None = None
         self.certificate: Certificate | None = None
-        """Worst certificate of all processes, after the step was recorded."""
+        """Worst certificate of all processes; None until the step was recorded."""
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
         """Warn of nn.DataParallel in fp8, since Accelerate's error that follows does not name it."""
         if args.n_gpu > 1 and requested_precision(self._precision, self._launch, args) == "fp8":
-            what = "nn.DataParallel has no fp8; set CUDA_VISIBLE_DEVICES to one GPU, or start a process for each"
-            print(f"WARNING: one process sees {args.n_gpu} GPUs, and {what}.", flush=True)
+            advice = "nn.DataParallel has no fp8; set CUDA_VISIBLE_DEVICES to one GPU, or start a process for each"
+            print(f"WARNING: one process sees {args.n_gpu} GPUs, and {advice}.", flush=True)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
         self._recorded_step = min(state.global_step + self._step, state.max_steps)
@@ -113,7 +113,7 @@ class CertificateCallback(TrainerCallback):
         self._num_micro_batches += 1
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
-        """Judge the recorded step. Raises `SystemExit` with code 1 on every process if one of them failed."""
+        """Judge the recorded step. Raise `SystemExit` with code 1 on every process if the certificate failed."""
         if self._recording is None:
             return
         recording, profile = self._recording
@@ -146,7 +146,7 @@ def _judge(
     num_micro_batches: int,
     recipe: str | None = None,
 ) -> Certificate:
-    """Judge the step just recorded of `model`, without DDP; return the worst certificate of all ranks. Collective."""
+    """Judge the recorded step; return the worst certificate of all ranks. `model` is without DDP. Collective."""
     backend = backend_in(model)
     layers = list(backend.linears_of(model).values())
     state = backend.state(layers)
@@ -160,11 +160,11 @@ def _judge(
     else:
         compute = _COMPUTE[next(model.parameters()).dtype] if requested == "no" else requested
         expected = ExpectedKernels(compute, compute)
-    lost = [] if optimizer is None else not_optimised(model, optimizer)
+    not_held = [] if optimizer is None else not_optimised(model, optimizer)
     # An optimizer that holds none of the parameters holds shards or copies, as ZeRO's does.
-    if lost and len(lost) < sum(parameter.requires_grad for parameter in model.parameters()):
-        number = f"{len(lost)} of the parameters that require a gradient"
-        failures.append(f"the optimizer does not hold {number}, such as {lost[0]}")
+    if not_held and len(not_held) < sum(parameter.requires_grad for parameter in model.parameters()):
+        share = f"{len(not_held)} of the parameters that require a gradient"
+        failures.append(f"the optimizer does not hold {share}, such as {not_held[0]}")
     certificate = certify(
         expected,
         kernel_times(profile),
@@ -204,7 +204,7 @@ def requested_precision(wanted: RequestedPrecision | None, launch: Mapping[str, 
 
 
 def _convertible(model: nn.Module) -> list[str]:
-    """List torch's linear layers that fp8 could compute, by name; lm_head is not among them."""
+    """List the names of torch's linear layers that fp8 could compute, without lm_head."""
     left = linears_left(model)
     return [name for name in plain_linears(model) if name not in left]
 
@@ -212,9 +212,9 @@ def _convertible(model: nn.Module) -> list[str]:
 def _expected_in_fp8(
     model: nn.Module, layers: list[nn.Module], launch: Mapping[str, str], state: ModuleState, scenario: str | None
 ) -> ExpectedKernels:
-    """Count the fp8 GEMMs that must run: three in a micro-batch for each trained weight of Transformer Engine's layers,
-    two where nothing below it is trained, and one more where the layer is recomputed; for torchao's layers those of
-    their recipe. A model with neither must run three for every linear layer whose sizes fp8 can take.
+    """Return the kernels that must run. A micro-batch takes three fp8 GEMMs for each trained weight of Transformer
+    Engine's layers, two if nothing below it is trained, and one more if the layer is recomputed. torchao's layers take
+    those of their recipe. A model with neither must run three for every linear layer whose sizes fp8 can take.
     """
     is_torchao = state.library == "torchao"
     scenario = scenario or (next(iter(state.recipes), DEFAULTS["torchao"]) if is_torchao else te_recipe(launch))
@@ -222,14 +222,14 @@ def _expected_in_fp8(
     num_weights = sum(num_trained.values()) if layers else len(_convertible(model))
     num_spared = sum(num_trained.get(module, 0) for module in _trained_first(model))
     num_recomputed = 0
-    if not is_torchao:  # where torch.compile decides whether a recomputed layer computes fprop again
+    if not is_torchao:  # with torchao, torch.compile decides whether a recomputed layer computes fprop again
         parts = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False) is True]
         recomputed = {module for part in parts for module in part.modules()}
         num_recomputed = sum(num_trained[layer] for layer in layers if layer in recomputed)
     coverage = measure_coverage(model, layers, "bf16", {}, most_in_fp8=row_of(scenario).gemms_in_fp8)
     return ExpectedKernels(
         precision=f"fp8 {scenario}",
-        compute="bf16",  # Accelerate's autocast around what is not in fp8
+        compute="bf16",  # Accelerate's autocast, for all that is not in fp8
         scenario=scenario,
         num_fp8_gemms=row_of(scenario).gemms_in_fp8 * num_weights + num_recomputed - num_spared,
         fp8_linear_flop_share=coverage.fp8_linear_flop_share,
@@ -237,14 +237,14 @@ def _expected_in_fp8(
 
 
 def _trained_first(model: nn.Module) -> list[nn.Module]:
-    """List the modules that may need no dgrad: all of the first trained parameter's layer, as they run in any order."""
+    """List the modules that may need no dgrad: all of the first trained parameter's layer, whose order is unknown."""
     first = next((name for name, parameter in model.named_parameters() if parameter.requires_grad), "")
     layer = re.match(r"(.+?\.)?\d+(?=\.)", first)
     return list(model.get_submodule(layer[0]).modules()) if layer else [model.get_submodule(first.rpartition(".")[0])]
 
 
 def _compare_recipe(layers: list[nn.Module], launch: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Compare fp8_config with the recipe in force: values of the file that differ are failures, defaults remarks."""
+    """Compare fp8_config with the recipe in force. Values of the file that differ are failures, defaults remarks."""
     states = [getattr(layer, "fp8_meta", {}) for layer in layers]
     recipe = next((state["recipe"] for state in states if "recipe" in state), None)
     failures, remarks = list[str](), list[str]()

@@ -1,4 +1,6 @@
-"""Does a model fit, and with which options? GPU memory by way of training and sharding, without GPU or weights."""
+"""Does a model fit, and with which options? Estimate GPU memory for each way of training and sharding mode, without a
+GPU or weights.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ GPUS = {
     "l40s": (44.4, (8, 9)),
     "4090": (23.6, (8, 9)),
 }
-"""A GPU's name -> its memory in GiB as torch reports it, the largest of several sizes, and its compute capability."""
+"""GPU name -> memory in GiB as torch reports it (of several sizes the largest), and compute capability."""
 
 WAYS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -52,7 +54,7 @@ HUB_OWNERS = {"Llama-3": "meta-llama", "Qwen": "Qwen"}  # start of a bundled mod
 
 
 class Row(NamedTuple):
-    """A way of training in a sharding mode: `run` as requested, `fitted` with the longest micro-batch that fits."""
+    """A way of training in a sharding mode: `run` as requested, `fitted` with the largest batch that fits."""
 
     way: str
     run: RunSize
@@ -60,7 +62,7 @@ class Row(NamedTuple):
 
     @property
     def fits(self) -> str:
-        """'yes', 'with --batch_size N', 'no', or 'without activations' where those are not counted."""
+        """The answer: 'yes', 'with --batch_size N', 'no', or 'without activations' if activations are not counted."""
         if self.fitted is None:
             return "no"
         if self.run.spec is None:
@@ -74,7 +76,7 @@ class Row(NamedTuple):
         if self.run.num_gpus > 1:
             words = ["torchrun", f"--nproc_per_node={self.run.num_gpus}", "train_multi_gpu.py"]
             words.append(f"--sharding_mode={self.run.mode}")
-        model = config.model  # which `model_words` name
+        model = config.model  # `model_words` name it
         default = Config().with_options(model_name=model.model_name, random_init=model.random_init).options
         options = {name: value for name, value in config.options.items() if value != default[name]}
         changed = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
@@ -88,14 +90,14 @@ class Row(NamedTuple):
 
 
 def assumed_machine(gpu: str | None, num_gpus: int) -> Machine:
-    """Return the machine of --gpu, or with so many of this machine's GPUs. Raises `UserError` for an unknown GPU."""
+    """Return a machine with `num_gpus` of --gpu, or of this machine's GPU. Raise `UserError` for an unknown GPU."""
     from llm_fp8.settle.machine import assume, look
 
     ranks = LaunchRanks(world_size=num_gpus, local_world_size=num_gpus)
     if gpu is None:
         here = look(PrecisionConfig(), LaunchRanks(), asks_te=False)
         if here.gpu is None or here.gpu_gib is None:
-            raise UserError(f"--gpu: this machine has none, so name one ({', '.join(GPUS)}) or give its memory in GiB.")
+            raise UserError(f"--gpu: this machine has no GPU; name one ({', '.join(GPUS)}) or give its memory in GiB.")
         return assume(ranks, here.gpu, here.gpu_gib, here.capability)
     plain = re.sub(r"nvidia|geforce|rtx|tesla|sxm\d?|pcie|hbm\de?|(?<=\w)[-_ ]", "", gpu.lower())
     size = r"([1-9]\d*(?:\.\d+)?)"
@@ -112,7 +114,7 @@ def assumed_machine(gpu: str | None, num_gpus: int) -> Machine:
 
 
 def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
-    """Load the model's config; return it with the words that name the model on a training command line."""
+    """Load the model's config; return it with the training options that name the model."""
     from llm_fp8.models.source import bundled_name, load_config, resolve_source
 
     words = [f"--model_name={name}"]
@@ -122,12 +124,12 @@ def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
             raise UserError(f"--model_name {name}: neither a folder, nor bundled{near}, nor owner/name on the hub.")
         owner = next((owner for start, owner in HUB_OWNERS.items() if known.startswith(start)), None)
         words = [f"--model_name={owner}/{known}"] if owner else [f"--model_name={known}", "--random_init"]
-    # A bundled config needs no hub, and is that of random weights.
+    # With random_init a bundled config is read, which needs no hub.
     return load_config(resolve_source(ModelConfig(model_name=name, random_init=True))), words
 
 
 def rows_of(config: Config, hf_config: PretrainedConfig, machine: Machine) -> list[Row]:
-    """Return the rows of every way of training in every sharding mode, the cheapest that fits first."""
+    """Return a row for each way of training in each sharding mode; the cheapest that fits comes first."""
     from llm_fp8.models.build import count_parameters
     from llm_fp8.settle.memory import RunSize
     from llm_fp8.settle.settle import settle
@@ -140,7 +142,7 @@ def rows_of(config: Config, hf_config: PretrainedConfig, machine: Machine) -> li
         run = RunSize(config, hf_config, recipe, mode, num_gpus, num_parameters).changed(**changes)
         try:
             check_declared(run.config, mode)
-        except UserError:  # such as --fp8_recast_weights of a run in bf16
+        except UserError:  # such as --fp8_recast_weights in a bf16 run
             continue
         if run.spec is None:  # without a TE decoder for this model its activations are not counted
             if "gradient_checkpointing" in changes:
@@ -188,8 +190,8 @@ def main() -> int:
     console = wide_console(markup=False, soft_wrap=True)  # names may hold brackets
     billions = rows[0].run.num_parameters / 1e9
     shape = f"{options.batch_size} x {options.max_seq_length:,}"
-    where = f"on {options.num_gpus} x {machine.gpu} ({machine.gpu_gib:.1f} GiB)"
-    console.print(f"{options.model_name}, {billions:.2f} billion parameters, {precision}, {shape} tokens {where}")
+    hardware = f"on {options.num_gpus} x {machine.gpu} ({machine.gpu_gib:.1f} GiB)"
+    console.print(f"{options.model_name}, {billions:.2f} billion parameters, {precision}, {shape} tokens {hardware}")
     figures = (Column(title, justify="right") for title in ("GiB per GPU", "needs"))
     table = Table("training", "sharding", *figures, "fits")
     for row in rows:
@@ -198,11 +200,11 @@ def main() -> int:
     console.print(table, soft_wrap=False)
     is_whole = rows[0].run.estimate().is_whole
     if not is_whole:
-        console.print("note: without a TE decoder for this model activations, logits and casts are not counted")
+        console.print("note: this model has no TE decoder, so activations, logits and casts are not counted")
     if rows[0].fitted is not None:
         console.print(f"the cheapest that {'fits' if is_whole else 'may fit'}:\n  {rows[0].command(model_words)}")
     else:
-        console.print("nothing fits: take more GPUs or shorter rows")
+        console.print("nothing fits: use more GPUs or shorter rows")
     if options.output is not None:
         typed = {name: str(value) for name, value in vars(options).items()}
         content = [row.to_dict(model_words) for row in rows]

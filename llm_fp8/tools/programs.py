@@ -1,4 +1,4 @@
-"""Shared parts of the programs around a run: the console, starting other programs, and reading their failures."""
+"""Shared parts of the programs around a run: the console, and functions that start programs and read their failures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from llm_fp8.utils.packages import REPOSITORY
 def wide_console(**options: Any) -> Console:
     """Return rich's console, as wide as COLUMNS or the terminal, else 160 characters."""
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
-    # datasets gives os.environ another object, which rich has not seen.
+    # The datasets library replaces os.environ, and rich would read the old object.
     return Console(width=wide, highlight=False, _environ=os.environ, **options)
 
 
@@ -32,7 +32,7 @@ _TELLS_WHY = re.compile(r"(\[\w+\]:\s*)?(error: |(?!.*(ChildFailed|CalledProcess
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a program."""
+    """The outcome of a program that ended."""
 
     exit_code: int | None  # None after a kill at the time limit
     output: str
@@ -40,7 +40,7 @@ class Ended:
 
     @property
     def failure(self) -> str | None:
-        """Reason of the failure, in one line that ends with the program's words; None if it succeeded."""
+        """Reason of the failure in one line, which ends with the program's words; None if the program succeeded."""
         if self.exit_code == 0:
             return None
         if self.exit_code is None:
@@ -59,10 +59,10 @@ def run_program(
     timeout_s: float | None = None,
 ) -> Ended:
     """Run a program to its end, with `environ` and in `cwd` (defaults: this process's); append its output to `log`.
-    After `timeout_s`, or an exception here, it gets SIGTERM, and after 30 s SIGKILL, with all that it started.
+    After `timeout_s`, or after an exception here, the program gets SIGTERM; 30 s later its whole group gets SIGKILL.
     """
     with log.open("ab") as file:
-        begin, began = file.tell(), time.monotonic()
+        start_byte, started_s = file.tell(), time.monotonic()
         process = subprocess.Popen(
             command,
             cwd=cwd,
@@ -70,7 +70,7 @@ def run_program(
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that os.killpg reaches what it starts
+            start_new_session=True,  # so that os.killpg reaches its children
         )
         try:
             exit_code: int | None = process.wait(timeout_s)
@@ -78,14 +78,14 @@ def run_program(
             exit_code = None
         finally:
             if process.poll() is None:
-                process.terminate()  # torchrun passes it on to its ranks, which are in sessions of their own
+                process.terminate()  # torchrun passes SIGTERM on to its ranks, which have their own sessions
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(30)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    output = log.read_bytes()[begin:].decode(errors="replace")
-    return Ended(exit_code, output, time.monotonic() - began)
+    output = log.read_bytes()[start_byte:].decode(errors="replace")
+    return Ended(exit_code, output, time.monotonic() - started_s)
 
 
 def torchrun(num_processes: int, *words: str) -> list[str]:
@@ -94,7 +94,7 @@ def torchrun(num_processes: int, *words: str) -> list[str]:
 
 
 def training_command(num_gpus: int, *words: str) -> list[str]:
-    """Return the command that trains with the options `words` on GPUs of this host."""
+    """Return the command that trains with the options `words` on `num_gpus` GPUs of this host."""
     if num_gpus == 1:
         return [sys.executable, str(REPOSITORY / "train_fp8.py"), *words]
     return torchrun(num_gpus, str(REPOSITORY / "train_multi_gpu.py"), *words)

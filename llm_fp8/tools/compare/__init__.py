@@ -1,1 +1,1 @@
-"""The comparison of training runs that differ in precision alone: `llm-fp8 compare`, scripts/compare_performance.py."""
+"""Compare training runs that differ only in precision: `llm-fp8 compare`, scripts/compare_performance.py."""

@@ -1,8 +1,8 @@
-"""Is fp8 worth it here? Trains bf16 and fp8 runs that differ only in precision, or reads finished runs, and compares
+"""Is fp8 worth it here? Train bf16 and fp8 runs that differ only in precision, or read finished runs, and compare
 them.
 
 Runs are in OUTPUT/runs/VARIANT-seedN, their logs in OUTPUT/logs. Variants take turns within a seed, so that a machine
-that slows down slows all of them. The same command again keeps finished runs and resumes an interrupted one.
+that slows down affects all of them. Repeating the command keeps finished runs and resumes an interrupted one.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--train", metavar="OPTIONS", help="train runs with these shared options, in quotes")
     source.add_argument("--runs", type=Path, nargs="+", metavar="FOLDER", help="read output folders of finished runs")
-    source.add_argument("--wandb", nargs="+", metavar="RUN", help="read runs of W&B's server: ENTITY/PROJECT/RUNID")
+    source.add_argument("--wandb", nargs="+", metavar="RUN", help="read runs from W&B's server: ENTITY/PROJECT/RUNID")
     names = ", ".join(run_record.variants())
-    add("--variants", default="bf16,fp8", help=f"variants to train, of {names} (default: %(default)s)")
-    add("--seeds", type=positive, default=3, help="runs of each with --train, seeds 1, 2, ... (default: 3)")
+    add("--variants", default="bf16,fp8", help=f"variants to train, from {names} (default: %(default)s)")
+    add("--seeds", type=positive, default=3, help="runs of each variant with --train, seeds 1, 2, ... (default: 3)")
     add("--num_gpus", type=positive, default=1, help="GPUs of each run with --train (default: 1)")
-    margin = "nats of eval loss by which a variant may be worse and still count as good (default: %(default)s)"
-    add("--quality_margin", type=number(float, at_least=0), default=QUALITY_MARGIN, help=margin)
-    where = "folder for the results (default: runs/compare or comparison)"
-    add("--output", type=lambda word: writable(str(Path(word, "comparison.json"))).parent, help=where)
-    words = list(argv)
-    if "--train" in words[:-1]:  # argparse would read a single quoted option ('--use_te') as one of this parser's
-        place = words.index("--train")
-        words[place : place + 2] = [f"--train={words[place + 1]}"]
-    options = parser.parse_args(words)
+    margin_help = "nats of eval loss by which a variant may be worse and still count as good (default: %(default)s)"
+    add("--quality_margin", type=number(float, at_least=0), default=QUALITY_MARGIN, help=margin_help)
+    output_help = "folder for the results (default: runs/compare or comparison)"
+    add("--output", type=lambda word: writable(str(Path(word, "comparison.json"))).parent, help=output_help)
+    arguments = list(argv)
+    if "--train" in arguments[:-1]:  # argparse would take a single quoted option ('--use_te') for one of this parser
+        index = arguments.index("--train")
+        arguments[index : index + 2] = [f"--train={arguments[index + 1]}"]
+    options = parser.parse_args(arguments)
     options.output = options.output or Path("comparison" if options.train is None else "runs/compare")
     return options
 
@@ -66,7 +66,7 @@ class PlannedRun:
 
 
 def plan_runs(train: str, variants: Sequence[str], num_seeds: int, num_gpus: int, folder: Path) -> list[PlannedRun]:
-    """Plan the runs in `folder`, seed by seed. Raises `UserError` for options that cannot be shared by the variants."""
+    """Plan the runs in `folder`, seed by seed. Raise `UserError` for options that the variants cannot share."""
     with reading("--train", repr(train), "the options"):
         words = [with_underscores(word) for word in shlex.split(train)]
     names = {word.partition("=")[0].removeprefix("--") for word in words}
@@ -88,24 +88,24 @@ def plan_runs(train: str, variants: Sequence[str], num_seeds: int, num_gpus: int
 
 
 def _run(run: PlannedRun, num_gpus: int, console: Console) -> Failure | None:
-    """Train a run unless it has finished; returns its failure, if any."""
+    """Train a run unless it has finished. Return its failure, if any."""
     name, summary = run.folder.name, run.folder / "summary.json"
     if summary.is_file() and run_record.why_unfinished(read_json(summary)) is None:
         console.print(f"{name}: finished earlier ({run.folder})")
         return None
-    again = ["--resume_from", "latest"] if run.folder.exists() else []  # it begins anew without a checkpoint
+    resuming = ["--resume_from", "latest"] if run.folder.exists() else []  # without a checkpoint the run starts over
     output = run.folder.parent.parent
     log = output / "logs" / f"{name}.log"
     console.print(f"{name}: started, log in {log}")
     log.parent.mkdir(parents=True, exist_ok=True)
     environ = {"WANDB_RUN_GROUP": output.resolve().name, **os.environ}
-    ended = run_program(training_command(num_gpus, *run.words, *again), log=log, environ=environ)
+    ended = run_program(training_command(num_gpus, *run.words, *resuming), log=log, environ=environ)
     console.print(f"{name}: {f'FAILED: {ended.failure}' if ended.failure else 'done'} after {ended.wall_s:.0f} s")
     return Failure(run.variant, run.seed, ended.failure, str(log)) if ended.failure else None
 
 
 def main() -> int:
-    """Train or read runs, compare and report them. A failed run gives exit code 1 but stops no other."""
+    """Train or read runs, compare and report them. A failed run does not stop the others, but the exit code is 1."""
     options, console = parse(sys.argv[1:]), wide_console(soft_wrap=True, markup=False)
     folder, num_gpus, failures = options.output, options.num_gpus, list[Failure]()
     if options.train is not None:

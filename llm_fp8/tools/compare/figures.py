@@ -1,10 +1,10 @@
-"""From run records to the figures of each variant: speed, memory, energy, quality relative to the reference runs of the
-same seeds, and certificates; and to the other differences between the runs.
+"""Compute each variant's figures from run records: speed, memory, energy, certificates, and quality relative to the
+reference runs of the same seeds. List the other differences between the runs.
 
-The unit of the statistics is the run, since the steps of a run share its machine and weights, and its answers share its
-problems: pooled over runs as trials, they would reject a true null hypothesis far too often. Intervals are Student's t
-intervals over runs; for two variants over the differences by seed. Rates and their ratios are averaged as logarithms. A
-single run has no interval. `tests/tools/compare/test_statistics.py` simulates how often these intervals are right.
+Each run is one observation. Steps of a run share a machine and weights, and its answers share the problems; counting
+steps or answers as independent trials would reject a true null hypothesis far too often. Intervals are Student's t
+intervals over runs, and between two variants over the differences by seed. Rates and their ratios are averaged as
+logarithms. A single run has no interval. `tests/tools/compare/test_statistics.py` simulates how often they are right.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Interval:
     high: float | None
 
     def __format__(self, spec: str) -> str:
-        """Format the estimate and the ends, each as a number by `spec`."""
+        """Format the estimate and the ends, each with the number format `spec`."""
         return format(self.value, spec) + ("" if self.low is None else f" ({self.low:{spec}} to {self.high:{spec}})")
 
 
@@ -49,14 +49,14 @@ def t_interval(values: Sequence[float]) -> Interval:
 
 
 def rate_interval(rates: Sequence[float]) -> Interval:
-    """Return the geometric mean of `rates`, with the interval of their logarithms: its ends cannot be negative."""
+    """Return the geometric mean of `rates`. The interval is computed on logarithms, so its ends are positive."""
     logs = t_interval(np.log(rates).tolist())
     return Interval(*(None if end is None else math.exp(end) for end in (logs.value, logs.low, logs.high)))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Gap(Interval):
-    """A figure of a variant minus the reference's, over their common seeds."""
+    """The mean of a variant's figure minus the reference's, over their common seeds."""
 
     by_seed: dict[int, float]
 
@@ -64,28 +64,28 @@ class Gap(Interval):
 @dataclass(frozen=True)
 class CertificateState:
     state: str  # the worst verdict among a variant's runs (see `_SEVERITY`)
-    reasons: list[str]  # of the runs with this verdict
+    reasons: list[str]  # from the runs with this verdict
 
 
 @dataclass(frozen=True)
 class VariantFigures:
-    """All figures of one variant in the report; None where a figure was not measured."""
+    """All figures of one variant in the report; a figure that was not measured is None."""
 
     variant: str
     name: str
-    effective: list[str]  # the precisions that ran, each once; a sound comparison has one
-    emulated: bool  # whether operands were rounded to fp8 and multiplied in higher precision
+    effective: list[str]  # the distinct precisions that ran; a sound comparison has one
+    emulated: bool  # True if operands were rounded to fp8 and multiplied in higher precision
     fallback_reasons: list[str]
     seeds: list[int]
     tokens_per_s: Interval | None
     speedup: Interval | None
-    time_to_reference_loss_s: float | None  # the mean over the common seeds; None if one run did not reach that loss
+    time_to_reference_loss_s: float | None  # the mean over the common seeds; None if a run did not reach that loss
     peak_memory_gib: float | None
     energy_j_per_million_tokens: float | None
     eval_loss: dict[int, float]  # seed -> final eval loss
     loss_gap: Gap | None  # in nats per token
-    exact_match_percent: float | None  # problems with a right answer
-    exact_match_gap: Gap | None  # in points
+    exact_match_percent: float | None  # percentage of problems with a right answer
+    exact_match_gap: Gap | None  # in percentage points
     certificate: CertificateState
     num_failed: int = 0
 
@@ -93,7 +93,7 @@ class VariantFigures:
 def variant_figures(
     variant: str, runs: Sequence[RunRecord], reference: Sequence[RunRecord], num_failed: int = 0
 ) -> VariantFigures:
-    """Compute the figures of `runs`, all of one variant, relative to the `reference` runs; both in order of seed."""
+    """Compute the figures of `runs`, all of one variant, relative to the `reference` runs; both are sorted by seed."""
     by_seed = {run.seed: run for run in reference}
     pairs = [(run, by_seed[run.seed]) for run in runs if run.seed in by_seed]
     compared = pairs if variant != REFERENCE else []
@@ -130,7 +130,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _gap(pairs: Sequence[tuple[RunRecord, RunRecord]], figure: Callable[[RunRecord], float | None]) -> Gap | None:
-    """Subtract the reference's figure of the same seed from each run's."""
+    """Subtract the reference's figure of the same seed from each run's figure."""
     by_seed = {}
     for run, base in pairs:
         value, reference = figure(run), figure(base)
@@ -144,7 +144,7 @@ def _gap(pairs: Sequence[tuple[RunRecord, RunRecord]], figure: Callable[[RunReco
 
 
 def certificate_state(summaries: Sequence[dict[str, Any]]) -> CertificateState:
-    """Return the worst certificate of a variant's runs, those of steps after fp8 ended included."""
+    """Return the worst certificate of a variant's runs, including certificates of steps after fp8 ended."""
     certificates = [summary.get("certificate") or {"verdict": "missing"} for summary in summaries]
     certificates += [after for summary in summaries if (after := summary.get("certificate_after_fp8"))]
     worst = max((each["verdict"] for each in certificates), key=_SEVERITY.index, default="missing")
@@ -163,7 +163,7 @@ _FIELDS = {
     " config.data.batch_size config.optim.gradient_accumulation_steps effective.num_requested_micro_batches"
     " provenance.environment.CUDA_VISIBLE_DEVICES",
 }
-"""Confounded figures ("": none) -> prefixes of fields that must agree; the longest prefix of a field decides."""
+"""Figures that a difference confounds ("": none) -> prefixes of the fields; the longest prefix of a field decides."""
 _EFFECTS = {prefix: effect for effect, text in _FIELDS.items() for prefix in text.split()}
 
 
@@ -174,11 +174,11 @@ class Difference:
     field: str
     effect: str  # a key of `_FIELDS`
     values: dict[str, list[str]]  # value, as text -> the runs with this value ('delayed seed 1')
-    variants: list[str]  # the variants whose comparison with the reference is concerned
+    variants: list[str]  # the variants whose comparison with the reference is affected
 
 
 def _facts(run: RunRecord) -> dict[str, Any]:
-    """Return the facts that should be the same in all runs, without the variant's options of precision."""
+    """Return the facts that should be the same in all runs; the variant's precision options are left out."""
     last = run.evaluations[-1] if run.evaluations else {}
     return {
         **{name: run.stored[name] for name in ("effective", "data", "model", "provenance")},
@@ -208,7 +208,7 @@ def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
             group, lambda run: {"tokens_seen, summed": sum(step.get("tokens_seen", 0) for step in run.steps)}
         )
         losses = [run.steps[0]["loss"] for run in group]
-        if not math.isclose(min(losses), max(losses), rel_tol=0.05):  # rounding explains no more
+        if not math.isclose(min(losses), max(losses), rel_tol=0.05):  # rounding explains at most that difference
             differences += _differing(group, lambda run: {"first_loss": run.steps[0]["loss"]})
     return sorted(differences, key=lambda difference: (difference.effect, difference.field))
 
@@ -225,7 +225,7 @@ def _differing(runs: Sequence[RunRecord], facts_of: Callable[[RunRecord], dict[s
         if not effect or len(labels) < 2:
             continue
         of_reference = {value for run, value in values if run.variant == REFERENCE}
-        # Where the baseline's own runs differ, the difference concerns all variants.
+        # If the baseline's own runs differ, the difference concerns all variants.
         concerned = {run.variant for run, value in values if len(of_reference) > 1 or value not in of_reference}
         differences.append(Difference(field, effect, labels, sorted(concerned)))
     return differences

@@ -1,4 +1,4 @@
-"""A comparison as JSON, as a table on the terminal, and as one HTML page, which loads no other file and no script."""
+"""Report a comparison as JSON, as a table on the terminal, and as a self-contained HTML page without scripts."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ class Comparison:
     failures: list[Failure]
     curves: list[dict[str, Any]]  # the variant, seed, losses and eval losses of each run, as (step, loss)
     runs: dict[str, str]  # label of a run -> its folder or W&B path
-    provenance: dict[str, Any]  # the provenance of the first run; `differences` holds what differs in others
+    provenance: dict[str, Any]  # the provenance of the first run; `differences` lists how other runs differ
     quality_margin: float
 
 
 def compare(runs: Sequence[RunRecord], failures: Sequence[Failure] = (), margin: float = QUALITY_MARGIN) -> Comparison:
-    """Compare one or more finished runs. Raises `UserError` for two runs of the same variant and seed."""
+    """Compare one or more finished runs. Raise `UserError` for two runs of the same variant and seed."""
     sources: dict[str, str] = {}
     for run in runs:
         if run.label in sources:
-            both = f"{sources[run.label]} and {run.source} are both {run.label}"
-            raise UserError(f"{both}, and runs are compared by precision: give one run of a precision and seed.")
+            duplicate = f"{sources[run.label]} and {run.source} are both {run.label}"
+            raise UserError(f"{duplicate}; give only one run for each precision and seed.")
         sources[run.label] = run.source
     in_order = sorted(runs, key=lambda run: (run.variant != REFERENCE, run.seed))
     differences = find_differences(runs)
@@ -66,7 +66,7 @@ def compare(runs: Sequence[RunRecord], failures: Sequence[Failure] = (), margin:
     verdicts = {each.variant: judge(each, baseline, differences, margin) for each in figures}
     if baseline and len(figures) == 1:
         seeds = ", ".join(map(str, baseline.seeds))
-        alone = f"Every run is in {baseline.name}, so there is nothing to compare: add runs in fp8 of seeds {seeds}."
+        alone = f"Every run is in {baseline.name}, so there is nothing to compare: add fp8 runs with seeds {seeds}."
         verdicts = {REFERENCE: Verdict("nothing to compare", [alone])}
     first, curves = runs[0].stored, []
     for run in in_order:
@@ -90,7 +90,7 @@ def _text(value: Interval | float | None, spec: str) -> str:
 
 
 def figure_texts(figures: VariantFigures) -> dict[str, str]:
-    """Return the figures of a variant: title with unit -> text."""
+    """Return a variant's figures: title with unit -> text."""
     certificate, time_s = figures.certificate, figures.time_to_reference_loss_s
     return {
         "ran as": " and ".join(figures.effective) if set(figures.effective) - {figures.name} else "-",
@@ -132,15 +132,15 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def leading_variant(comparison: Comparison) -> str:
-    """Return the variant for the top of the page: the fastest with the verdict to use it, else the fastest of all."""
+    """Return the variant for the top of the page: the fastest whose verdict is "use it", else the fastest of all."""
     others = [figures for figures in comparison.variants if figures.variant != REFERENCE] or comparison.variants
     speeds = {figures.variant: figures.speedup.value if figures.speedup else 0.0 for figures in others}
     return max(speeds, key=lambda name: (comparison.verdicts[name].conclusion == "use it", speeds[name]))
 
 
 def gap_chart(comparison: Comparison) -> dict[str, Any] | None:
-    """Chart the losses above bf16's of the same seed and step, with a line per run; None with fewer than two steps.
-    With fewer than three evaluations the chart shows the training loss, as a trailing mean.
+    """Return a chart of each run's loss minus bf16's at the same seed and step, a line per run; None for fewer than two
+    steps. With fewer than three evaluations the lines are trailing means of the training loss.
     """
     key = "eval_loss" if min(len(curve["eval_loss"]) for curve in comparison.curves) > 2 else "loss"
     reference = {curve["seed"]: dict(curve[key]) for curve in comparison.curves if curve["variant"] == REFERENCE}

@@ -1,4 +1,4 @@
-"""The variants by name, and a finished run of a variant as plain values, from its output folder or W&B's server."""
+"""The variants by name, and the record of a finished run, read from its output folder or from W&B's server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def parse_variants(text: str) -> list[str]:
 
 
 def variant_words(variant: str, words: list[str]) -> list[str]:
-    """Return training options: `words` without the fp8 options that `variant` does not take, and its precision."""
+    """Return the training options `words` without fp8 options that `variant` does not take, plus its precision."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in dataclasses.fields(PrecisionConfig):
         if option.name not in VARIANT_FIELDS:
@@ -56,7 +56,7 @@ class RunRecord:
     steps: list[dict[str, float]]
     evaluations: list[dict[str, float]]
     summary: dict[str, Any]  # summary.json, with the entries of its `throughput` at the top level, as on W&B
-    answers: tuple[bool, ...] = ()  # whether each of the exported model's answers was right (`llm-fp8 evaluate`)
+    answers: tuple[bool, ...] = ()  # True for each right answer of the exported model (`llm-fp8 evaluate`)
 
     @property
     def precision(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class RunRecord:
 
     @property
     def variant(self) -> str:
-        """Requested variant; after a fallback the effective one differs."""
+        """The requested variant; after a fallback another precision ran."""
         requested = str(self.precision["requested"])
         if requested != "fp8":
             return requested
@@ -100,7 +100,7 @@ class RunRecord:
         return next((entry["eval_loss"] for entry in self.evaluations[::-1] if entry["step"] == last), None)
 
     def seconds_to(self, eval_loss: float | None) -> float | None:
-        """Sum the seconds of training until the eval loss was first at or below `eval_loss`; None if it never was."""
+        """Return the training time in s until the eval loss first was at or below `eval_loss`; None if it never was."""
         target = -math.inf if eval_loss is None else eval_loss
         reached = next((entry["step"] for entry in self.evaluations if entry["eval_loss"] <= target), None)
         if reached is None:
@@ -109,7 +109,7 @@ class RunRecord:
 
     @property
     def peak_memory_gib(self) -> float | None:
-        """The peak memory of tensors on any GPU; None on a CPU."""
+        """The largest peak of tensor memory on any GPU, in GiB; None on a CPU."""
         keys = ("peak_memory_gib", "peak_memory_gib_max_rank")
         return max((step[key] for step in self.steps for key in keys if key in step), default=None)
 
@@ -124,7 +124,7 @@ def why_unfinished(summary: dict[str, Any]) -> str | None:
 def _record(
     source: str, run: dict[str, Any], metrics: list[dict[str, Any]], summary: dict[str, Any], *answers: bool
 ) -> RunRecord:
-    """Make the record of a run from the contents of its files. Raises `UserError` if it did not finish."""
+    """Make the record of a run from the contents of its files. Raise `UserError` if the run did not finish."""
     if reason := why_unfinished(summary):
         raise UserError(f"{source}: the run did not finish, {reason}; finish it with --resume_from latest.")
     steps, evaluations = ([each for each in metrics if kind in each] for kind in ("loss", "eval_loss"))
@@ -136,7 +136,7 @@ def _record(
 
 
 def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
-    """Read the record of the finished run in `folder`. Raises `UserError` if there is none."""
+    """Read the record of the finished run in `folder`. Raise `UserError` if there is none."""
     with reading(flag, folder, "a finished run there", "Give the --output_dir of a finished run."):
         run = read_json(folder / "run.json", flag)
         summary = read_json(folder / "summary.json", flag)
@@ -146,10 +146,10 @@ def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
 
 
 def read_wandb(path: str, api: Any = None) -> RunRecord:
-    """Read a finished run ENTITY/PROJECT/RUNID by `api` (default: `wandb.Api`). Raises `UserError` if there is none."""
+    """Read a finished run ENTITY/PROJECT/RUNID by `api` (default: `wandb.Api`). Raise `UserError` if there is none."""
     import wandb
 
-    advice = "Give ENTITY/PROJECT/RUNID, and run 'wandb login'; runs on this machine are read with --runs FOLDER."
+    advice = "Give ENTITY/PROJECT/RUNID, and run 'wandb login'; for runs on this machine use --runs FOLDER."
     with reading("--wandb", path, "the run", advice):
         run = (api or wandb.Api()).run(path)
         if run.state != "finished":
@@ -161,7 +161,7 @@ def read_wandb(path: str, api: Any = None) -> RunRecord:
         stored |= {"config": options, "effective": effective, "provenance": config["provenance"]}
         summary: dict[str, Any] = {}
         for name, value in dict(run.summary).items():
-            part, is_nested, key = name.partition("/")  # as `send_summary` names the entries of a part
+            part, is_nested, key = name.partition("/")  # `send_summary` joins the names of a part and its entry
             value = literal_eval(value) if key == "reasons" else value
             summary |= {part: summary.get(part, {}) | {key: value}} if is_nested else {name: value}
         return _record(path, stored, with_floats(metrics), summary)

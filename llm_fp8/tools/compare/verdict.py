@@ -1,4 +1,4 @@
-"""From the figures of a variant to a verdict in words; pure functions."""
+"""Derive a verdict in words from the figures of a variant, by pure functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from llm_fp8.tools.compare.figures import Difference, Interval, VariantFigures, concerning
 from llm_fp8.utils.errors import listed
 
-MIN_SEEDS = 3  # the fewest common seeds for a recommendation: the losses of two seeds may be near each other by chance
+MIN_SEEDS = 3  # common seeds that a recommendation needs: the losses of two seeds may be close by chance
 QUALITY_MARGIN = 0.005
 """Nats of eval loss by which a variant may be worse and still count as good. It is a quarter of a percent of a loss of
 2; DeepSeek-V3 (arXiv 2412.19437) kept its fp8 training within this relative difference of bf16."""
@@ -20,11 +20,11 @@ _ADVICE = {
     "not certified": "do not trust these figures before the run is certified",
     "worse": "do not use it as it is",
     "not faster": "it gains no speed here",
-    "speed unknown": "whether it gains speed is not known",
-    "too few seeds": f"too few seeds to tell, run at least {MIN_SEEDS}",
-    "not shown": "that it learns as well, within {margin:g} nats/token, is not shown: run more seeds",
-    "slightly worse": "it is worse in every seed, if by less than {margin:g} nats/token: weigh that against the speed",
-    "quality unknown": "it gains speed, and what it learned could not be compared",
+    "speed unknown": "its gain in speed is not known",
+    "too few seeds": f"too few seeds to tell: run at least {MIN_SEEDS}",
+    "not shown": "it is not shown to learn as well, within {margin:g} nats/token: run more seeds",
+    "slightly worse": "it is worse in every seed, but by less than {margin:g} nats/token: weigh this against the speed",
+    "quality unknown": "it gains speed, but its quality could not be compared",
     "use it": "use it: it learns as well, within {margin:g} nats/token",
 }
 
@@ -32,7 +32,7 @@ _ADVICE = {
 @dataclass(frozen=True)
 class Verdict:
     conclusion: str  # a key of `_ADVICE`, or "reference", "failed", "no reference", "fell back" or "not comparable"
-    sentences: list[str]  # the finding, exact match, what to do; a single one where nothing can be compared
+    sentences: list[str]  # finding, exact match and advice; only one if nothing can be compared
     quality: str = "not shown"
     """Quality, whatever the speed: "baseline", "as good", "slightly worse", "worse" or "not shown"."""
 
@@ -50,10 +50,10 @@ def judge(
         failed = [f"{name} is the baseline, and its certificate failed ({reasons})."] if state == "failed" else []
         return Verdict("reference", failed, "baseline")
     if reference is None or not reference.seeds:
-        return Verdict("no reference", [f"{name} has no finished bf16 run to be compared with: train one, same seeds."])
+        return Verdict("no reference", [f"{name} has no finished bf16 run to compare with: train bf16, same seeds."])
     if figures.fallback_reasons:
         why, ran = "; ".join(figures.fallback_reasons), " and ".join(figures.effective)
-        return Verdict("fell back", [f"{name} did not run ({why}): its figures are of {ran}."])
+        return Verdict("fell back", [f"{name} did not run ({why}): its figures are those of {ran}."])
     if reference.certificate.state == "failed":
         return Verdict("not comparable", [f"{name} is not comparable: {reference.name} failed its certificate."])
     if confounded := concerning(differences, figures.variant, "both"):
@@ -114,7 +114,7 @@ def _conclude(figures: VariantFigures, quality: str, speed_confounded: bool, qua
 
 def _speed_words(figures: VariantFigures, reference: VariantFigures, confounded: Sequence[str]) -> str:
     if figures.emulated:
-        return "was EMULATED in higher precision, so that its speed says nothing,"
+        return "was EMULATED in higher precision, so its speed says nothing,"
     if confounded:
         return f"cannot be compared in speed (the runs differ in {listed(confounded)})"
     if figures.speedup is None:

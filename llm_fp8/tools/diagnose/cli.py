@@ -18,17 +18,17 @@ from llm_fp8.utils.json_files import writable, write_json_atomic
 
 
 def main() -> int:
-    """Diagnose the run, print and write the findings; returns the exit code."""
+    """Diagnose the run, print and write the findings, and return the exit code."""
     parser = OneSentenceParser(add_help=False, allow_abbrev=False, usage=SUPPRESS)
     group = parser.add_argument_group("options of the diagnosis")
     group.add_argument("--json", type=writable, metavar="FILE", help="write the findings to this JSON file")
     either = group.add_mutually_exclusive_group()
-    either.add_argument("--trace", type=writable, metavar="FILE", help="keep the step, for https://ui.perfetto.dev")
-    either.add_argument("--quality", action="store_true", help="measure instead the cost of fp8, by kind of module")
+    either.add_argument("--trace", type=writable, metavar="FILE", help="write the step, for https://ui.perfetto.dev")
+    either.add_argument("--quality", action="store_true", help="instead measure fp8's quality cost by kind of module")
     options, rest = parser.parse_known_args(sys.argv[1:])
     if {"-h", "--help", "--help_all", "--help-all"} & set(rest):
         print(parser.format_help())
-    config = parse_launch(rest, os.environ, description="Where a step's precision, time and memory go.")
+    config = parse_launch(rest, os.environ, description="Show a step's precision, time and memory.")
     import torch  # only here, so that --help and mistakes do not wait for it
 
     from llm_fp8.observability.provenance import collect_provenance
@@ -43,7 +43,7 @@ def main() -> int:
         render(findings)
         code = EXIT_FAILED_CHECK if findings["problems"] else 0
     else:
-        print("What a step does needs an NVIDIA GPU; --quality also measures recipes that a CPU emulates.")
+        print("Measuring a step needs an NVIDIA GPU; --quality also measures recipes that a CPU emulates.")
         return EXIT_NO_GPU
     if options.json is not None:
         origin = {"config": config.to_dict(), "provenance": collect_provenance(sys.argv)}
@@ -52,12 +52,12 @@ def main() -> int:
 
 
 ADVICE = dict.fromkeys(("norm", "activation", "rope", "copy", "elementwise"), "--use_te, if not given, fuses most") | {
-    "gpu_idle": "larger micro-batches (--batch_size, --max_seq_length); runs with --use_te and packing take graphs",
-    "cast": "more tokens a step (--gradient_accumulation_steps, --batch_size): weights are cast once a step",
-    "optimizer": "more tokens a step (--gradient_accumulation_steps, --batch_size)",
+    "gpu_idle": "larger micro-batches (--batch_size, --max_seq_length); runs with --use_te and packing use CUDA graphs",
+    "cast": "more tokens per step (--gradient_accumulation_steps, --batch_size): weights are cast once per step",
+    "optimizer": "more tokens per step (--gradient_accumulation_steps, --batch_size)",
 }
 """Kernel class -> the option that acts on it."""
-MIN_SHARE_FOR_ADVICE = 0.05  # the share of a step from which on a kernel class gets advice
+MIN_SHARE_FOR_ADVICE = 0.05  # a kernel class with a smaller share of the step gets no advice
 
 
 def render(findings: Mapping[str, Any]) -> None:

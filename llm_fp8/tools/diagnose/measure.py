@@ -1,15 +1,15 @@
-"""The measurements of `llm-fp8 diagnose`, on a run that is built by the run's own functions.
+"""The measurements of `llm-fp8 diagnose`, on a run that is built as for training.
 
 **A step**: fp8 coverage, certificate, time by class of kernels, and memory by kind. Recording slows the host but not
 the kernels, so the GPU's idle time is the time of an unrecorded step minus the kernels' time. Memory is divided at the
-last forward pass of a step. "kept_casts" was allocated before it, beside weights, optimizer state and gradients: fp8
-casts of weights, which later micro-batches reuse. "activations" is what the pass allocated. "backward_pass" is the rest
-of the peak; with one micro-batch it holds the gradients.
+last forward pass of a step. "kept_casts" was allocated before this pass, in addition to weights, optimizer state and
+gradients: fp8 casts of weights, which later micro-batches reuse. "activations" is what this pass allocated.
+"backward_pass" is the rest of the peak; with one micro-batch it includes the gradients.
 
 **Quality** (--quality) is the cost of fp8's forward pass before any training, by kind of module. The model predicts the
 same text in bf16, in fp8, with only one kind of module in fp8, and with all other kinds in fp8. The measure is the
 Kullback-Leibler divergence from bf16's next-token distributions, in nats per supervised token; the rounding of bf16
-itself diverges by about 0.001. The loss is no measure: a disturbance may lower the loss of new text.
+itself diverges by about 0.001. The loss is not a measure, since a disturbance may lower the loss of new text.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from llm_fp8.utils.torch_internals import wrap_forward
 
 NUM_WARMUP_STEPS = 4
 NUM_TIMED_STEPS = 7
-NUM_BATCHES = 4  # whose quality is measured
+NUM_BATCHES = 4  # the number of micro-batches for the quality
 NUM_LISTED = 10  # the number of modules that the terminal shows; the JSON file has all
 _CHUNK = 512  # the number of tokens whose logits are in memory at a time
 
 
 def plan_without_output(config: Config) -> RunPlan:
-    """Plan the run of `config`, which was checked, without output folder and trackers."""
+    """Plan the run of the checked `config`, without an output folder or trackers."""
     ranks = LaunchRanks.from_environment(os.environ)
     start_process_group(ranks)
     quiet_libraries()
@@ -77,13 +77,13 @@ def diagnose(config: Config, trace: Path | None = None) -> dict[str, Any]:
     data = load_data(plan, tokenizer)
     plan.say(data.description)
     setup = build_setup(plan)
-    num_steps = NUM_WARMUP_STEPS + NUM_TIMED_STEPS + 2  # and one for the memory, one for the kernels
+    num_steps = NUM_WARMUP_STEPS + NUM_TIMED_STEPS + 2  # two more: for the memory and for the kernels
     findings = measure(setup, build_stepper(setup, data.train, num_steps), data.train, trace)
     return findings | {"problems": problems(findings)}
 
 
 def measure(setup: TrainingSetup, stepper: Stepper, loader: TrainLoader, trace: Path | None) -> dict[str, Any]:
-    """Take steps: first to warm up, then for the time, the memory and the kernels."""
+    """Measure steps after a warm-up: first their time, then memory, then kernels."""
     plan, steps = setup.plan, iter(loader)
     stepper.model.train()
 
@@ -136,7 +136,7 @@ def held_gib(tensors: Iterable[Any]) -> float:
 
 
 def memory_by_kind(stepper: Stepper, take: Callable[[], object]) -> dict[str, float]:
-    """Measure the memory of a step's peak in GiB by kind (see the module's docstring); `take` takes a step."""
+    """Measure a step's peak memory in GiB, by kind (see the module's docstring); `take` takes a step."""
     parameters = list(stepper.model.parameters())
     marks: list[tuple[float, float]] = []
 
@@ -166,7 +166,7 @@ def memory_by_kind(stepper: Stepper, take: Callable[[], object]) -> dict[str, fl
 
 
 def problems(findings: Mapping[str, Any]) -> list[str]:
-    """List sentences on what differs from the request; with any of them the exit code is 1."""
+    """Return a sentence for each difference from the request; if there is one, the exit code is 1."""
     precision, certificate = findings["precision"], findings["certificate"]
     wrong = list(certificate["reasons"]) if certificate["verdict"] == "failed" else []
     if precision["fallback_reason"]:
@@ -178,7 +178,7 @@ def problems(findings: Mapping[str, Any]) -> list[str]:
 
 
 def measure_quality(config: Config) -> dict[str, Any]:
-    """Measure the model and recipe of the run of `config`, which was checked, on its eval or else training text."""
+    """Measure the quality of the model and recipe in the checked `config`, on its eval text or else training text."""
     plan = plan_without_output(config)
     if plan.precision.recipe is None:
         raise UserError("--quality compares fp8 with bf16; add --mixed_precision fp8.")
@@ -188,7 +188,7 @@ def measure_quality(config: Config) -> dict[str, Any]:
     setup = build_setup(plan, in_bf16=True)
     warm_up_scales(setup, data.train)
     setup.training_model.eval()
-    # What is compiled would pass by the forward functions that stand in for those of modules.
+    # Compiled code would bypass the forward functions that replace those of the modules.
     with torch.no_grad(), setup.precision.preserving_state(), torch.compiler.set_stance("force_eager"):
         return _Comparison(setup, batches).findings()
 
@@ -208,7 +208,7 @@ class _Comparison:
         self.num_tokens = sum(map(len, self.reference))
 
     def findings(self) -> dict[str, Any]:
-        """Measure divergences and loss differences by kind of module and in all, and errors of single modules."""
+        """Measure divergences and loss differences by kind of module and in total, and errors of single modules."""
 
         def num_weights(modules: Iterable[nn.Module]) -> int:
             return sum(weight.numel() for module in modules for weight in linear_weights(module))
@@ -232,7 +232,7 @@ class _Comparison:
         }
 
     def cost(self, in_bf16: Collection[nn.Module]) -> dict[str, float]:
-        """Measure the divergence from bf16 and the difference in loss, nats per token, with these modules in bf16."""
+        """Measure the divergence from bf16 and the loss difference, in nats per token, with these modules in bf16."""
         self._in_bf16 = in_bf16
         sums = torch.zeros(2, dtype=torch.float64, device=self.setup.plan.device)
         weight = self.setup.model.module.get_output_embeddings().weight
@@ -259,20 +259,20 @@ class _Comparison:
         if self.names[module] not in self._errors:
             error = (forward(*args, **kwargs) - output).float().norm() / output.float().norm()
             inputs = args[0].float()
-            peak = inputs.abs().amax() / inputs.square().mean().sqrt()  # outliers leave few codes to other values
+            peak = inputs.abs().amax() / inputs.square().mean().sqrt()  # outliers leave few fp8 codes to other values
             self._errors[self.names[module]] = {"relative_error": float(error), "input_peak": float(peak)}
         return output
 
 
 def describe_quality(findings: dict[str, Any]) -> str:
-    """Return the findings as lines, and the kind of module whose bf16 would help most for its FLOPs."""
+    """Return the findings as text, with the kind of module for which bf16 would help most per FLOP."""
     total, kinds = findings["all_in_fp8"]["divergence"], findings["kinds"]
     saved = {kind: total - cost["without"]["divergence"] for kind, cost in kinds.items()}
     shares = {kind: cost["linear_flop_share"] for kind, cost in kinds.items()}
     order = sorted(saved, key=lambda kind: -saved[kind] / shares[kind])
     lines = [
         f"fp8 {findings['scenario']}, {findings['num_tokens']} supervised tokens: KL divergence from bf16 {total:.4f} "
-        f"nats a token, loss {findings['all_in_fp8']['loss_difference']:+.4f}",
+        f"nats per token, loss {findings['all_in_fp8']['loss_difference']:+.4f}",
         f"{'modules':24}{'linear FLOPs':>14}{'KL alone':>12}{'KL without':>12}",
     ]
     for kind in order:

@@ -1,1 +1,1 @@
-"""Is this machine fit to train in fp8? Heavy imports wait until a check runs: it fails if a package does not load."""
+"""Is this machine fit to train in fp8? Checks import heavy packages, so one that does not load fails a check."""

@@ -1,7 +1,8 @@
 """The input (`Setup`) and the result (`Result`) of a check; the checks of packages, variables and GPUs.
 
 The rules for variables cover settings that guides to fp8 training recommend, and settings that silently break or slow a
-run (read in torch 2.13, accelerate 1.15, Transformer Engine 2.20); docs/multi_gpu.md explains these and useful ones.
+run, by the source of torch 2.13, accelerate 1.15 and Transformer Engine 2.20. docs/multi_gpu.md explains these settings
+and useful ones.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 REQUIREMENTS = ("requirements.txt", "requirements-deepspeed.txt")
-GPU_REQUIREMENTS = "requirements-gpu.txt"  # the versions of all GPU tests
+GPU_REQUIREMENTS = "requirements-gpu.txt"  # the versions that all GPU tests ran with
 TE = "transformer-engine"
 _REQUIRED = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", TE)
 _OF_OPTIONS = tuple(name for name in USED if name not in (*_REQUIRED, "huggingface-hub", f"{TE}-torch"))
@@ -58,7 +59,7 @@ class Result:
     failures: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     fixes: list[str] = field(default_factory=list)  # commands for a shell in the repository
-    name: str = ""  # of the check
+    name: str = ""  # name of the check
     wall_s: float = 0.0
 
     def fail(self, sentence: str, fix: str) -> None:
@@ -96,7 +97,7 @@ class Setup:
 
 
 def pins_of(text: str) -> list[Requirement]:
-    """Parse the requirements in a file's text whose markers hold here, with normalised names."""
+    """Parse a requirements file's `text`. Return the lines whose markers hold here, with normalised names."""
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
     pins = [Requirement(line) for line in lines if line and not line.startswith("-")]
     for pin in pins:
@@ -111,8 +112,8 @@ def read_pins(has_gpu: bool) -> list[Requirement]:
 
 
 def judge_packages(pins: list[Requirement], installed: dict[str, str], errors: dict[str, str]) -> Result:
-    """Fail for a missing or broken package that every run needs. Warn of another version, and of a broken package that
-    only an option needs. `installed`: package -> its version. `errors`: package -> why it does not load.
+    """Fail for a missing or broken package that every run needs. Warn of a version other than the pinned one, and of
+    a broken package that only an option needs. `installed`: package -> version. `errors`: package -> its import error.
     """
     result = Result()
     for pin in pins:
@@ -124,7 +125,7 @@ def judge_packages(pins: list[Requirement], installed: dict[str, str], errors: d
         elif version is None:
             result.details.append(f"{pin.name} is not installed")
         elif not pin.specifier.contains(version, prereleases=True):
-            result.warn(f"{pin.name} is {version}, and tests ran with {pin.specifier}", fix)
+            result.warn(f"{pin.name} is {version}, but tests ran with {pin.specifier}", fix)
     for name, error in errors.items():
         report = result.warn if name in OPTIONAL else result.fail
         report(f"{name} does not load: {error}", f"{_PIP} uninstall -y {name}   # and install it again for this torch")
@@ -156,7 +157,7 @@ class Rule(NamedTuple):
     """A setting that the check reports; a finding is a rule with the variable's own name and value."""
 
     name: str  # a regular expression for the whole name
-    value: str  # one for the whole value, in any case
+    value: str  # a regular expression for the whole value, ignoring case
     level: str  # harmful (a run is several times slower, hangs or is not as requested), slower, or no effect
     effect: str  # ends a sentence that begins with the setting
 
@@ -168,9 +169,9 @@ LAUNCHED = re.compile(f"{_LAUNCH}|{_ACCELERATE}")
 
 RULES: tuple[Rule, ...] = (
     Rule("NVTE_(FP8_ALLREDUCE|APPLY_QK_LAYER_SCALING|FP8_DPA_BWD)", ".*", "no effect", "does nothing here"),
-    Rule("NVTE_(FLASH|FUSED|UNFUSED)_ATTN", "0", "slower", "forbids Transformer Engine a kind of attention"),
+    Rule("NVTE_(FLASH|FUSED|UNFUSED)_ATTN", "0", "slower", "keeps Transformer Engine from using a kind of attention"),
     Rule("NVTE_BACKWARD_OVERRIDE", ".+", "harmful", "takes the backward pass out of fp8"),
-    Rule("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", "slower", "may leave packed sequences only the slow attention"),
+    Rule("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", "slower", "may leave only slow attention for packed sequences"),
     Rule("NVTE_DEBUG(_LEVEL)?", "[12]", "slower", "makes Transformer Engine print at every change of shape"),
     Rule("CUDA_DEVICE_MAX_CONNECTIONS", "1", "slower", "can make FSDP's all-gathers wait until compute ends"),
     Rule("CUDA_LAUNCH_BLOCKING", "[1-9]", "harmful", "makes the CPU wait for every kernel, so the GPU idles"),
@@ -183,11 +184,11 @@ RULES: tuple[Rule, ...] = (
     Rule("ACCELERATE_USE_CPU", "1|true|yes|on", "harmful", "makes Accelerate train on the CPU"),
     Rule(_ACCELERATE, ".*", "slower", "is left over from accelerate launch and sets an option of the next run"),
 )
-"""The first rule that matches a variable's name and value counts."""
+"""The first rule that matches a variable's name and value applies."""
 
 
 def judge_variables(environ: Mapping[str, str]) -> list[Rule]:
-    """List the variables in a shell's `environ` with which a run should not start, harmful ones first."""
+    """List the settings in a shell's `environ` that a run should not start with; harmful ones come first."""
     findings: dict[str, Rule] = {}
     for rule, (name, value) in itertools.product(RULES, environ.items()):
         if re.fullmatch(rule.name, name) and re.fullmatch(rule.value, value.strip(), re.I | re.S):
@@ -198,7 +199,7 @@ def judge_variables(environ: Mapping[str, str]) -> list[Rule]:
 def check_variables(setup: Setup) -> Result:
     """Fail for harmful variables in the user's environment; warn of others."""
     findings = judge_variables(setup.environ)
-    result = Result("" if findings else "none that is harmful or has no effect")
+    result = Result("" if findings else "no variable that harms a run, slows it or has no effect")
     for rule in findings:
         report = result.fail if rule.level == "harmful" else result.warn
         report(f"{rule.name}={rule.value} {rule.effect}", f"unset {rule.name}")
@@ -207,7 +208,7 @@ def check_variables(setup: Setup) -> Result:
 
 
 def check_gpu(setup: Setup) -> Result:
-    """Skip a machine without a GPU; fail if torch cannot use a GPU of the driver."""
+    """Skip a machine without a GPU; fail if torch cannot use the driver's GPUs."""
     import torch
 
     from llm_fp8.observability.provenance import output_of
@@ -226,14 +227,14 @@ def check_gpu(setup: Setup) -> Result:
         visible = setup.environ["CUDA_VISIBLE_DEVICES"]
         result.fail(f"torch finds no GPU: CUDA_VISIBLE_DEVICES is '{visible}'", "unset CUDA_VISIBLE_DEVICES")
     else:
-        fix = "nvidia-smi   # 'CUDA Version' is the newest for this driver; install a newer one, or a torch for it"
+        fix = "nvidia-smi   # 'CUDA Version' is the driver's newest; install a newer driver, or a torch for it"
         result.fail(f"torch {torch.__version__} (CUDA {cuda}) cannot use the driver's {gpus[0]}", fix)
     return result
 
 
 def measure_tflops(device: torch.device) -> dict[str, float]:
     """Measure TFLOP/s of cubic GEMMs of `GEMM_SIZE` in bf16 and, if the GPU has it, fp8 (e4m3, one scale per tensor,
-    bf16 result). The data are random normal: zeros draw less power, so clocks stay higher than in training.
+    bf16 result). The data are random normal: zeros would draw less power and keep clocks higher than in training.
     """
     import torch
     from torch.nn.functional import ScalingType, scaled_mm
@@ -242,7 +243,7 @@ def measure_tflops(device: torch.device) -> dict[str, float]:
     from llm_fp8.precision.plan import MIN_FP8_CAPABILITY
 
     def tflops(launch: Callable[[], object]) -> float:
-        timer = Timer("launch()", globals={"launch": launch})  # which synchronises
+        timer = Timer("launch()", globals={"launch": launch})  # Timer synchronises
         timer.timeit(NUM_GEMMS)  # clocks settle
         return 2 * GEMM_SIZE**3 / timer.timeit(NUM_GEMMS).mean / 1e12
 
@@ -266,7 +267,7 @@ def judge_tflops(measured: dict[str, float], gpu_name: str) -> Result:
     result.facts = {"measured": measured, "known": KNOWN_TFLOPS.get(gpu_name)}
     if share < LEAST_SHARE:
         fix = "nvidia-smi; nvidia-smi -q -d PERFORMANCE,POWER,CLOCK   # while the GPU is busy"
-        result.warn(f"{share:.0%} of the rate of an {gpu_name}: its clocks are lowered, or others use it", fix)
+        result.warn(f"{share:.0%} of an {gpu_name}'s known rate: its clocks are lowered, or other programs use it", fix)
     return result
 
 

@@ -33,7 +33,7 @@ _STYLES = {"failed": "bold red", "warning": "yellow", "skipped": "dim", "passed"
 
 
 class Check(NamedTuple):
-    """A row of the table of checks; --quick runs it if `quick`."""
+    """A row of the table of checks; --quick runs only rows with `quick`."""
 
     name: str
     function: Callable[[Setup], Result]
@@ -53,7 +53,7 @@ CHECKS = (  # in the order of execution
 
 
 def run_check(check: Check, setup: Setup) -> Result:
-    """Run a check; it fails if it raises."""
+    """Run a check; an exception is a failure of the check."""
     print(f"{check.name} ...", file=sys.stderr, flush=True)
     began = time.perf_counter()
     try:
@@ -69,7 +69,7 @@ def run_check(check: Check, setup: Setup) -> Result:
 
 
 def main(argv: Sequence[str] | None = None, description: str = "Is this machine fit to train in fp8?") -> int:
-    # Without torchrun's own variable a shell's WORLD_SIZE is left over.
+    # Without torchrun's own variable a WORLD_SIZE is a leftover in the shell.
     ranks = LaunchRanks.from_environment(os.environ if "TORCHELASTIC_RUN_ID" in os.environ else {})
     if ranks.world_size > 1:
         from llm_fp8.tools.verify.hosts import check_hosts
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None, description: str = "Is this machine 
         return EXIT_FAILED_CHECK if any(result.failures for result in results) else 0
     parser = OneSentenceParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, names = parser.add_argument, [check.name for check in CHECKS]
-    add("--model_name", default="meta-llama/Llama-3.2-1B", help="two layers of it are trained (default %(default)s)")
+    add("--model_name", default="meta-llama/Llama-3.2-1B", help="two layers of this are trained (default %(default)s)")
     add("--max_seq_length", type=positive, default=1024, help="tokens of a sequence (default %(default)s)")
     add("--batch_size", type=positive, default=8, help="sequences of a micro-batch (default %(default)s)")
     slow = ", ".join(check.name for check in CHECKS if not check.quick)
@@ -92,13 +92,13 @@ def main(argv: Sequence[str] | None = None, description: str = "Is this machine 
         raise UserError(f"--only {options.only}: {', '.join(unknown)} is unknown; choose from {', '.join(names)}.")
     environ = dict(os.environ)
     for name in filter(checks.LAUNCHED.fullmatch, environ):
-        del os.environ[name]  # or the runs would behave as processes of a launch
+        del os.environ[name]  # otherwise the runs would behave as processes of a launch
     os.environ.update({**CUDA_DEFAULTS, **os.environ})  # torch is not loaded yet
     wanted = options.only.split(",") if options.only else [c.name for c in CHECKS if c.quick or not options.quick]
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the current run too
     with tempfile.TemporaryDirectory(prefix="verify-fp8-") as scratch:
         setup = Setup(options.model_name, options.max_seq_length, options.batch_size, environ, Path(scratch))
-        with contextlib.suppress(ImportError, OSError):  # `check_packages` reports them
+        with contextlib.suppress(ImportError, OSError):  # `check_packages` reports these errors
             runs.cut_model(setup)
         results = [run_check(check, setup) for check in CHECKS if check.name in wanted]
     code = 0 if setup.num_gpus else EXIT_NO_GPU
@@ -124,6 +124,6 @@ def print_table(results: list[Result], console: Console) -> None:
     console.print(table)
     fixes = dict.fromkeys(fix for result in results for fix in result.fixes)
     if fixes:
-        console.print("\n[bold]What fixes it[/]", *(escape(fix) for fix in fixes), sep="\n    ", soft_wrap=True)
+        console.print("\n[bold]How to fix it[/]", *(escape(fix) for fix in fixes), sep="\n    ", soft_wrap=True)
     counts = Counter(result.status for result in results)
     console.print("\n" + ", ".join(f"{number} {status}" for status, number in counts.items()))

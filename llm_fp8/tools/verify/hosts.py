@@ -1,7 +1,7 @@
-"""The hosts of a launch, checked together before a run, with the run's own options.
+"""Check the hosts of a launch together before a run, with the run's own options.
 
-Every check is collective and has the same result on every rank. What one rank alone meets ends the launch with the name
-of its host, and so does a check that takes longer than `LIMIT_S`.
+Every check is collective and has the same result on every rank. An error that only one rank meets ends the launch
+with a message that names the host, and so does a check that takes longer than `LIMIT_S`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from llm_fp8.utils.errors import EXIT_FAILED_CHECK, listed, reading
 from llm_fp8.utils.packages import VERIFY
 from llm_fp8.utils.ranks import LaunchRanks, first_to_end
 
-LIMIT_S = 120.0  # of a check
+LIMIT_S = 120.0  # for one check
 STEP = shlex.split(
     "--model_name embedded --max_seq_length 256 --batch_size 1 --max_steps 1 --mixed_precision bf16 "
     "--sharding_mode fsdp_full --validation_fraction 0 --save_every 1 --no_export --no_certify"
@@ -45,7 +45,7 @@ NETWORK = (
 
 
 def check_hosts(argv: Sequence[str], ranks: LaunchRanks) -> list[Result]:
-    """Run the checks for a run with the options `argv` up to the first failed one; return the results. Collective."""
+    """Run the checks with the run's options `argv`; stop at the first failure, return the results. Collective."""
     folder = Path(parse_launch(list(argv), os.environ, parallel=True).run.output_dir or "runs")
     checks = {"versions": lambda: check_versions(ranks), "network": check_network, "step": lambda: check_step(folder)}
     results: list[Result] = []
@@ -60,8 +60,8 @@ def check_hosts(argv: Sequence[str], ranks: LaunchRanks) -> list[Result]:
 
 
 def _within_limit(name: str, check: Callable[[], Result]) -> Result:
-    late = f"not done after {LIMIT_S:.0f} s: the hosts wait for each other. What may help: {NETWORK}"
-    timer = threading.Timer(LIMIT_S, _end, (name, late))
+    message = f"not done after {LIMIT_S:.0f} s: the hosts wait for each other. This may help: {NETWORK}"
+    timer = threading.Timer(LIMIT_S, _end, (name, message))
     timer.daemon = True
     timer.start()
     began = time.perf_counter()
@@ -75,7 +75,7 @@ def _within_limit(name: str, check: Callable[[], Result]) -> Result:
 
 
 def _end(name: str, why: str) -> NoReturn:
-    """End this process, since its collectives may hang; the first rank of the launch to end prints why."""
+    """End this process, since its collectives may hang. The first rank of the launch to end prints `why`."""
     try:
         if first_to_end():
             print(f"error: {platform.node()}: {name}: {why}", file=sys.stderr, flush=True)
@@ -95,8 +95,8 @@ def check_versions(ranks: LaunchRanks) -> Result:
     by_rank = gathered((platform.node(), versions))
     for name in versions:
         hosts_of: dict[str | None, dict[str, None]] = {}
-        for host, versions_there in by_rank:
-            hosts_of.setdefault(versions_there.get(name), {})[host] = None
+        for host, host_versions in by_rank:
+            hosts_of.setdefault(host_versions.get(name), {})[host] = None
         if len(hosts_of) > 1:
             report = result.warn if name == "driver" else result.fail
             difference = "; ".join(f"{version} on {listed(hosts)}" for version, hosts in hosts_of.items())
@@ -107,7 +107,7 @@ def check_versions(ranks: LaunchRanks) -> Result:
 
 
 def check_network() -> Result:
-    """Sum a tensor over all ranks, by NCCL where they have GPUs and by gloo elsewhere."""
+    """Sum a tensor over all ranks, with NCCL on GPUs and with gloo on CPUs."""
     device, size = device_of_process(), dist.get_world_size()
     tensor = torch.full((2**26 if device.type == "cuda" else 2**16,), float(dist.get_rank()), device=device)
     dist.all_reduce(tensor)
@@ -120,13 +120,13 @@ def check_network() -> Result:
     for _ in range(5):
         dist.all_reduce(tensor)
     torch.cuda.synchronize()
-    # As nccl-tests count it: so much passes through the slowest link, whatever the number of GPUs.
+    # Bus bandwidth as in nccl-tests: the rate of the slowest link, whatever the number of GPUs.
     gb_per_s = 5 * tensor.nbytes * 2 * (size - 1) / size / (time.perf_counter() - began) / 1e9
     return Result(f"NCCL sums 256 MiB over {size} GPUs at {gb_per_s:.1f} GB/s (bus bandwidth)")
 
 
 def check_step(output_dir: Path) -> Result:
-    """Train the embedded model for a step and save it, in a folder below the output folder that all ranks see."""
+    """Train the embedded model for a step and save it in a new folder below `output_dir`, which all ranks must see."""
     with contextlib.ExitStack() as stack:
         with reading("--output_dir", output_dir, "the folder"):
             output_dir.mkdir(parents=True, exist_ok=True)
@@ -135,17 +135,17 @@ def check_step(output_dir: Path) -> Result:
             folder = TemporaryDirectory(prefix="verify-", dir=output_dir, ignore_cleanup_errors=True)
             return os.path.basename(stack.enter_context(folder))
 
-        folder = output_dir / decided_by_main(make_folder)  # by each rank's own path
+        folder = output_dir / decided_by_main(make_folder)  # each rank has its own path to it
         with contextlib.suppress(OSError):
             Path(folder, str(dist.get_rank())).touch()
         hosts = gathered(platform.node())
         seen = gathered([os.path.exists(f"{folder}/{rank}") for rank in range(len(hosts))])
         result = Result()
-        # A rank's file that the main one does not see, or that does not see the main one's.
+        # Hosts with a rank whose file the main rank does not see, or that does not see the main rank's file.
         apart = dict.fromkeys(host for rank, host in enumerate(hosts) if not (seen[0][rank] and seen[rank][0]))
         if apart:
             sentence = f"--output_dir {output_dir} on {listed(apart)} is not the folder that {hosts[0]} writes to"
-            result.fail(sentence, "give an --output_dir on a file system that all hosts share and may write")
+            result.fail(sentence, "give an --output_dir on a file system that all hosts share and may write to")
             return result
         results = RunResults()
         with contextlib.redirect_stdout(io.StringIO()):

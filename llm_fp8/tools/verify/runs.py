@@ -1,8 +1,8 @@
 """Short training runs, started as a user starts them and read from their run folders.
 
 On a GPU two decoder layers of --model_name train from random weights on the embedded dataset, in bf16 and in each fp8
-recipe, which is judged by its certificate, its attention and the distance of its losses from bf16's. Without a GPU the
-embedded model trains on the CPU and emulates torchao's recipes.
+recipe. A recipe is judged by its certificate, its attention and the distance of its losses from bf16's. Without a GPU
+the embedded model trains on the CPU and emulates torchao's recipes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llm_fp8.utils.json_files import read_json, read_jsonl
 from llm_fp8.utils.packages import TRANSFORMER_ENGINE
 
 OPTIONS = shlex.split("--max_steps 6 --learning_rate 1e-4 --log_every 1 --packing --validation_fraction 0 --no_export")
-"""The kernels of the fifth step are recorded for the certificate."""
+"""Options of every run. The certificate records the kernels of the fifth step."""
 CPU_OPTIONS = shlex.split("--model_name embedded --max_seq_length 256 --batch_size 2 --num_of_samples 200")
 NUM_LAYERS = 2
 MAX_LOSS_DIFFERENCE = 0.02
@@ -41,7 +41,7 @@ class Run(NamedTuple):
 
 
 def cut_model(setup: Setup) -> Path:
-    """Make a model folder: the embedded tokenizer, and the config of --model_name with few layers."""
+    """Make a model folder with the embedded tokenizer and the config of --model_name, cut to `NUM_LAYERS` layers."""
     from llm_fp8.config.options import ModelConfig
     from llm_fp8.data.embedded import MODEL_DIR
     from llm_fp8.models.source import load_config, resolve_source
@@ -78,26 +78,26 @@ def train(setup: Setup, name: str, *words: str, num_processes: int = 1) -> Run:
 
 def judge(result: Result, run: Run, baseline: Run | None = None) -> None:
     """Judge a run: it must succeed, be certified, use fast attention, lower its loss, and stay near `baseline`."""
-    name, losses, again = run.name, run.losses, shlex.join(run.command)
+    name, losses, rerun = run.name, run.losses, shlex.join(run.command)
     result.facts[name] = {"wall_s": run.ended.wall_s, "losses": losses, "summary": run.summary}
     if run.ended.failure is not None:
-        result.fail(f"{name}: the run failed: {run.ended.failure}", again)
+        result.fail(f"{name}: the run failed: {run.ended.failure}", rerun)
         result.details += run.ended.output.strip().splitlines()[-12:]
         return
     certificate = run.summary.get("certificate") or {}
     verdict = certificate.get("verdict", "certified")
     if verdict != "certified":
         report = result.fail if verdict == "failed" else result.warn
-        report(f"{name}: the certificate is {verdict}: {'; '.join(certificate['reasons'])}", again)
+        report(f"{name}: the certificate is {verdict}: {'; '.join(certificate['reasons'])}", rerun)
     if run.summary["attention_backend"] == "unfused":
         fix = "unset NVTE_FUSED_ATTN NVTE_FLASH_ATTN CUDNN_HOME CUDNN_PATH"
         result.fail(f"{name}: attention runs unfused, several times slower than cuDNN's", fix)
     if not all(map(math.isfinite, losses)) or losses[-1] >= losses[0]:
-        result.fail(f"{name}: the loss does not fall ({losses})", again)
+        result.fail(f"{name}: the loss does not fall ({losses})", rerun)
     elif baseline is not None and baseline.losses:
         difference = max(abs(loss / base - 1) for loss, base in zip(losses, baseline.losses, strict=True))
         if difference > MAX_LOSS_DIFFERENCE:
-            result.fail(f"{name}: the losses {losses} differ from bf16's {baseline.losses} by {difference:.1%}", again)
+            result.fail(f"{name}: the losses {losses} differ from bf16's {baseline.losses} by {difference:.1%}", rerun)
     ran = f", {verdict}, {certificate['num_fp8_gemm_kernels']} fp8 GEMM kernels" if certificate else ""
     result.details.append(f"{name}: loss {losses[0]:.3f} to {losses[-1]:.3f}{ran}, {run.ended.wall_s:.0f} s")
 
@@ -110,15 +110,15 @@ def train_in_each(setup: Setup, recipes: Iterable[str], *words: str) -> Result:
     for name in recipes:
         judge(result, train(setup, name, *recipe_words(name), "--fp8_strict", *words), baseline)
     if not result.failures:
-        where = "certified" if setup.num_gpus else "on the CPU, which has no fp8 kernels"
-        result.summary = f"{', '.join(result.facts)}: the loss falls as it should, {where}"
-        if attention := baseline.summary["attention_backend"]:  # Transformer Engine's
+        evidence = "certified" if setup.num_gpus else "on the CPU, which has no fp8 kernels"
+        result.summary = f"{', '.join(result.facts)}: the loss falls as it should, {evidence}"
+        if attention := baseline.summary["attention_backend"]:  # known only with Transformer Engine
             result.summary += f"; attention: {attention}"
     return result
 
 
 def check_steps(setup: Setup) -> Result:
-    """Train in bf16 and in each recipe of Transformer Engine that this GPU has; on the CPU in bf16 only."""
+    """Train in bf16 and in each recipe of Transformer Engine that this GPU has; on the CPU train in bf16 only."""
     if not setup.num_gpus:
         return train_in_each(setup, ())
     from llm_fp8.config.options import PrecisionConfig
@@ -127,7 +127,7 @@ def check_steps(setup: Setup) -> Result:
 
     try:
         lacking = look(PrecisionConfig(mixed_precision="fp8"), LaunchRanks()).lacking
-    except UserError as error:  # of Transformer Engine
+    except UserError as error:  # Transformer Engine cannot be used
         lacking = dict.fromkeys(recipe_names("te"), str(error))
     usable = [name for name in recipe_names("te") if name not in lacking]
     result = train_in_each(setup, usable, "--use_te")
