@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Full fine-tuning of a causal language model with transformers' Trainer. The precision comes from the launcher;
+"""Fine-tune all weights of a causal language model with transformers' Trainer. The precision comes from the launcher;
 nothing here is about fp8.
 
     accelerate launch --config_file configs/accelerate_fp8.yaml examples/hf_trainer_fp8.py --output_dir runs/trainer-fp8
@@ -9,9 +9,9 @@ nothing here is about fp8.
         --model_name Qwen/Qwen2.5-7B --dataset_name nvidia/OpenMathInstruct-2 --split_name train_1M \\
         --max_seq_length 1024 --learning_rate 1e-5
 
-Every option of transformers' TrainingArguments is one of this script; leave --bf16 and --fp16 out, they take the place
-of the launcher's fp8 (docs/multi_gpu.md). CertificateCallback proves in what one step was computed; it is the only
-thing here that is not transformers'.
+This script takes every option of transformers' TrainingArguments. Leave out --bf16 and --fp16, which would replace the
+launcher's fp8 (docs/multi_gpu.md). CertificateCallback proves the precision of one step; it is the only part of the
+training that is not from transformers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from llm_fp8.utils.script import run_script
 
 @dataclass
 class ExampleArguments:
-    """What is trained on what."""
+    """Options for the model and the dataset."""
 
     model_name: str = field(
         default=str(MODEL_DIR), metadata={"help": "hub id or folder; default: the embedded tiny model"}
@@ -59,13 +59,13 @@ class ExampleArguments:
         default=str(DATASET_DIR), metadata={"help": "hub id, folder or jsonl file with problem and generated_solution"}
     )
     split_name: str = field(default="train", metadata={"help": "split of the dataset"})
-    num_of_samples: int | None = field(default=None, metadata={"help": "use the first so many rows"})
+    num_of_samples: int | None = field(default=None, metadata={"help": "use only this many rows, from the start"})
     max_seq_length: int = field(default=512, metadata={"help": "longer rows are cut; a multiple of 16"})
 
 
 @contextlib.contextmanager
 def loading(flag: str, value: str) -> Iterator[None]:
-    """One sentence that names the option in place of a library's traceback where what it names cannot be loaded."""
+    """Raise a `UserError` that names the option, instead of a library's traceback, if its value cannot be loaded."""
     try:
         yield
     except (OSError, ValueError, DatasetGenerationError) as error:
@@ -75,24 +75,24 @@ def loading(flag: str, value: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def launching() -> Iterator[None]:
-    """One sentence in place of Accelerate's traceback where the launcher's file asks for a package that is not here."""
+    """Raise `UserError`, instead of Accelerate's traceback, if the launcher's file needs a package that is missing."""
     try:
         yield
     except ImportError as error:
         raise UserError(
-            f"the launcher's --config_file asks for what is not installed ({error}) Install it as "
-            "requirements-gpu.txt says, or launch with configs/accelerate_bf16.yaml."
+            f"the launcher's --config_file needs a package that is not installed ({error}); install "
+            "it as requirements-gpu.txt says, or launch with configs/accelerate_bf16.yaml."
         ) from error
 
 
 def main() -> int:
-    """Load, tokenise, train, save."""
+    """Load model and rows, tokenise, train and save."""
     try:
         options, args = HfArgumentParser((ExampleArguments, TrainingArguments)).parse_args_into_dataclasses()
     except ValueError as error:
         raise UserError(f"{error}; --help lists the options.") from error
-    # Tokens/s in the logs (train_tokens_per_second, since the start). The Trainer waits for the GPU once a micro-batch
-    # to count them.
+    # Log tokens/s (train_tokens_per_second, since the start). To count tokens, the Trainer waits for the GPU once per
+    # micro-batch.
     args.include_num_input_tokens_seen = "all"
 
     dtype = getattr(torch, options.weights_dtype)
@@ -126,8 +126,8 @@ def main() -> int:
         return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": ids}
 
     train_dataset = rows.map(tokenise, remove_columns=rows.column_names)
-    # fp8 matrix products need a multiple of 16 tokens. This collator pads labels with -100, so that EOS stays one where
-    # it also pads.
+    # fp8 matrix products need a multiple of 16 tokens. This collator pads labels with -100, so that EOS stays a label
+    # even if it is also the padding token.
     collator = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=16)
     with launching():
         trainer = Trainer(

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""Is fp8 worth it here? Trains bf16 and fp8 runs that differ in nothing else, or reads finished ones, and says so with
-its figures.
+"""Is fp8 worth it here? Train bf16 and fp8 runs that differ only in precision, or read finished runs, and compare
+them.
 
     python scripts/compare_performance.py --train "--model_name meta-llama/Llama-3.2-1B --use_te \\
         --max_steps 300 --eval_every 50" --variants bf16,fp8,current --seeds 3
@@ -8,9 +8,9 @@ its figures.
     python scripts/compare_performance.py --wandb team/llm-fp8/abc123 team/llm-fp8/def456
     python scripts/compare_performance.py          the runs of scripts/train_bf16.sh and scripts/train_fp8.sh
 
-Given again, a --train command continues: finished runs are taken as they are, failed ones are tried again. Writes
-comparison.json and comparison.html to the output folder. docs/tools.md explains every figure. Exit code 0, or 1 where
-a run failed. Ctrl-C and SIGTERM let the runs save and stop first.
+Repeating a --train command continues it: finished runs are kept, and failed runs are tried again. The output folder
+gets comparison.json and comparison.html. docs/tools.md explains every figure. The exit code is 0, or 1 if a run
+failed. Ctrl-C and SIGTERM let the runs save and stop first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from llm_fp8.utils.script import run_script
 
 
 def main() -> int:
-    """Import the program in `run_script`, which says in one sentence what is not installed, and run it."""
+    """Run the program. It is imported here, so that `run_script` reports a missing package in one sentence."""
     from llm_fp8.tools.compare.cli import main
 
     return main()

@@ -6,9 +6,9 @@
         --dataset_name nvidia/OpenMathInstruct-2 --output base.json
 
 Takes an exported folder (a model, or a PEFT adapter, which is merged into its base model), any other Hugging Face
-folder, or a hub id. For the folder of a run the options of the data are those of the run (run.json) unless given here,
-so that the problems are the ones it held out. Prints the share of right answers with Wilson's 95% interval and the eval
-loss, and writes every answer as JSON. See docs/data_and_checkpoints.md.
+folder, or a hub id. For the folder of a run, data options default to those in run.json, so that the problems are the
+ones that the run held out. Prints the share of right answers with Wilson's 95% interval and the eval loss, and writes
+every answer as JSON. See docs/data_and_checkpoints.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llm_fp8.utils.script import run_script
 
 
 def main() -> int:
-    """Import the program in `run_script`, which says in one sentence what is not installed, and run it."""
+    """Run the program. It is imported here, so that `run_script` reports a missing package in one sentence."""
     from llm_fp8.tools.evaluate import main
 
     return main()

@@ -4,9 +4,9 @@
     python scripts/export_fp8.py runs/x/final --output runs/x/final-fp8
     python scripts/export_fp8.py runs/x/final --output runs/x/final-fp8 --data held_out.jsonl
 
-Linear layers but the lm_head get e4m3 weights with a scale for each row; activations are scaled per token when the
-model runs. With --data it also measures the loss before and after. It needs memory for one file of the model, with
---data for the model. See docs/data_and_checkpoints.md.
+Linear layers except the lm_head get e4m3 weights with a scale for each row; activations are scaled per token when the
+model runs. With --data the loss is measured before and after. The export needs memory for one file of the model;
+--data needs memory for the whole model. See docs/data_and_checkpoints.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llm_fp8.utils.script import run_script
 
 
 def main() -> int:
-    """Import the program in `run_script`, which says in one sentence what is not installed, and run it."""
+    """Run the program. It is imported here, so that `run_script` reports a missing package in one sentence."""
     from llm_fp8.tools.export_fp8 import main
 
     return main()

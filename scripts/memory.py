@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Whether a model fits, and with which options: GPU memory by way of training and sharding, without a GPU or weights.
+"""Show whether a model fits, and with which options: GPU memory for each way of training and sharding mode. No GPU or
+weights are needed.
 
 python scripts/memory.py --model_name Llama-3.1-8B --gpu H100 --num_gpus 2
 python scripts/memory.py --model_name ./my-model --gpu 80 --max_seq_length 4096 --batch_size 2
@@ -16,7 +17,7 @@ from llm_fp8.utils.script import run_script
 
 
 def main() -> int:
-    """Import the program in `run_script`, which says in one sentence what is not installed, and run it."""
+    """Run the program. It is imported here, so that `run_script` reports a missing package in one sentence."""
     from llm_fp8.tools.memory import main
 
     return main()

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Add a PEFT adapter to the weights of its base model and write the whole as an ordinary Hugging Face checkpoint.
+"""Add a PEFT adapter to the weights of its base model and write an ordinary Hugging Face checkpoint.
 
     python scripts/merge_adapter.py --adapter runs/x/final --output merged
 
-The base model is the one that adapter_config.json names, unless --base_model gives another place of it. Weights keep
-the dtype of the base model's files; each sum is worked out in fp32 and rounded once. Tokenizer and generation settings
-are the adapter's where it has them, else the base model's.
-It runs on the CPU and needs memory for the whole model. See docs/lora.md.
+The base model is the one that adapter_config.json names, unless --base_model gives another location. Weights keep
+the dtype of the base model's files; each sum is computed in fp32 and rounded once. Tokenizer and generation settings
+come from the adapter if it has them, else from the base model.
+The merge runs on the CPU and needs memory for the whole model. See docs/lora.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from llm_fp8.utils.script import quiet_libraries, run_script
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--adapter", type=Path, required=True, help="folder of the adapter, as runs/x/final")
     parser.add_argument("--output", type=Path, required=True, help="folder for the checkpoint, which must not exist")
@@ -34,14 +34,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def listed(entry: int | list[int] | None) -> list[int]:
-    """The ids of an `eos_token_id`, which names none, one or several."""
+    """Return the ids in an `eos_token_id`, which holds none, one or several."""
     return [] if entry is None else entry if isinstance(entry, list) else [entry]
 
 
 def main() -> int:
-    """Load, merge, write."""
+    """Load the base model, merge the adapter into it, and write the result."""
     options = parse(sys.argv[1:])
-    # After the parser: --help and mistakes answer without loading these.
+    # Imported after parsing, so that --help and mistakes do not wait for it.
     from llm_fp8.models.build import model_on_meta, without_towers
     from llm_fp8.models.export import adapter_base, export_hf, load_exported, merged_by_peft, tokenizer_of
     from llm_fp8.models.model import Model
@@ -64,7 +64,7 @@ def main() -> int:
         if read_json(options.adapter / "adapter_config.json").get("layer_replication"):
             raise ValueError("it repeats layers (layer_replication), which the base model's config.json does not")
         adapted = [name.removeprefix("base_model.model.") for name in load_peft_weights(str(options.adapter), "cpu")]
-        if (options.adapter / GENERATION_CONFIG_NAME).is_file():  # else the adapter does not tell what was trained
+        if (options.adapter / GENERATION_CONFIG_NAME).is_file():  # else the trained EOS tokens are not known
             trained_ends = GenerationConfig.from_pretrained(options.adapter).eos_token_id
     model, plain = Model(module), model_on_meta(module.config)
     if plain.left_out and not plain.left_out_of(adapted):  # towers are exported as they are

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Is this machine fit to train in fp8? Trains as a run would, and prints the commands that fix problems.
+"""Is this machine fit to train in fp8? Train as a run would, and print the commands that fix problems.
 
     python scripts/verify_fp8.py                      all checks, three to four minutes
     python scripts/verify_fp8.py --quick              without GEMM rates, torchao's recipes and the run on all GPUs
@@ -7,8 +7,8 @@
     python scripts/verify_fp8.py --only packages,variables
     torchrun --nnodes 2 ... scripts/verify_fp8.py [options of the run]         all hosts of a launch together
 
-Exit codes: 0 all right (warnings aside), 1 a check failed, 2 a mistake in the options, 3 no GPU: what needs none was
-checked. docs/tools.md
+Exit codes: 0 all right (warnings aside), 1 a check failed, 2 a mistake in the options, 3 no GPU, so only checks that
+need none have run. See docs/tools.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llm_fp8.utils.script import run_script
 
 
 def main() -> int:
-    """Import the program in `run_script`, which says in one sentence what is not installed, and run it."""
+    """Run the program. It is imported here, so that `run_script` reports a missing package in one sentence."""
     from llm_fp8.tools.verify.cli import main
 
     return main(sys.argv[1:], __doc__ or "")

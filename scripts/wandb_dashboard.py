@@ -4,7 +4,7 @@
     --entity my-team --project llm-fp8    makes a saved view of the project's workspace and prints its address
     --view 'https://wandb.ai/...?nw=abc'  updates this program's sections in that view; other sections stay
 
-The layout (`SECTIONS`) has the keys of docs/monitoring.md; wandb-workspaces sends it to W&B.
+The layout (`SECTIONS`) uses the keys of docs/monitoring.md; wandb-workspaces sends it to W&B.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Panel(NamedTuple):
     title: str
     key: str
     by: str = "step"
-    """With "step", "tokens_seen" and `TIME` a line of each run's history; with "run" and "precision" a bar of each
-    run's summary, or of the mean over the runs of a precision."""
+    """The x-axis of lines of each run's history ("step", "tokens_seen" or `TIME`), or "run" for a bar of each run's
+    summary, or "precision" for a bar of the mean over the runs of a precision."""
 
 
 SECTIONS: dict[str, tuple[Panel, ...]] = {
@@ -139,7 +139,7 @@ def main() -> int:
         view = build_workspace(entity, project, options.group, options.name)
         if options.view:
             sections, view = view.sections, ws.Workspace.from_url(options.view)
-            view.sections = [*(each for each in view.sections if each.name not in SECTIONS), *sections]
+            view.sections = [*(section for section in view.sections if section.name not in SECTIONS), *sections]
         view.save()
     print(f"the runs of {entity}/{project} are compared in {view.url}")
     return 0
