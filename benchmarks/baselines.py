@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""The usual set-ups: transformers' model under Accelerate, written as in their documentation.
+"""Train transformers' model under Accelerate in the usual set-ups, written as in their documentation.
 
     python benchmarks/baselines.py NAME [options of the training scripts]
 
@@ -49,7 +49,7 @@ from llm_fp8.utils.json_files import json_line, write_json_atomic, write_text_at
 
 
 def build_accelerator(name: str, config: Config) -> Accelerator:
-    """Accelerate's engine for the baseline `name`, over the processes of this launch."""
+    """Return the `Accelerator` of the baseline `name`, over the processes of this launch."""
     plugin = None
     if config.parallel.sharding_mode == "fsdp_full":
         plugin = FullyShardedDataParallelPlugin(
@@ -74,7 +74,7 @@ def build_accelerator(name: str, config: Config) -> Accelerator:
 
 
 def build_model(name: str, config: Config, hf_config: Any, device: torch.device) -> Any:
-    """transformers' model with random weights, for the baseline `name`."""
+    """Return transformers' model with random weights, for the baseline `name`."""
     weights = torch.float32 if config.parallel.sharding_mode == "fsdp_full" else torch.bfloat16
     with device:
         model = AutoModelForCausalLM.from_config(hf_config, dtype=weights, attn_implementation="sdpa")

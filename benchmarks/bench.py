@@ -1,4 +1,4 @@
-"""Training throughput of variants that take turns. Each variant is a line of options of the training scripts.
+"""Measure the training throughput of variants that take turns. A variant is a line of options of the training scripts.
 
 A measurement is a run of train_fp8.py or train_multi_gpu.py from random weights. Without --dataset the rows are random
 tokens, each row one document of --length tokens. 'baseline NAME' is a set-up of benchmarks/baselines.py, with the same
@@ -77,7 +77,7 @@ class Variant:
 
 
 def parse_variants(text: str, num_gpus: int = 1) -> list[Variant]:
-    """Parse 'NAME: OPTIONS; NAME: baseline NAME OPTIONS'. Raises a `UserError` that names --variants."""
+    """Parse 'NAME: OPTIONS; NAME: baseline NAME OPTIONS'. Raise a `UserError` that names --variants."""
     variants: dict[str, Variant] = {}
     for line in filter(None, map(str.strip, text.split(";"))):
         name, _, options = map(str.strip, line.partition(":"))
@@ -112,7 +112,7 @@ class Plan(NamedTuple):
 
 
 def measure(work: Workload, variant: Variant, dataset: str, plan: Plan) -> dict[str, Any]:
-    """Run a variant once; returns its timed steps, losses and figures, or {"failed": why} where it did not finish."""
+    """Run a variant once. Return its timed steps, losses and recorded step, or {"failed": why} if it did not finish."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "run")
@@ -148,7 +148,7 @@ def summarise(work: Workload, variant: Variant, rounds: Sequence[Mapping[str, An
 def measure_all(
     work: Workload, variants: Sequence[Variant], plan: Plan, output: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Measure the variants in turns; returns their rows. `output` is written after each measurement."""
+    """Measure the variants in turns and return their rows. `output` is written after each measurement."""
     rounds: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in variants}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -191,14 +191,14 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 def add_measuring_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--steps", type=positive, default=16, help="optimizer steps of a run (default %(default)s)")
-    add("--warmup", type=positive, default=LEAST_WARMUP, help="first steps, left out (default %(default)s)")
+    add("--warmup", type=positive, default=LEAST_WARMUP, help="first steps, which are not timed (default %(default)s)")
     add("--rounds", type=positive, default=3, help="how often the variants take turns (default %(default)s)")
     add("--timeout_s", type=number(float, above=0), default=600, help="a longer run fails (default %(default)s)")
     add("--output", type=writable, help="JSON file for the results")
 
 
 def measuring_plan(options: argparse.Namespace) -> Plan:
-    """Raise `UserError` for values that measure nothing."""
+    """Return the plan in `options`. Raise `UserError` if it times no step."""
     if not LEAST_WARMUP <= options.warmup < options.steps:
         raise UserError(f"--warmup must be from {LEAST_WARMUP} to less than --steps {options.steps}.")
     return Plan(options.steps, options.warmup, options.rounds, options.timeout_s)

@@ -1,21 +1,21 @@
 #!/usr/bin/env python
-"""Did a change make training slower? Compares our speed relative to a baseline now with the recorded one.
+"""Did a change make training slower? Compare our speed relative to a baseline now with the recorded one.
 
     python benchmarks/check_regression.py NEW.json
     python benchmarks/check_regression.py NEW.json --recorded benchmarks/results/speed_table_h200.json --minimum 0.03
 
-NEW.json is a file of benchmarks/speed_table.py or scripts/benchmark.py. Two GPUs of the same name differ by some per
-cent in speed, so no times are compared. Compared is, for each of our variants, the ratio of its tokens/s to a
-baseline's tokens/s in the same file (on real documents: of real tokens). --recorded takes files of the same kind; the
-default is all files under benchmarks/results, and the newest with a ratio counts.
+benchmarks/speed_table.py or scripts/benchmark.py writes NEW.json. Two GPUs of the same name differ by some per cent in
+speed, so times are not compared. Instead, for each of our variants, the ratio of its tokens/s to a baseline's tokens/s
+in the same file is compared (on real documents: real tokens/s). --recorded takes files of the same kind; the default is
+all files under benchmarks/results. The newest file with a ratio counts.
 
 A ratio is a regression if it is lower than the recorded ratio by more than
 
     minimum + sqrt(sum of the squares of four spreads)
 
-There is a spread for our variant and for the baseline in both files: the relative distance of the 10th or 90th
-percentile of the steps from the median. If the root is more than a tenth, a ratio within the tolerance counts as not
-compared. A recorded variant that fails now is a regression too. Ratios that cannot be compared are listed.
+Our variant and the baseline have one spread in each file: the relative distance of the 10th or 90th percentile of the
+steps from the median. If the root is more than a tenth, a ratio within the tolerance counts as not compared. A recorded
+variant that fails now is a regression too. Ratios that cannot be compared are listed.
 
 Exit code: 0; 1 with one sentence per regression; 2 for a mistake, or if nothing can be compared.
 """
@@ -43,7 +43,7 @@ RECORDED = ("speed_table_*.json", "throughput_*.json", "multi_gpu_throughput_*.j
 MINIMUM = 0.02
 """The tolerance without any spread. The ratios of runs on different days differed by 0.4% and 0.1%."""
 MAX_SPREAD = 0.1
-"""The largest spread of two ratios together; with more, the tolerance would hide any regression."""
+"""The largest combined spread of two ratios; with a larger one, the tolerance would hide any regression."""
 
 Row = dict[str, Any]
 
@@ -69,7 +69,7 @@ class Ratio:
 
 @dataclass
 class Findings:
-    """The results, a sentence each."""
+    """The results, with a sentence for each."""
 
     regressions: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Findings:
 
 
 def read(path: Path) -> Measured:
-    """Read a file's rows by workload and variant. Raises `UserError` for another kind of file."""
+    """Read a file's rows by workload and variant. Raise `UserError` for another kind of file."""
     with reading("results", path, "the rows of a throughput benchmark"):
         record = read_json(path)
         workloads: dict[str, dict[str, Row]] = {}
@@ -123,14 +123,16 @@ def ratio_in(measured: Measured, workload: str, variant: str, baseline: str) -> 
 
 
 def compare(new: Measured, recorded: Sequence[Measured], baseline: str, minimum: float) -> Findings:
-    """Compare each of our variants in `new` with the newest of `recorded` that has its ratio. Raises `UserError` if
+    """Compare each of our variants in `new` with the newest of `recorded` that has its ratio. Raise `UserError` if
     nothing can be compared.
     """
     findings = Findings()
     for other in recorded:
         if other.gpu != new.gpu:
             findings.notes.append(f"{other.path.name} was measured on {other.gpu}, not on {new.gpu}, and is left out.")
-    recorded = sorted((one for one in recorded if one.gpu == new.gpu), key=lambda one: one.time_utc, reverse=True)
+    recorded = sorted(
+        (other for other in recorded if other.gpu == new.gpu), key=lambda other: other.time_utc, reverse=True
+    )
     for workload, rows in new.workloads.items():
         for variant in (name for name, row in rows.items() if row["baseline"] is None):
             _compare_variant(findings, new, recorded, workload, variant, baseline, minimum)
@@ -153,13 +155,13 @@ def _compare_variant(
     name = f"{workload} {variant}"
     against = baseline_of(variant, baseline, rows)
     if against is None:
-        findings.notes.append(f"{name}: {baseline} was not measured beside it, so it is not compared.")
+        findings.notes.append(f"{name}: {baseline} is not in the same file, so it is not compared.")
         return
     ratios = [ratio_in(measured, workload, variant, against) for measured in recorded]
     before = next((ratio for ratio in ratios if ratio is not None), None)
     now = ratio_in(new, workload, variant, against)
     if before is None:
-        findings.notes.append(f"{name}: no recorded file has it beside {against}.")
+        findings.notes.append(f"{name}: no recorded file has both it and {against}.")
     elif "failed" in rows[variant]:
         findings.num_compared += 1
         was = f"was {before.value:.3f} times {against} ({before.source})"

@@ -36,7 +36,7 @@ Entry = dict[str, Any]
 
 
 class Outcomes:
-    """A pytest plugin that records outcomes in `output`. Raises `UserError` if `output` is another kind of file."""
+    """A pytest plugin that records outcomes in `output`. Raise `UserError` if `output` is another kind of file."""
 
     def __init__(self, output: Path) -> None:
         self._output = output
@@ -49,9 +49,8 @@ class Outcomes:
                 self.kept = read_json(output)["files"]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Record a report. pytest calls this for set-up, call and tear-down of each test, and a failure of any of them
-        is a failure of the test. A test whose process died has a single report of another kind. One that is under way
-        has no outcome yet.
+        """Record a report. pytest sends one for the set-up, call and tear-down of each test; if one failed, the test
+        failed. A test whose process died has a single report of another kind. A test that still runs has no outcome.
         """
         entry = self._tests.setdefault(report.nodeid, {"outcome": None, "duration_s": 0.0})
         entry["duration_s"] += report.duration
@@ -63,7 +62,7 @@ class Outcomes:
             self.write(exit_code=None)
 
     def files(self) -> dict[str, Entry]:
-        """File -> numbers of outcomes, commit, GPU, duration and reasons of failures, of this run and kept entries."""
+        """Return outcomes, commit, GPU, duration and reasons of failures by file, for this run and kept entries."""
         files: dict[str, Entry] = {}
         gpu = next((gpu["name"] for gpu in self._provenance["gpus"]), None)
         commit = self._provenance["git"]["commit"]
@@ -92,13 +91,13 @@ class Outcomes:
 
 
 def gpu_files(paths: list[str]) -> list[str]:
-    """`paths` with folders replaced by their GPU tests (*_gpu.py)."""
+    """Return `paths` with each folder replaced by its GPU tests (*_gpu.py)."""
     files = [sorted(Path(path).rglob("*_gpu.py")) if Path(path).is_dir() else [path] for path in paths]
     return [str(file) for group in files for file in group]
 
 
 def run_tests(files: list[str], num_workers: int, outcomes: Outcomes, gpus: list[str]) -> int:
-    """Run the tests on `gpus`, entries for CUDA_VISIBLE_DEVICES; returns pytest's exit code."""
+    """Run the tests on `gpus`, entries for CUDA_VISIBLE_DEVICES; return pytest's exit code."""
     workers = ["-n", str(num_workers)]
     if len(gpus) > 1:
         workers = []
@@ -115,7 +114,7 @@ def run_tests(files: list[str], num_workers: int, outcomes: Outcomes, gpus: list
 
 
 def main() -> int:
-    """Run the selected tests and record them; returns pytest's exit code."""
+    """Run the selected tests, record them, and return pytest's exit code."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--output", required=True, type=writable, help="JSON file to write")
     parser.add_argument("--workers", type=int, default=8, help="tests at a time (default 8)")

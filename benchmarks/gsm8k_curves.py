@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Eval loss of one model trained from scratch on GSM8K's text in bf16 (several seeds) and in each fp8 recipe.
+"""Train a model from scratch on GSM8K's text in bf16 (several seeds) and each fp8 recipe; compare the eval losses.
 
     python benchmarks/gsm8k_curves.py --data gsm8k_train.jsonl --output benchmarks/results/gsm8k_curves.json
 
@@ -68,29 +68,29 @@ class Job:
 
     def options(self, folder: Path, settings: argparse.Namespace) -> list[str]:
         rows = ROWS // self.num_gpus(settings)
-        more = [] if self.mode is None else ["--sharding_mode", self.mode]
+        multi_gpu = [] if self.mode is None else ["--sharding_mode", self.mode]
         if settings.num_gpus > 1:
-            more += ["--optimizer", "adamw_fp32"]
+            multi_gpu += ["--optimizer", "adamw_fp32"]
         return [
             "--model_name", MODEL, "--random_init", "--use_te", "--dataset_name", settings.data,
             "--validation_fraction", "0.05", "--max_seq_length", "1024", "--batch_size", str(rows),
             "--gradient_accumulation_steps", str(MICRO_BATCHES), "--num_epochs", str(settings.epochs),
             "--learning_rate", "1e-3", "--weight_decay", "0.1", "--num_warmup_steps", "50", "--eval_every",
             str(settings.eval_every), "--seed", str(self.seed), "--output_dir", str(folder), "--no_export",
-            *VARIANTS[self.precision], *more
+            *VARIANTS[self.precision], *multi_gpu
         ]  # fmt: skip
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Parse the seeds in a comma-separated list. Raises `UserError`."""
+    """Parse a comma-separated list of seeds. Raise `UserError` for a bad list."""
     words = text.split(",")
     if not all(word.strip().isdecimal() for word in words) or len({int(word) for word in words}) < len(words):
-        raise UserError(f"--seeds {text}: give different whole numbers with commas between, such as 1,2,3.")
+        raise UserError(f"--seeds {text}: give different whole numbers separated by commas, such as 1,2,3.")
     return [int(word) for word in words]
 
 
 def parse_variants(text: str) -> list[str]:
-    """Parse the variants in a comma-separated list. Raises `UserError`."""
+    """Parse a comma-separated list of variants. Raise `UserError` for a bad list."""
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in VARIANTS]
     if unknown:
@@ -109,7 +109,7 @@ def plan(settings: argparse.Namespace) -> list[Job]:
 
 
 def run_one(job: Job, settings: argparse.Namespace, folder: Path, gpu: str) -> dict[str, Any]:
-    """Train, on `gpu` if the training takes one GPU; returns the evaluations and the summary."""
+    """Train (on `gpu`, if the training takes one GPU) and return the evaluations and the summary."""
     environment = dict(os.environ)
     if job.mode is None:
         environment["CUDA_VISIBLE_DEVICES"] = gpu
@@ -137,7 +137,7 @@ def run_one(job: Job, settings: argparse.Namespace, folder: Path, gpu: str) -> d
 
 
 def evaluations(records: list[dict[str, Any]]) -> list[list[float]]:
-    """[step, tokens seen, eval loss] of each evaluation."""
+    """Return [step, tokens seen, eval loss] of each evaluation."""
     tokens = {record["step"]: record["tokens_seen"] for record in records if "tokens_seen" in record}
     evaluated = [record for record in records if "eval_loss" in record]
     return [[record["step"], tokens[record["step"]], record["eval_loss"]] for record in evaluated]
@@ -157,7 +157,7 @@ def compare(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def compare_to_one_gpu(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return by how much losses on several GPUs differ from one GPU's in the same precision, by variant and seed."""
+    """Return the differences between losses on several GPUs and on one in the same precision, by variant and seed."""
     on_one_gpu = {(run["variant"], run["seed"]): run for run in runs if run["num_gpus"] == 1}
     variants: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
@@ -180,7 +180,7 @@ def compare_to_one_gpu(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def finished_runs(settings: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[list[Any], list[Any]]:
-    """Read the runs that an earlier call left in --output, and their provenance. `UserError` for other options."""
+    """Read the runs of an earlier call in --output, and their provenance. Raise `UserError` for other options."""
     output: Path = settings.output
     if not output.exists():
         return [], []
@@ -236,7 +236,7 @@ def main() -> int:
         held = "a run of {} with seed {}".format(*min(unplanned))
         raise UserError(f"--output {settings.output} holds {held}; name both in --variants and --seeds too.")
     if not torch.cuda.is_available():
-        raise UserError("this trains on NVIDIA GPUs, and none is found.")
+        raise UserError("no NVIDIA GPU is found; this script trains on GPUs only.")
 
     def write(comparison: dict[str, Any] | None) -> None:
         runs.sort(key=lambda run: order.index((run["variant"], run["seed"])))
@@ -244,11 +244,11 @@ def main() -> int:
         write_json_atomic(settings.output, {**origin, "comparison": comparison, "runs": runs})
 
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(settings.parallel) as pool:
-        left = [job for job in jobs if (job.variant, job.seed) not in done]
+        missing = [job for job in jobs if (job.variant, job.seed) not in done]
         gpus = visible_gpus()
         futures = [
             pool.submit(run_one, job, settings, Path(scratch) / str(number), gpus[number % len(gpus)])
-            for number, job in enumerate(left)
+            for number, job in enumerate(missing)
         ]
         try:
             for future in as_completed(futures):
@@ -256,7 +256,7 @@ def main() -> int:
                 print(f"{runs[-1]['variant']}, seed {runs[-1]['seed']}: {runs[-1]['wall_time_s']:.0f} s", flush=True)
                 write(None)
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # those that have not begun would fail as this one did
+            pool.shutdown(wait=False, cancel_futures=True)  # runs that have not begun would fail as this one did
             raise
     comparison = compare(runs) if settings.num_gpus == 1 else compare_to_one_gpu(runs)
     write(comparison)

@@ -1,10 +1,11 @@
 #!/usr/bin/env python
-"""Speed and memory of transformers' Trainer in bf16 and in Accelerate's fp8, and of train_fp8.py on the same rows.
+"""Measure speed and memory of transformers' Trainer in bf16 and in Accelerate's fp8, and of train_fp8.py on the same
+rows.
 
     python benchmarks/hf_trainer.py --model Llama-3.1-8B --rows 4 --length 1024 --micro_batches 4 --output out.json
 
 A bundled architecture trains from random weights. Every row of the data fills the whole sequence, so that each variant
-computes the same number of real tokens in a step. Variants run in processes of their own on one GPU and take turns
+computes the same number of real tokens in a step. Each variant runs in its own process on one GPU; variants take turns
 --rounds times:
 
     trainer_bf16   accelerate launch --config_file configs/accelerate_bf16.yaml examples/hf_trainer_fp8.py ...
@@ -13,7 +14,7 @@ computes the same number of real tokens in a step. Variants run in processes of 
     train_bf16     train_fp8.py --use_te --mixed_precision bf16 ..., unpacked
 
 A step's time is the time between two log entries, which every variant writes at every step. The first --warmup steps
-are left out, and with them the recorded step of the certificate. See docs/multi_gpu.md.
+are not timed, among them the step that is recorded for the certificate. See docs/multi_gpu.md.
 """
 
 from __future__ import annotations
@@ -72,17 +73,17 @@ def command_of(variant: str, work: Workload, model: Path, rows: Path, folder: Pa
     if variant in TRAINER_VARIANTS:
         config = f"configs/accelerate_{TRAINER_VARIANTS[variant]}.yaml"
         launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
-        more = ["--random_init=true", "--weights_dtype=bfloat16", "--save_strategy=no", "--report_to=none"]
-        return [*launch, "examples/hf_trainer_fp8.py", *shared, *more]
+        settings = ["--random_init=true", "--weights_dtype=bfloat16", "--save_strategy=no", "--report_to=none"]
+        return [*launch, "examples/hf_trainer_fp8.py", *shared, *settings]
     precision = f"--mixed_precision={OUR_VARIANTS[variant]}"
     data = ["--no-packing", "--overlong=truncate", "--train_on_prompt", "--validation_fraction=0"]
-    more = ["--random_init", "--use_te", precision, *data, "--no-export", "--num_warmup_steps=0"]
-    return training_command(1, *shared, *more)
+    settings = ["--random_init", "--use_te", precision, *data, "--no-export", "--num_warmup_steps=0"]
+    return training_command(1, *shared, *settings)
 
 
 def figures(folder: Path, warmup: int) -> dict[str, Any]:
     """Read the tokens/s of each step after `warmup`, the losses and the peak memory: from metrics.jsonl, or from the
-    Trainer's trainer_state.json, whose tokens and seconds are counted since the start.
+    Trainer's trainer_state.json, which counts tokens and seconds from the start.
     """
     state = folder / "trainer_state.json"
     history = read_json(state)["log_history"] if state.is_file() else read_jsonl(folder / "metrics.jsonl")
@@ -125,7 +126,7 @@ def main() -> int:
     variants = options.variants.split(",")
     for variant in variants:
         if variant not in known:
-            raise UserError(f"--variants names {variant}, which is none of {', '.join(known)}.")
+            raise UserError(f"--variants names {variant}; choose from {', '.join(known)}.")
     work = Workload(options.model, options.rows, options.length, options.micro_batches)
     environ = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
     # train_fp8.py sets the allocator itself. If the Trainer saw several GPUs it would use nn.DataParallel.

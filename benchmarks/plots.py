@@ -89,7 +89,7 @@ def label_ends(axis: Any, x: float, ends: dict[str, tuple[float, Any]], gap: flo
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a PNG of twice the displayed size and 64 colours, on white, which is readable on light and dark pages."""
+    """Write a PNG of twice the displayed size in 64 colours. On white it is readable on light and dark pages."""
     figure.savefig(path, dpi=200, facecolor="white")
     plt.close(figure)
     Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)
@@ -102,7 +102,7 @@ def precision_of(variant: str) -> str:
 
 
 def read_rows(path: Path, row_name: str | None, variants: list[str] | None) -> list[Row]:
-    """Read the rows of one workload in the order of `variants`, or with baselines first. Raises `UserError`."""
+    """Read the rows of one workload in the order of `variants`, or with baselines first. Raise `UserError`."""
     with reading("results", path, "the rows of a throughput benchmark"):
         record = read_json(path)
         gpu = record["provenance"]["gpus"][0]["name"].removeprefix("NVIDIA ")
@@ -125,7 +125,7 @@ def read_rows(path: Path, row_name: str | None, variants: list[str] | None) -> l
 
 
 def speed(row: Row) -> float:
-    """Tokens/s of one GPU (real documents: without padding); 0 if it was not measured."""
+    """Return the tokens/s of one GPU (real documents: without padding); 0 if it was not measured."""
     kind = "real_tokens_per_s" if row.get("dataset") else "tokens_per_s"
     return row.get(kind, 0.0) / row.get("num_gpus", 1)
 

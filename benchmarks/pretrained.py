@@ -5,12 +5,12 @@
 
 Every run has the same held-out split. --parallel processes on each GPU take run after run. The seed changes the order
 of the data, and runs with the same seed and learning rate are paired. Each model is evaluated on the held-out rows
-twice: by the run itself, in its precision, and after its export in bf16 by plain transformers. The difference of the
-two is the cost of fp8 in the evaluation; the rest is in the weights. A run with seed 0 evaluates the untrained model.
+twice: by the run itself, in its precision, and after its export in bf16 by plain transformers. Their difference is the
+cost of fp8 in the evaluation; the rest is in the weights. A run with seed 0 evaluates the untrained model.
 
-`equal_loss_steps` is the share of its steps after which the reference had the loss of the variant's export, by
-interpolation between its evaluations. Its learning rate had not decayed by then, so a reference with a shorter schedule
-would reach this loss sooner.
+`equal_loss_steps` is the share of the reference's steps after which it had the loss of the variant's export, by
+interpolation between evaluations. The reference's learning rate had not decayed by then, so a shorter schedule would
+reach this loss sooner.
 
 `NAME@SHARE` is a variant with --fp8_until SHARE. `NAME/LENGTH` has a schedule of that share of --steps: bf16/0.7 is
 what bf16 reaches in the time of a variant that is 1 / 0.7 times as fast.
@@ -77,12 +77,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "delayed_lora": {**_DELAYED, "lora_rank": 16},
 }
 REFERENCES = {"hf_bf16": "hf_bf16", "bf16": "hf_bf16", "delayed_lora": "bf16_lora"}
-"""Variant -> its reference, where it is not bf16."""
+"""Variant -> its reference, if this is not bf16."""
 _VARIANT = re.compile(r"(?P<base>\w+)(?:@(?P<until>[\d.]+))?(?:/(?P<length>[\d.]+))?")
 Row = dict[str, Any]
 LEARNING_RATES = (1e-5, 3e-5, 1e-4, 3e-4)
 SEQ_LENGTH = 1024
-ROWS = 16  # of a micro-batch
+ROWS = 16  # rows of a micro-batch
 WARMUP_STEPS = 20
 EPOCHS = 2
 EVAL_EVERY = 40
@@ -210,7 +210,7 @@ def interval(differences: list[float]) -> dict[str, Any]:
 
 
 def equal_loss_steps(run: Row, reference: Row) -> float:
-    """Return the share of its steps after which `reference` had the loss of the exported `run`; 1 if it never had."""
+    """Return the share of `reference`'s steps after which it had the loss of the exported `run`; 1 if it never had."""
     steps, losses = zip(*reference["evaluations"], strict=True)
     best = np.minimum.accumulate(losses)
     return float(np.interp(-run["bf16_eval_loss"], -best, steps)) / steps[-1]
@@ -253,7 +253,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--main_learning_rate", type=float, default=3e-5)
     parser.add_argument("--main_seeds", type=int, default=5)
     parser.add_argument("--lr_scheduler", default="cosine", choices=["cosine", "linear", "constant"])
-    parser.add_argument("--steps", type=int, help="optimizer steps of a whole run (default: as --num_epochs has it)")
+    parser.add_argument("--steps", type=int, help=f"optimizer steps of a whole run (default: {EPOCHS} epochs)")
     parser.add_argument("--exact_match", type=int, default=0, help="held-out problems that every export answers")
     parser.add_argument("--parallel", type=int, default=5, help="trainings at a time on each GPU")
     parser.add_argument("--deadline_s", type=float, default=math.inf)
@@ -267,7 +267,7 @@ def main() -> int:
     if settings.output.exists():
         runs = [run for run in read_json(settings.output)["runs"] if "failed" not in run]
     done = {(run["variant"], run["learning_rate"], run["seed"]) for run in runs}
-    left = [job for job in plan(settings) if (job.variant, job.learning_rate, job.seed) not in done]
+    missing_jobs = [job for job in plan(settings) if (job.variant, job.learning_rate, job.seed) not in done]
     batches = held_out_batches(settings)
     provenance = collect_provenance(sys.argv)
     origin = {"commit": provenance["git"]["commit"], "gpu": next((gpu["name"] for gpu in provenance["gpus"]), None)}
@@ -277,7 +277,7 @@ def main() -> int:
         gpus.put(name)
     workers = ProcessPoolExecutor(len(names_of_gpus), spawn, begin_worker, (gpus,))
     with tempfile.TemporaryDirectory() as scratch, workers as pool:
-        futures = [pool.submit(run_one, job, settings, batches, Path(scratch), began) for job in left]
+        futures = [pool.submit(run_one, job, settings, batches, Path(scratch), began) for job in missing_jobs]
         for future in as_completed(futures):
             if (result := future.result()) is None:
                 continue

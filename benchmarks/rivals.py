@@ -80,11 +80,11 @@ CHAT_TEMPLATE = (
 
 
 class Probe:
-    """Records times, memory and kernels of a training's steps; the training adds losses, tokens and attention."""
+    """Record times, memory and kernels of a training's steps; the training adds losses, tokens and attention."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
-        self.tokens_per_step: float | None = None  # positions of this process that are no padding, on average
+        self.tokens_per_step: float | None = None  # mean number of positions of this process without padding
         self.attention: str | None = None
         self._counted: list[float] = []
         self._optimizer: Any = None
@@ -155,7 +155,7 @@ def train_ours(job: Job, probe: Probe) -> None:
 
 
 class TrlCallback(TrainerCallback):
-    """Passes the losses to the probe, and repairs TRL with Transformer Engine's lm_head."""
+    """Pass the losses to the probe, and make TRL work with Transformer Engine's lm_head."""
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
@@ -212,7 +212,7 @@ def train_trl(job: Job, probe: Probe) -> None:
 
 
 def train_unsloth(job: Job, probe: Probe) -> None:
-    """Train all of Unsloth's model in TRL's trainer, as Unsloth patches it."""
+    """Train all weights of Unsloth's model in TRL's trainer, which Unsloth patches."""
     options = {"full_finetuning": True, "load_in_4bit": False, "use_gradient_checkpointing": False}
     unsloth_model = importlib.import_module("unsloth").FastLanguageModel
     model, tokenizer = unsloth_model.from_pretrained(job["model"], max_seq_length=job["seq_length"], **options)
@@ -221,7 +221,7 @@ def train_unsloth(job: Job, probe: Probe) -> None:
 
 
 def adapt_torch() -> bool:
-    """Add what torchtitan 0.3 needs of a torch after 2.11, as far as its Llama does; returns whether it was missing."""
+    """Add the parts of a torch after 2.11 that torchtitan 0.3's Llama needs; return True if they were missing."""
     distributed: Any = torch.distributed
     if not hasattr(distributed, "set_timeout"):
         distributed.set_timeout = distributed.distributed_c10d._set_pg_timeout
@@ -235,8 +235,8 @@ def adapt_torch() -> bool:
 
 
 def train_torchtitan(job: Job, probe: Probe) -> None:
-    """Run torchtitan 0.3 by its llama3_8b with the job's model, rows and shape, compiled, and the answers of chats that
-    its own loader packs. 8B on one GPU is in bf16 throughout, with what is cheap recomputed.
+    """Run torchtitan 0.3 with its llama3_8b settings, compiled, and the job's model, rows and shape. Its own loader
+    packs the rows as chats, whose answers are learned. 8B on one GPU is in bf16 throughout and recomputes cheap parts.
     """
     is_old = adapt_torch()
     from torchtitan import train
@@ -394,7 +394,7 @@ def write_rows(path: Path, text: Path | None, model: Path, seq_length: int, num_
 
 
 def measure(job: Job, site: str | None, scratch: Path, timeout_s: float) -> dict[str, Any]:
-    """Train one variant, with half the rows again while memory runs out; returns its entry."""
+    """Train one variant and return its entry. While memory runs out, train again with half the rows."""
     while True:
         path = scratch / f"{job['name']}-{job['batch_size']}.json"
         job = {**job, "folder": str(path.with_suffix(""))}
@@ -412,8 +412,8 @@ def measure(job: Job, site: str | None, scratch: Path, timeout_s: float) -> dict
         environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "UNSLOTH_DISABLE_STATISTICS": "1"}
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(job["num_gpus"])))
         environ["PYTHONPATH"] = os.pathsep.join([*([site] if site else []), str(REPOSITORY)])
-        where = {"log": scratch / f"{job['name']}.log", "cwd": REPOSITORY}
-        ended = run_program(command, environ=CUDA_DEFAULTS | environ, timeout_s=timeout_s, **where)
+        place = {"log": scratch / f"{job['name']}.log", "cwd": REPOSITORY}
+        ended = run_program(command, environ=CUDA_DEFAULTS | environ, timeout_s=timeout_s, **place)
         entry = {name: job[name] for name in ("name", "package", "options", "batch_size", "micro_batches")}
         entry |= {"wall_s": ended.wall_s, "error": ended.failure}
         if ended.failure is None:
@@ -429,8 +429,8 @@ def main() -> int:
     add = parser.add_argument
     add("--job", type=Path, help="run the job in this file, which this script writes for its processes")
     add("--model", default="Llama-3.2-1B", choices=SHAPES)
-    add("--text", type=Path, help="JSONL file in OpenMathInstruct-2's columns (default: the embedded)")
-    add("--packages", action="append", default=[], metavar="NAME=FOLDER", help="see above")
+    add("--text", type=Path, help="JSONL file in OpenMathInstruct-2's columns (default: the embedded dataset)")
+    add("--packages", action="append", default=[], metavar="NAME=FOLDER", help="folder of an installed package")
     add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="default: all")
     add("--num_gpus", type=positive, default=1, help="default %(default)s")
     add("--seq_length", type=positive, default=1024, help="default %(default)s")
@@ -441,8 +441,8 @@ def main() -> int:
         return run_job(options.job)
     if options.output is None:
         raise UserError("--output is missing; name the JSON file of the results.")
-    if wrong := [package for package in options.packages if "=" not in package]:
-        raise UserError(f"--packages {wrong[0]}: write NAME=FOLDER.")
+    if malformed := [package for package in options.packages if "=" not in package]:
+        raise UserError(f"--packages {malformed[0]}: write NAME=FOLDER.")
     sites = dict(package.split("=", 1) for package in options.packages)
     batch_size, micro_batches = SHAPES[options.model]
     entries: list[dict[str, Any]] = []

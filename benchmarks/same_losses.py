@@ -1,9 +1,9 @@
-"""Do two commits train the same? Compares the loss and gradient norm of every step, bit for bit, on the CPU.
+"""Do two commits train the same? Compare the loss and gradient norm of every step, bit for bit, on the CPU.
 
     python benchmarks/same_losses.py OLD_REV NEW_REV        (minutes; exit code 1 at the first difference)
 
-A refactoring changes no number. Each commit is checked out into a temporary git worktree, where `TRAININGS` run in
-fp32, the last in emulated fp8, on the embedded model and dataset, with this interpreter and one thread per process.
+A refactoring changes no number. Each commit is checked out into a temporary git worktree, where `TRAININGS` run on
+the embedded model and dataset, with this interpreter and one thread per process: in fp32, the last in emulated fp8.
 `loss` and `grad_norm` are compared as metrics.jsonl has them: the shortest text that gives back the same float.
 """
 
@@ -66,7 +66,7 @@ def worktree(revision: str, folder: Path) -> Iterator[Path]:
 
 
 def train(checkout: Path, commands: list[list[str]], run_dir: Path) -> list[tuple[int, float, float]]:
-    """Run the commands in the checkout; returns step, loss and gradient norm of every step."""
+    """Run the commands in the checkout; return step, loss and gradient norm of every step."""
     environment = {**os.environ, "PYTHONPATH": str(checkout), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_DATASETS_CACHE=str(run_dir.parent / "datasets"))
     for command in commands:
@@ -92,7 +92,7 @@ def first_difference(old: list[tuple[int, float, float]], new: list[tuple[int, f
 
 
 def compare(old: str, new: str) -> int:
-    """Run every training at both commits; returns the exit code."""
+    """Run every training at both commits; return the exit code."""
     with (
         tempfile.TemporaryDirectory(prefix="same-losses-") as folder,
         worktree(old, Path(folder, "old")) as old_checkout,
@@ -100,7 +100,7 @@ def compare(old: str, new: str) -> int:
     ):
         for number, (name, commands) in enumerate(TRAININGS.items()):
             checkouts = (old_checkout, new_checkout)
-            runs = [train(each, commands, Path(folder, f"{each.name}-{number}")) for each in checkouts]
+            runs = [train(checkout, commands, Path(folder, f"{checkout.name}-{number}")) for checkout in checkouts]
             if (difference := first_difference(*runs)) is not None:
                 print(f"{name}: {difference}")
                 return 1

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""The speed table: our recipes and the baselines on every workload, with a target.
+"""Measure the speed table: our recipes and the baselines on every workload, with a target.
 
     python benchmarks/speed_table.py --list
     python benchmarks/speed_table.py --output speed_table.json --rows 1b,8b
@@ -13,7 +13,7 @@ The rows are in benchmarks/speed_table.json (--table takes another file). A row 
     target_tokens_per_s_per_gpu   the target of our fastest variant (optional)
     target_times_padded           with a dataset: the target for our real tokens/s over hf_bf16's, which pads (optional)
 
-Rows that need more GPUs than there are are left out and named. The output is written after every row, and the same
+Rows that need more GPUs than are visible are left out and named. The output is written after every row, and the same
 command continues with the missing rows.
 """
 
@@ -41,7 +41,7 @@ Row = dict[str, Any]
 
 
 def read_table(path: Path, names: str | None = None) -> list[Row]:
-    """Read the rows of a table, all or those in `names`, which has commas. Raises `UserError`."""
+    """Read the rows of a table, all or those in the comma-separated `names`. Raise `UserError` for an unknown name."""
     with reading("--table", path, "the table"):
         rows = {row["row"]: row for row in json.loads(path.read_text())["rows"]}
     wanted = names.split(",") if names else list(rows)
@@ -57,7 +57,7 @@ def workload_of(row: Row) -> Workload:
 
 
 def variants_of(row: Row) -> list[Variant]:
-    """Parse the variants of a row. Raises `UserError` for options that do not exist or contradict each other."""
+    """Parse the variants of a row. Raise `UserError` for options that do not exist or contradict each other."""
     variants = []
     for name, words in row["variants"].items():
         (variant,) = parse_variants(f"x: {words}", row.get("num_gpus", 1))
@@ -66,17 +66,19 @@ def variants_of(row: Row) -> list[Variant]:
 
 
 def judge(row: Row, measured: list[Row]) -> list[str]:
-    """Return a sentence on each target of a row."""
+    """Return a sentence for each target of a row."""
     sentences = []
-    ours = [one for one in measured if one["baseline"] is None and "tokens_per_s" in one]
+    ours = [entry for entry in measured if entry["baseline"] is None and "tokens_per_s" in entry]
     target = row.get("target_tokens_per_s_per_gpu")
     if target and ours:
-        best = max(one["tokens_per_s"] for one in ours) / row.get("num_gpus", 1)
+        best = max(entry["tokens_per_s"] for entry in ours) / row.get("num_gpus", 1)
         sentences.append(f"{row['row']}: {best:,.0f} of {target:,.0f} tokens/s per GPU: {verdict(best >= target)}")
-    padded = next((one for one in measured if one["baseline"] == REFERENCE and "real_tokens_per_s" in one), None)
+    padded = next(
+        (entry for entry in measured if entry["baseline"] == REFERENCE and "real_tokens_per_s" in entry), None
+    )
     target = row.get("target_times_padded")
     if target and ours and padded:
-        times = max(one["real_tokens_per_s"] for one in ours) / padded["real_tokens_per_s"]
+        times = max(entry["real_tokens_per_s"] for entry in ours) / padded["real_tokens_per_s"]
         sentences.append(f"{row['row']}: {times:.2f} of {target:g} times padded: {verdict(times >= target)}")
     return sentences
 
@@ -105,14 +107,14 @@ def main() -> int:
         raise UserError("--output is needed, unless --list is given.")
     done: list[Row] = read_json(options.output)["rows"] if options.output.exists() else []
     for row, work, variants in table:
-        if any(one["row"] == row["row"] for one in done):
+        if any(entry["row"] == row["row"] for entry in done):
             print(f"{row['row']}: taken from {options.output}")
         elif work.num_gpus > num_gpus:
             print(f"{row['row']}: left out, because it needs {work.num_gpus} GPUs and {num_gpus} are visible")
         else:
-            done += [{"row": row["row"], **one} for one in bench.measure_all(work, variants, plan)]
+            done += [{"row": row["row"], **entry} for entry in bench.measure_all(work, variants, plan)]
             write_json_atomic(options.output, {"provenance": collect_provenance(sys.argv), "rows": done})
-        if measured := [one for one in done if one["row"] == row["row"]]:
+        if measured := [entry for entry in done if entry["row"] == row["row"]]:
             bench.print_table(measured)
             print("\n".join(judge(row, measured)))
     return 0
