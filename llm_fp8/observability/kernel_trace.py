@@ -1,13 +1,13 @@
-"""CUDA kernels that the GPU ran in a step, classified by name, and how long the GPU communicates and is idle.
+"""Record a step's CUDA kernels, classify them by name, and measure how long the GPU communicates and is idle.
 
     with profiled() as profile:
         ...one step...
     time_by_class(profile.kernels)   ->   {"gemm": KernelTime(count=387, time_s=0.05, names={...}), "attention": ...}
     gemm_kernels(profile.kernels)    ->   {"fp8": KernelTime(count=384, ...), "bf16": ...}
 
-The names come from profiles of PyTorch, torch.compile and the back ends of fp8 on an H200. A GEMM whose name does not
-tell its operand types is "unknown"; a kernel that no rule matches is "other", possibly a GEMM. A norm or activation of
-TE that writes fp8 is no cast. NCCL's kernels are communication; a rank that waits for another waits inside one.
+The names come from profiles of PyTorch, torch.compile and the fp8 back ends on an H200. A GEMM whose name does not tell
+its operand types is "unknown"; a kernel that no rule matches is "other", possibly a GEMM. TE's norms and activations
+that write fp8 are not casts. NCCL's kernels are communication, and include the time that a rank waits for another.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ concatenation and casts between floating-point types. elementwise: also what tor
 
 GemmKind = Literal["fp4", "fp8", "bf16", "fp16", "fp32", "unknown"]
 """Operand type of a GEMM (not of its result); fp32 includes TF32."""
-LOW_PRECISION: tuple[GemmKind, ...] = ("fp8", "fp4")  # of the fp8 recipes
-WORTH_A_WORD = 0.2  # idle share of a step from which on a run reports it
+LOW_PRECISION: tuple[GemmKind, ...] = ("fp8", "fp4")  # operands of the fp8 recipes
+MIN_REPORTED_IDLE = 0.2  # share of a step from which a run reports it
 
 Interval = tuple[float, float]
 KernelTimes: TypeAlias = Mapping[str, tuple[int, float]]
@@ -50,7 +50,7 @@ class KernelTime:
     """Kernel name -> seconds, the longest first."""
 
 
-# Reduces the parts of a split-K GEMM: its time belongs to the GEMM, but it is none itself.
+# Sums the parts of a split-K GEMM: its time counts as GEMM time, but it is not a GEMM itself.
 _PARTIAL_SUM = re.compile(r"splitk\w*reduce|reduce_1block_kernel|splitk_?reduction", re.IGNORECASE)
 
 _COMPILED = r"^triton_(?:poi|red|per|for|mix|unk)_fused(?=_)"  # torch.compile's, named by the fused operations
@@ -89,7 +89,7 @@ _RULES: tuple[tuple[KernelClass, str], ...] = (
         r"at::(?:native|cuda)|at_cuda_detail|indexing_backward|elementwise|\bcub::|thrust::|reduce_\w*kernel",
     ),
 )
-"""Patterns in any case, in order; the first match decides. Attention precedes GEMMs: its kernels are built of them."""
+"""Case-insensitive patterns; the first match decides. Attention precedes GEMM: its kernels are built of GEMMs."""
 
 _OPERAND = re.compile(
     r"""(?P<fp4> e2m1 | (?:nv|mx)?fp4 | float4 | ue\dm\dx(?:e2m1|f4) )
@@ -101,7 +101,7 @@ _OPERAND = re.compile(
       | (?P<fp32> tf32 | f32 | fp32 | sgemm(?!_[a-z]*\d+_(?:bf|f)) | float(?![_0-9]) )""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""Pattern of types in a GEMM's name; the first match is the operand's type, after its scales' type: ue4m3xf4."""
+"""Pattern of the operand's type in a GEMM's name, at the first match. Its scales' type may come first: ue4m3xf4."""
 _NVJET = re.compile(r"nvjet_(?:sm\d+[a-z]*_)?(?P<types>[a-z]+)_", re.IGNORECASE)
 _NVJET_KINDS: dict[str, GemmKind] = {"o": "fp4", "q": "fp8", "r": "fp8", "t": "bf16", "h": "fp16", "s": "fp32"}
 """Letters in cuBLAS 12's and 13's nvjet_[sm<capability>_]<types>_..., operands first; q is e4m3 and r e5m2."""
@@ -126,7 +126,7 @@ def gemm_kind(name: str) -> GemmKind | None:
 
 @contextlib.contextmanager
 def record_kernels() -> Iterator[profile]:
-    """Record the CUDA kernels of the enclosed code, which ends with a synchronisation; readable afterwards."""
+    """Record the CUDA kernels of the enclosed code, then synchronise; read the profile afterwards."""
     warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         yield recorded
@@ -134,8 +134,8 @@ def record_kernels() -> Iterator[profile]:
 
 
 def kernel_intervals(recorded: Any) -> list[tuple[str, Interval]]:
-    """Return name, start and end (seconds from the start) of the GPU's work in a finished `torch.profiler.profile`."""
-    # The profiler's own events: building `recorded.events()` takes longer than the recorded step.
+    """Return name and (start, end), in seconds from the start, of the GPU's work in a finished `profile`."""
+    # Read the profiler's raw events: building `recorded.events()` takes longer than the recorded step.
     results = recorded.profiler.kineto_results
     started_ns = results.trace_start_ns()
     return [
@@ -165,7 +165,7 @@ def gemm_kernels(times: KernelTimes) -> dict[GemmKind, KernelTime]:
 
 
 def _grouped(times: KernelTimes, group_of: Callable[[str], Any]) -> dict[Any, KernelTime]:
-    """Sum the kernels by group, the longest first, without those of the group None."""
+    """Sum the kernels by group, the longest first; skip kernels of the group None."""
     groups: dict[Any, KernelTime] = {}
     for name, (count, time_s) in sorted(times.items(), key=lambda kernel: -kernel[1][1]):
         if (group := group_of(name)) is not None:
@@ -177,7 +177,7 @@ def _grouped(times: KernelTimes, group_of: Callable[[str], Any]) -> dict[Any, Ke
 
 
 def covered_s(intervals: Iterable[Interval]) -> float:
-    """Measure the union of the intervals, in seconds."""
+    """Return the length of the union of the intervals, in seconds."""
     total_s, reached = 0.0, -math.inf
     for start, end in sorted(intervals):
         total_s += max(0.0, end - max(start, reached))
@@ -187,16 +187,16 @@ def covered_s(intervals: Iterable[Interval]) -> float:
 
 @dataclass
 class StepProfile:
-    """The GPU's work in one step; times in seconds. `profiled` fills it at its end."""
+    """The GPU's work in one step; times in seconds. `profiled` fills it when its block ends."""
 
     span_s: float = 0.0  # from the first kernel's start to the last one's end
-    communication_s: float = 0.0  # in which communication kernels ran
+    communication_s: float = 0.0  # time in which communication kernels ran
     exposed_communication_s: float = 0.0  # the part of it in which no other kernel ran
-    work_s: float = 0.0  # in which other kernels ran
+    work_s: float = 0.0  # time in which other kernels ran
     kernels: KernelTimes = field(default_factory=dict)
 
     def figures(self) -> dict[str, float]:
-        """Return the figures by keys of `metrics.METRICS`, without those that the step did not show."""
+        """Return the figures by keys of `metrics.METRICS`; leave out shares that the step did not show."""
         gemms = gemm_kernels(self.kernels)
         in_fp8 = [times for kind, times in gemms.items() if kind in LOW_PRECISION]
         figures: dict[str, float] = {
@@ -213,7 +213,7 @@ class StepProfile:
         return figures
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for summary.json; `time_s_by_class` counts overlapping kernels each."""
+        """Return plain values for summary.json; `time_s_by_class` counts overlapping kernels each in full."""
         return {
             **{name: value for name, value in vars(self).items() if name != "kernels"},
             "gemm_kernels": {kind: times.count for kind, times in gemm_kernels(self.kernels).items()},
@@ -221,10 +221,11 @@ class StepProfile:
         }
 
     def gpu_idle(self, steps: list[dict[str, Any]]) -> dict[str, float] | None:
-        """Return the entry `gpu_idle` of a summary; None without a recorded kernel or a measured one of `steps`.
+        """Return the entry `gpu_idle` of a summary; None if no kernel was recorded or no step of `steps` was measured.
 
-        work_s: kernels of the recorded step other than communication. step_time_s: median of the measured steps in its
-        precision, or of all without one, since recording slows the host. share: of step_time_s without such a kernel.
+        work_s: time of the recorded step's kernels other than communication. step_time_s: median of the measured steps
+        in the same precision (or of all, if there are none), since recording slows the host. share: part of step_time_s
+        in which no such kernel runs.
         """
         in_fp8 = self.figures()["num_fp8_gemm_kernels"] > 0
         alike = [step for step in steps if (step.get("fp8_linear_flop_share", 0.0) > 0) == in_fp8]
@@ -237,7 +238,7 @@ class StepProfile:
 
 @contextlib.contextmanager
 def profiled(trace: Path | None = None) -> Iterator[StepProfile]:
-    """Record the CUDA kernels of the enclosed step, also in the file `trace`, in Chrome's format."""
+    """Record the CUDA kernels of the enclosed step; also write them to the file `trace` in Chrome's format."""
     result = StepProfile()
     torch.cuda.synchronize()
     with record_kernels() as recorded:
@@ -255,9 +256,9 @@ def profiled(trace: Path | None = None) -> Iterator[StepProfile]:
 
 
 def describe_gpu_idle(idle: dict[str, Any] | None, mode: str) -> str | None:
-    """Describe an idle GPU, with what helps; None if the idle share is small or unknown."""
-    if idle is None or idle["share"] < WORTH_A_WORD:
+    """Describe an idle GPU and what helps; return None if the idle share is small or unknown."""
+    if idle is None or idle["share"] < MIN_REPORTED_IDLE:
         return None
-    more = "" if mode in ("single", "ddp") else ", or try --sharding_mode fsdp_grad or ddp"
+    sharding = "" if mode in ("single", "ddp") else ", or try --sharding_mode fsdp_grad or ddp"
     share = f"the GPU computes nothing during {idle['share']:.0%} of a step, which fp8 cannot shorten"
-    return f"{share}: raise --batch_size or --max_seq_length, recompute less{more}"
+    return f"{share}: raise --batch_size or --max_seq_length, or recompute less{sharding}"

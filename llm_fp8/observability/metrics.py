@@ -7,15 +7,15 @@ forward once and backward twice: `6 h l**2` per layer. One step costs
 
     6 P num_tokens  +  6 L h sum(l**2 over documents)
 
-with `P` the linear weights including lm_head, of routed ones those that compute a token (embedding look-up, norms,
-softmax and RoPE are left out, as usual), `L` layers with attention and `h = num_attention_heads * head_dim`. An
-unpacked sequence of `S` positions is one document: the familiar `num_tokens * (6 P + 6 L S h)`. These are *model* FLOPs
-as in PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B; only the causal half of attention): recomputation is
-not counted, padding is. Beside adapters the linear weights are frozen and need no wgrad: `4 n`, and `6 n` for the
-entries of the adapters.
+`P` is the number of linear weights that compute a token: with lm_head, without experts to which it is not routed.
+Embedding look-up, norms, softmax and RoPE are left out, as usual. `L` is the number of layers with attention, and `h`
+is `num_attention_heads * head_dim`. An unpacked sequence of `S` positions is one document, which gives the familiar
+`num_tokens * (6 P + 6 L S h)`. These are *model* FLOPs as in PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B;
+only the causal half of attention): recomputation is not counted, padding is. With adapters, the linear weights are
+frozen and need no wgrad: they cost `4 n`, and the adapters' entries `6 n`.
 
-**Utilisation** (MFU) is model FLOP/s over the GPU's dense peak. An fp8 step mixes fp8 and bf16 GEMMs, so it is given
-against both peaks. A GPU that is not in the table has no utilisation.
+**Utilisation** (MFU) is model FLOP/s over the GPU's dense peak. An fp8 step mixes fp8 and bf16 GEMMs, so its MFU is
+given against both peaks. A GPU that is not in the table has no MFU.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from typing import NamedTuple
 import torch
 
 GIB = 2**30
-RESERVE_GIB = 2.0  # of a GPU, for CUDA's context and the allocator's gaps
+RESERVE_GIB = 2.0  # of a GPU's memory, kept for CUDA's context and the allocator's gaps
 
 
 class DecoderSize(NamedTuple):
     """The sizes that FLOPs depend on; `llm_fp8.models.build.decoder_size` reads them from a config."""
 
-    num_linear_parameters: int  # those that compute a token: with lm_head, without embedding and what no router chose
-    num_layers: int  # with attention
+    num_linear_parameters: int  # weights that compute a token: with lm_head, without embedding and unrouted experts
+    num_layers: int  # layers with attention
     attention_width: int  # num_attention_heads * head_dim
-    num_adapter_parameters: int = 0  # where there are any, the linear weights are frozen
+    num_adapter_parameters: int = 0  # if there are any, the linear weights are frozen
 
 
 class StepTokens(NamedTuple):
@@ -60,7 +60,7 @@ class PeakTflops(NamedTuple):
     """Dense tensor-core peaks of one GPU in TFLOP/s (10**12 per second)."""
 
     bf16: float
-    fp8: float | None  # None where the GPU has no fp8 tensor cores
+    fp8: float | None  # None if the GPU has no fp8 tensor cores
 
 
 # By `torch.cuda.get_device_name`, matched in full: a laptop, MIG or cut-down part has another name and peak. From
@@ -113,7 +113,7 @@ METRICS = {
     "eval_loss": "nats/token", "eval_perplexity": "-",
     "eval_num_supervised_tokens": "tokens", "eval_time_s": "s",
 }  # fmt: skip
-"""Every key of metrics.jsonl, summary.json and W&B -> its unit. docs/monitoring.md gives the meaning, which stays."""
+"""Every key of metrics.jsonl, summary.json and W&B -> its unit. docs/monitoring.md gives the meanings, which stay."""
 
 RECORDED_STEP = "num_gemm_kernels"  # the key that only a recorded step has
 
@@ -139,7 +139,7 @@ def speed_metrics(
     return figures
 
 
-WARMUP_STEPS = 10  # that medians leave out at a process's start, at most half of all
+WARMUP_STEPS = 10  # first steps of a process that medians leave out; at most half of all its steps
 
 MEDIANS = (
     *("step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "real_tokens_per_s", "supervised_tokens_per_s"),
@@ -151,18 +151,19 @@ MEDIANS = (
 
 def throughput_summary(steps: list[dict[str, float]]) -> dict[str, float]:
     """Return `num_steps_measured`, `num_steps_left_out`, and `median_<key>` for each of `MEDIANS` over the measured
-    `steps` (of one process, in order). The first steps and the recorded one are not measured.
+    `steps` (of one process, in order). The first steps and the recorded step are not measured.
 
-    If fp8 ends before the run, it is the mean of two medians, weighted by steps for the time of a step, else by time.
+    If fp8 ends before the run, `median_<key>` is the mean of the median in fp8 and the median after it. Their weights
+    are the numbers of steps for `step_time_s`, and the times that both parts took for other keys.
     """
     started = steps[min(WARMUP_STEPS, len(steps) // 2) :]
     measured = [record for record in started if RECORDED_STEP not in record]
     summary: dict[str, float] = {"num_steps_measured": len(measured), "num_steps_left_out": len(steps) - len(measured)}
     in_fp8 = [record for record in measured if record.get("fp8_linear_flop_share")]
-    after = [record for record in measured if not record.get("fp8_linear_flop_share")]
+    without_fp8 = [record for record in measured if not record.get("fp8_linear_flop_share")]
     for key in MEDIANS:
         medians, weights = [], []
-        for part in (in_fp8, after):
+        for part in (in_fp8, without_fp8):
             if values := [record[key] for record in part if key in record]:
                 medians.append(statistics.median(values))
                 step_s = statistics.median(record["step_time_s"] for record in part)
@@ -173,7 +174,7 @@ def throughput_summary(steps: list[dict[str, float]]) -> dict[str, float]:
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Return this process's peak memory on `device`, by keys of `METRICS`; nothing on a CPU."""
+    """Return this process's peak memory on `device`, by keys of `METRICS`; {} on a CPU."""
     if device.type != "cuda":
         return {}
     return {

@@ -1,7 +1,7 @@
-"""NVML counts the energy that the GPUs of a run use.
+"""Measure the energy that a run's GPUs use, with NVML.
 
-Data-centre GPUs since Volta count the energy of the board in millijoules (`nvmlDeviceGetTotalEnergyConsumption`): of
-all processes on it, without the host or the network. A MIG slice has no counter.
+Data-centre GPUs since Volta count the energy of their board in millijoules (`nvmlDeviceGetTotalEnergyConsumption`). The
+count includes all processes on the board, but not the host or the network. A MIG slice has no counter.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from collections.abc import Mapping
 import torch
 from accelerate import Accelerator
 
-MIN_INTERVAL_S = 1.0  # with figures: the counter moves in jumps of about a tenth of a second
+MIN_INTERVAL_S = 1.0  # shortest one with figures: the counter is updated about every tenth of a second
 
 
 def energy_j(device: torch.device) -> float:
     """Read the energy counter of `device`, in J; NaN if it has none or cannot be read."""
     if device.type == "cuda":
-        import pynvml  # here, since a machine without a GPU may lack it
+        import pynvml  # imported here, since a machine without a GPU may lack it
 
         with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlInit()  # again costs nothing
-            # NVML numbers all GPUs of the host, CUDA those that CUDA_VISIBLE_DEVICES leaves, in an order of its own.
+            pynvml.nvmlInit()  # repeated calls cost nothing
+            # NVML numbers all GPUs of the host; CUDA numbers only those in CUDA_VISIBLE_DEVICES, in its own order.
             board = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
             return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(board)) / 1e3
     return math.nan
 
 
 class EnergyMeter:
-    """Energy of all GPUs of a run over intervals of optimizer steps; collective. An interval begins at `restart`, with
-    an idle GPU, and ends at the first `read` at least `MIN_INTERVAL_S` later; the next begins there.
+    """Energy of all GPUs of a run over intervals of optimizer steps; `read` is collective. An interval begins at
+    `restart`, with an idle GPU, and ends at the first `read` at least `MIN_INTERVAL_S` later. The next begins there.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -41,16 +41,16 @@ class EnergyMeter:
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """Begin an interval after `step`; the energy since the last figures counts in the total alone."""
+        """Begin an interval after `step`; the energy used since the last figures counts only in the total."""
         self._last_step, self._num_tokens = step, 0
         self._start_s, self._start_j = time.perf_counter(), energy_j(self._accelerator.device)
 
     def read(self, num_tokens: Mapping[int, int]) -> dict[str, float]:
-        """Return the interval's figures, {} while it is too short. `num_tokens`: new step -> positions on all GPUs."""
+        """Return the interval's figures, or {} if it is too short. `num_tokens`: new step -> positions on all GPUs."""
         self._num_tokens += sum(count for step, count in num_tokens.items() if step > self._last_step)
         now_s, now_j = time.perf_counter(), energy_j(self._accelerator.device)
-        since = [now_j - self._start_j, now_j - self._begin_j, now_s - self._start_s]
-        summed = torch.tensor(since, dtype=torch.float64, device=self._accelerator.device)
+        changes = [now_j - self._start_j, now_j - self._begin_j, now_s - self._start_s]
+        summed = torch.tensor(changes, dtype=torch.float64, device=self._accelerator.device)
         interval_j, total_j, gpu_seconds = self._accelerator.reduce(summed, reduction="sum").tolist()
         long_enough = gpu_seconds >= MIN_INTERVAL_S * self._accelerator.num_processes
         if not math.isfinite(interval_j) or not self._num_tokens or not long_enough:

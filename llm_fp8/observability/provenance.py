@@ -1,7 +1,7 @@
 """Provenance of a run for its run.json: versions, hardware, code and command.
 
-It keeps only the environment variables that steer the GPU libraries or the launcher, by prefix, and none whose name
-suggests a secret.
+Environment variables are kept only if their prefix shows that they steer the GPU libraries or the launcher, and if
+their name does not suggest a secret.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def output_of(*command: str) -> str | None:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Return the commit of the git repository with the root `folder`, and True for `dirty` if files differ from it;
-    None without one. LLM_FP8_COMMIT names the commit of a copy without git (a container); `dirty` is None then.
+    """Return `commit` and `dirty` (True if files differ from it) of the git repository with the root `folder`; None if
+    it is not one. In a copy without git (a container), LLM_FP8_COMMIT names the commit, and `dirty` is None.
     """
     if commit := os.environ.get("LLM_FP8_COMMIT"):
         return {"commit": commit, "dirty": None}
@@ -58,15 +58,15 @@ def _cpu_model() -> str | None:
 
 
 def relevant_environment(environment: dict[str, str]) -> dict[str, str]:
-    steers = {name: value for name, value in sorted(environment.items()) if name.startswith(ENVIRONMENT_PREFIXES)}
-    return {name: value for name, value in steers.items() if not any(word in name.upper() for word in _SECRET_WORDS)}
+    relevant = {name: value for name, value in sorted(environment.items()) if name.startswith(ENVIRONMENT_PREFIXES)}
+    return {name: value for name, value in relevant.items() if not any(word in name.upper() for word in _SECRET_WORDS)}
 
 
 def collect_provenance(argv: list[str]) -> dict[str, Any]:
     """Collect the provenance of this process as JSON values; None marks what this machine lacks. `argv`: `sys.argv`."""
     drivers = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     script = Path(argv[0]).resolve()
-    # As called in the repository's root; a script outside of it keeps its name.
+    # The path from the repository's root; a script outside the repository keeps its name.
     program = script.relative_to(REPOSITORY).as_posix() if script.is_relative_to(REPOSITORY) else argv[0]
     return {
         "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -1,11 +1,11 @@
-"""The numbers of a run are written to metrics.jsonl, trackers, the screen and summary.json (docs/monitoring.md), by the
-main process alone.
+"""Write a run's numbers to metrics.jsonl, trackers, the screen and summary.json (docs/monitoring.md); only the main
+process writes.
 
 On a terminal one bar stays at the bottom and printed lines scroll above it. Elsewhere (log file, CI, pipe) there is one
-plain line every `log_every` steps. A run whose metrics.jsonl is moved or deleted meanwhile ends at the next report.
+plain line every `log_every` steps. If metrics.jsonl is moved or deleted, the run ends at its next report.
 
-A resumed run continues metrics.jsonl, from which lines beyond the last checkpoint are cut: those steps are taken again.
-In W&B it continues the same run. Trackers cannot take back steps: those that they have are not sent again.
+A resumed run cuts lines beyond the checkpoint from metrics.jsonl and continues the file, since it repeats those steps.
+In W&B it continues the same run. Trackers cannot take back steps, so steps that they have are not sent again.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def _figures(record: Mapping[str, float], templates: Mapping[str, str]) -> str:
 
 
 class ProgressDisplay:
-    """Display of a run's steps on `stream`; earlier processes took the first `first_step`."""
+    """Display of a run's steps on `stream`; earlier processes ran the first `first_step` steps."""
 
     def __init__(self, total_steps: int, first_step: int = 0, log_every: int = 1, stream: TextIO | None = None) -> None:
         self._total_steps, self._first_step, self._log_every = total_steps, first_step, log_every
         self._stream = stream = stream or sys.stdout
-        self._recent_s: deque[float] = deque(maxlen=50)  # their median gives the time left: no single slow step counts
+        self._recent_s: deque[float] = deque(maxlen=50)  # their median predicts the time left, whatever one step took
         layout = {"bar_format": "{bar:10} {desc}", "dynamic_ncols": True, "desc": "before the first step"}
         self._bar = tqdm(total=total_steps, initial=first_step, file=stream, disable=not stream.isatty(), **layout)
 
@@ -68,7 +68,7 @@ class ProgressDisplay:
 
     @surviving_closed_output()
     def print(self, text: str) -> None:
-        """Print a line, above the bar where there is one."""
+        """Print a line, above the bar if there is one."""
         with tqdm.external_write_mode(file=self._stream):
             print(text, file=self._stream, flush=True)
 
@@ -78,8 +78,8 @@ class ProgressDisplay:
 
 
 def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -> int:
-    """Cut every line of a step beyond `last_step` from a metrics.jsonl, and an unfinished last line; return the last
-    step that it held, 0 for none. `keep_evaluation` False: the run repeats the evaluation after `last_step`, so cut it.
+    """Cut the lines of steps beyond `last_step` and an unfinished last line from a metrics.jsonl; return the last step
+    that it held, or 0. With `keep_evaluation` False, also cut the evaluation after `last_step`: the run repeats it.
     """
     with reading("--output_dir", path, advice="Move the file away to resume without the earlier metrics."):
         lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
@@ -91,20 +91,20 @@ def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -
 
 
 class RunReporter:
-    """Reports the numbers of one run; every rank makes one. As a context manager it closes files and trackers' runs."""
+    """Reports one run's numbers; every rank has a reporter. As a context manager it closes files and trackers' runs."""
 
     def __init__(
         self, is_main: bool, config: Config, folder: Path, total_steps: int, resume_step: int, evaluates_again: bool
     ) -> None:
-        """Open the files in `folder`. `resume_step` is the checkpoint's step; at 0 metrics.jsonl begins anew.
-        `evaluates_again`: the evaluation after that step is repeated.
+        """Open the files in `folder`. `resume_step` is the checkpoint's step; if it is 0, metrics.jsonl starts empty.
+        `evaluates_again` is True if the run repeats the evaluation after that step.
         """
         self._is_main = is_main
-        self._trackers: dict[str, Any] = {}  # by name, Accelerate's; their module is imported for a run that has some
+        self._trackers: dict[str, Any] = {}  # Accelerate's, by name; imported only if a run has trackers
         self._config = config
         self._resume_step = self._last_step = resume_step
         self._folder, self._total_steps = folder, total_steps
-        self._known_step = 0  # the last one that an earlier start reported
+        self._known_step = 0  # last step that an earlier process reported
         if not self._is_main:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -112,9 +112,9 @@ class RunReporter:
         if resume_step > 0 and metrics.exists():
             self._known_step = truncate_metrics(metrics, resume_step, keep_evaluation=not evaluates_again)
         certificates = [] if resume_step else ["certificate.json", "certificate_after_fp8.json"]
-        for name in ("summary.json", *certificates):  # which are to come again
+        for name in ("summary.json", *certificates):  # these will be written again
             (folder / name).unlink(missing_ok=True)
-        # Readable too: the summary is made from it.
+        # Opened for reading too: the summary is made from it.
         self._file = open(metrics, "a+" if resume_step > 0 else "w+", encoding="utf-8", buffering=1)
         self._display = ProgressDisplay(total_steps, resume_step, config.run.log_every)
 
@@ -134,7 +134,7 @@ class RunReporter:
         write_json_atomic(path, known | {"last_step": self._known_step})
 
     def _to_trackers(self, send: Callable[[str, Any], object]) -> None:
-        """Call `send` for each tracker; one that fails, as on a full disk, gets no more of the run."""
+        """Call `send` for each tracker; drop a tracker that fails, for instance on a full disk."""
         for name, tracker in list(self._trackers.items()):
             try:
                 send(name, tracker)
@@ -143,7 +143,7 @@ class RunReporter:
                 self.print(f"WARNING: {name} gets no more of this run ({type(error).__name__}: {error})")
 
     def step(self, record: dict[str, float]) -> None:
-        """Report an optimizer step, one after the other: `step` and other keys of `METRICS`, as plain numbers."""
+        """Report one optimizer step, in order; `record` has `step` and other keys of `METRICS`, as plain numbers."""
         if self._is_main:
             self._last_step = int(record["step"])
             self._write(record)
@@ -151,16 +151,17 @@ class RunReporter:
             self._require_metrics()
 
     def _require_metrics(self) -> None:
-        """Raise `UserError` where metrics.jsonl is no longer the open file."""
+        """Raise `UserError` if metrics.jsonl is no longer the open file."""
         path = self._folder / "metrics.jsonl"
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if os.path.samestat(os.stat(path), os.fstat(self._file.fileno())):
                 return
-        what = f"{path} was moved or deleted while the run wrote to it"
-        raise UserError(f"--output_dir: {what}; continue with --resume_from latest and the --output_dir of now.")
+        problem = f"{path} was moved or deleted while the run wrote to it"
+        advice = "continue with --resume_from latest and the folder's present path as --output_dir"
+        raise UserError(f"--output_dir: {problem}; {advice}.")
 
     def evaluation(self, record: dict[str, float]) -> None:
-        """Report an evaluation after the last reported step: that `step` and the `eval_` keys."""
+        """Report an evaluation after the last reported step; `record` has that `step` and the `eval_` keys."""
         if self._is_main:
             self._write(record)
             self._display.print(f"evaluation at step {self._last_step}: {_figures(record, _EVALUATION)}")
@@ -171,7 +172,7 @@ class RunReporter:
         step = record["step"]
         is_evaluation = "eval_loss" in record
         is_logged = is_evaluation or step % self._config.run.log_every == 0 or step == self._total_steps
-        # An evaluation is a record of its own; one that was put off, or is repeated, is of the checkpoint's step.
+        # An evaluation is a separate record. If it was postponed or is repeated, its step is the checkpoint's.
         if self._trackers and step > self._known_step - is_evaluation:
             from llm_fp8.observability.trackers import send_record
 
@@ -182,7 +183,7 @@ class RunReporter:
             self._display.print(text)
 
     def track(self, summary: dict[str, Any]) -> None:
-        """Send entries of the summary to W&B, which keeps them if the run is killed."""
+        """Send entries of the summary to W&B; it keeps them even if the run is killed."""
         if self._trackers:
             from llm_fp8.observability.trackers import send_summary
 
@@ -191,7 +192,7 @@ class RunReporter:
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Write and return summary.json: last values, median speeds, and `summary`."""
         steps = self.steps_of_process()
-        last = {"eval_loss" in record: record for record in self._written()}
+        last = {"eval_loss" in record: record for record in self._records()}
         full = {
             "steps": self._last_step,
             "total_steps": self._total_steps,
@@ -208,10 +209,10 @@ class RunReporter:
 
     def steps_of_process(self) -> list[dict[str, float]]:
         """Return the steps of this process; empty except on the main process."""
-        return [each for each in self._written() if each["step"] > self._resume_step and "eval_loss" not in each]
+        return [step for step in self._records() if step["step"] > self._resume_step and "eval_loss" not in step]
 
-    def _written(self) -> Iterator[dict[str, float]]:
-        """Yield the lines of metrics.jsonl, also of earlier processes; none except on the main process."""
+    def _records(self) -> Iterator[dict[str, float]]:
+        """Yield the records of metrics.jsonl, including earlier processes'; none except on the main process."""
         if self._is_main:
             self._file.seek(0)
             yield from map(json.loads, self._file)
@@ -226,5 +227,5 @@ class RunReporter:
             self._file.close()
         if error_type is None:
             self._to_trackers(lambda name, tracker: tracker.finish())
-        else:  # a process that goes on, as a notebook, gets its console back from W&B
+        else:  # W&B gives the console back to a process that goes on, such as a notebook
             self._to_trackers(lambda name, tracker: name == "wandb" and tracker.tracker.finish(exit_code=1))

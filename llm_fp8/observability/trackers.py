@@ -1,4 +1,4 @@
-"""W&B and the other trackers of --report_to, by Accelerate's classes, and the labels that tell runs apart there."""
+"""Send a run to W&B and other trackers of --report_to with Accelerate's classes, with labels that tell runs apart."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def flattened(tree: dict[str, Any], separator: str = ".", prefix: str = "") -> I
 def start_tracker(
     name: str, options: RunConfig, folder: Path, record: dict[str, Any], run_id: str | None
 ) -> tuple[GeneralTracker, str | None]:
-    """Start a run with the options and labels in `record` (this start's part of run.json), or in W&B continue `run_id`.
-    Return the id with which a later start continues it, in W&B only.
+    """Start a tracker's run with the options and labels in `record` (this start's part of run.json), or continue W&B's
+    run `run_id`. Return the tracker and, for W&B, the id with which a later start continues the run.
     """
-    labels = {label: of_run(record) for label, of_run in LABELS.items()}
+    labels = {label: read(record) for label, read in LABELS.items()}
     config = dict(flattened(record["config"])) | labels
     arguments: dict[str, Any] = {}
     if name == "wandb":
@@ -62,15 +62,15 @@ def start_tracker(
             arguments["name"] = options.wandb_run_name
         effective = record["effective"] | {section: record[section] for section in ("precision", "model", "data")}
         config = {**record["config"], **labels, "effective": effective, "provenance": record["provenance"]}
-        tags = [*filter(None, os.environ.get("WANDB_TAGS", "").split(",")), *(str(labels[each])[:64] for each in TAGS)]
+        tags = [*filter(None, os.environ.get("WANDB_TAGS", "").split(",")), *(str(labels[tag])[:64] for tag in TAGS)]
         arguments |= {"dir": str(folder), "job_type": "train", "tags": tags}
     logging.raiseExceptions = False  # on a full disk each line of a tracker's log would print a traceback
     advice = "WANDB_MODE=offline needs no network." if name == "wandb" else ""
     flag = "--use_wandb" if name == "wandb" else f"--report_to {name}"
     with reading(flag, options.project, f"a run of {name}", advice):
-        kind = LOGGER_TYPE_TO_CLASS[name]
-        where = [folder / name] if kind.requires_logging_directory else []
-        tracker: GeneralTracker = kind(options.project, *where, **arguments)
+        tracker_class = LOGGER_TYPE_TO_CLASS[name]
+        logging_dir = [folder / name] if tracker_class.requires_logging_directory else []
+        tracker: GeneralTracker = tracker_class(options.project, *logging_dir, **arguments)
         tracker.start()
         tracker.store_init_configuration(config)
         if name == "wandb":
@@ -81,14 +81,14 @@ def start_tracker(
 
 def send_record(name: str, tracker: GeneralTracker, record: dict[str, float], is_logged: bool) -> None:
     """Send W&B every record; send others only logged records, since the run waits for them."""
-    if name == "wandb":  # it counts the records itself, and was told what to draw them by
+    if name == "wandb":  # W&B counts the records itself and knows its axes
         tracker.log(record)
     elif is_logged:
         tracker.log({key: value for key, value in record.items() if key != "step"}, step=int(record["step"]))
 
 
 def send_summary(name: str, tracker: GeneralTracker, summary: dict[str, Any]) -> None:
-    """Put scalars of the summary.json, nested ones as `part/key`, into W&B's summary, unless they are there already."""
+    """Put summary.json's scalars, nested ones as `part/key`, into W&B's summary; skip entries that W&B has already."""
     if name != "wandb":
         return
     known = ("last_step", "last_evaluation", "recorded_step", "precision", "throughput")
@@ -99,7 +99,7 @@ def send_summary(name: str, tracker: GeneralTracker, summary: dict[str, Any]) ->
 
 
 def require_trackers(names: tuple[str, ...]) -> None:
-    """Raise `UserError` for a tracker that does not exist or is not installed, and where W&B has no login."""
+    """Raise `UserError` for a tracker that does not exist or is not installed, and for W&B without a login."""
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
             raise UserError(f"--report_to: '{name}' is not among {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}.")
@@ -111,11 +111,11 @@ def require_trackers(names: tuple[str, ...]) -> None:
 
 
 def require_wandb_login(asker: str) -> None:
-    """Raise `UserError`, beginning with the flag or script `asker`, without a W&B login; uses no network."""
+    """Raise `UserError`, beginning with the flag or script `asker`, if there is no W&B login; use no network."""
     with reading(asker, "and the WANDB_ variables", "the W&B login", "Run 'wandb login --relogin'."):
         import wandb
 
-        # Silent: to greet a login by name W&B asks the server, and hangs without a network. The run sets up its own.
+        # Silent: else W&B asks the server for the login's name, and hangs without a network. The run sets up its own.
         settings = wandb.setup(settings=wandb.Settings(silent=True)).settings
         try:
             if settings.mode in ("offline", "dryrun", "disabled") or wandb.login(prompt=False, verify=False):
