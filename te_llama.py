@@ -149,7 +149,7 @@ class LayerSpec:
     mlp_norms: tuple[str, str | None] = ("post_attention_layernorm", None)
     """Hugging Face's names of the norms before and after the MLP."""
     unfused_mlp: bool = False
-    """Make fc1 and fc2 separate modules, so that adapters reach the activations between them; slower."""
+    """fc1 and fc2 are separate modules, so adapters reach the activations between them; slower than LayerNormMLP."""
 
     @property
     def q_size(self) -> int:
@@ -524,10 +524,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         max_length_q: int | None = None,
         **_: Any,
     ) -> Tensor:
-        """Compute [B, S, h] from `hidden_states` [B, S, h].
-
-        `position_embeddings`: the table of `RotaryTable`. The module's docstring describes the other arguments.
-        """
+        """Map hidden states [B, S, h] to [B, S, h]; `position_embeddings`: `RotaryTable`'s; others: see the module."""
         angles = position_embeddings if isinstance(position_embeddings, Tensor) else self.angles
         assert angles is not None
         fused = self.qkv(hidden_states, is_first_microbatch=self.is_first_microbatch)

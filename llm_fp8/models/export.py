@@ -125,7 +125,7 @@ def replaced_folder(folder: Path, what: str = "The trained model", advice: str =
 
 def hf_tensors(model: Model, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """Yield name and CPU copy of each unsharded Hugging Face tensor, one parameter at a time. Parameters are in
-    `dtype`, with adapters merged in fp32; buffers keep their dtype. If `dtype` is None, only join the collectives.
+    `dtype`, with adapters merged in fp32; buffers keep their dtype. If `dtype` is None, only join in the collectives.
     """
     tensors, adapters = saved_tensors(model.module), dict[str, Any]()
     if any(is_adapter(name) for name, _ in model.module.named_parameters()):

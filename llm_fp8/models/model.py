@@ -51,8 +51,8 @@ class Model:
     def layout(self) -> dict[str, tuple[Part, ...]]:
         """Name in `saved_tensors` -> the tensors in the model's files that it consists of.
 
-        transformers 5 may keep several tensors of the files (one per matrix) as one, unless `stored` holds one too. We
-        run its conversion for saving on tensors without memory; each result is a view that shows where it begins.
+        transformers 5 may fuse several tensors of the files (one per matrix); if `stored` has the fused tensor, it is
+        the layout. Else we run the conversion for saving on tensors without memory: views show where results begin.
         Raises `UserError` if a tensor of the files is not a view of a model's tensor.
         """
         if self.uses_te:

@@ -30,10 +30,7 @@ _OF_TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken"),
     *("tekken.json", "*processor_config.json", "chat_template.json"),
 )
-_WITH_TWO_ROPES = (
-    "gemma3",
-    "olmo3",
-)  # in transformers 4; later families would misread its keys
+_WITH_TWO_ROPES = ("gemma3", "olmo3")  # in transformers 4; later families would misread its keys
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ class Precision:
 
     @contextlib.contextmanager
     def preserving_state(self) -> Iterator[None]:
-        """Preserve scales and amax histories across evaluation passes: TE records amax without gradients too."""
+        """Preserve scales and amax histories across passes outside training: TE records amax without gradients too."""
         current = list(self.state_tensors().values())
         saved = [tensor.clone() for tensor in current]
         try:
