@@ -1,9 +1,9 @@
-"""--mixed_precision auto: two micro-batches of the run's first data in bf16 and in fp8, and the faster one is taken.
+"""--mixed_precision auto: time two micro-batches of the run's first data in bf16 and in fp8; choose the faster one.
 
-The model of the measurement is dropped, and random states and the position in the data are put back: the run's losses
-are those of a run that asks for the precision. Bf16 is measured on the same model with Transformer Engine's autocast
-closed. DDP's reductions are left out. Where the GPU is idle and steps may run as graphs, only the time of the
-kernels counts.
+The measured model is dropped, and the random states and the position in the data are restored. The run's losses
+therefore equal those of a run with that precision requested explicitly. Bf16 is measured on the same model without
+Transformer Engine's autocast. DDP's reductions are left out. If the GPU is idle and steps may run as graphs, only the
+time of the kernels counts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NUM_MEASURED = 2  # micro-batches of each precision, after one that is not timed
 
 
 def choose_precision(requested: Config, plan: RunPlan, data: PreparedData) -> tuple[RunPlan, dict[str, float]]:
-    """The plan in the faster precision, and the tokens per second of each; rank 0's figures decide. Collective."""
+    """Return the plan in the faster precision and tokens/s by precision. Rank 0's figures decide. Collective."""
     tokens_per_s = gathered(measure_precisions(plan, data))[0]
     fastest = max(tokens_per_s, key=tokens_per_s.__getitem__)
     figures = ", ".join(f"{name} {figure:,.0f} tokens/s" for name, figure in tokens_per_s.items())
@@ -43,7 +43,7 @@ def choose_precision(requested: Config, plan: RunPlan, data: PreparedData) -> tu
 
 
 def measure_precisions(plan: RunPlan, data: PreparedData) -> dict[str, float]:
-    """Tokens per second of this process in fp8 and in bf16, in forward and backward of a micro-batch. Collective."""
+    """Return this process's tokens per second in fp8 and in bf16, over forward and backward passes. Collective."""
     random_states = rng_state(plan.accelerator.process_index)
     setup = build_setup(dataclasses.replace(plan, say=lambda text: None), in_bf16=True)
     batches = data.train.first_step()
@@ -62,7 +62,7 @@ def _tokens_per_s(setup: TrainingSetup, batches: list[Batch], name: str) -> floa
     model, device = setup.training_model, setup.plan.device
     clock, num_tokens = StepClock(device), 0
 
-    def take(batch: Batch) -> None:
+    def run(batch: Batch) -> None:
         with precision.context(first_microbatch=None):
             on_device = batch.to(device)
             loss, aux = model(on_device) if name == "fp8" else backend.call_in_bf16(model, model, on_device)
@@ -70,11 +70,11 @@ def _tokens_per_s(setup: TrainingSetup, batches: list[Batch], name: str) -> floa
         model.zero_grad(set_to_none=True)
 
     model.train()
-    endless = itertools.cycle(batches)
-    take(next(endless))
+    batch_cycle = itertools.cycle(batches)
+    run(next(batch_cycle))
     start = clock.stamp()
-    for batch in itertools.islice(endless, NUM_MEASURED):
-        take(batch)
+    for batch in itertools.islice(batch_cycle, NUM_MEASURED):
+        run(batch)
         num_tokens += batch.num_tokens
     end = clock.stamp()
     if device.type == "cuda":
@@ -82,7 +82,7 @@ def _tokens_per_s(setup: TrainingSetup, batches: list[Batch], name: str) -> floa
     seconds = clock.seconds(start, end)
     if setup.plan.graphs is not False and not (setup.plan.strategy.shards_parameters and len(batches) > 1):
         with profiled() as profile:
-            take(next(endless))
+            run(next(batch_cycle))
         work_s = NUM_MEASURED * profile.work_s
         if work_s < (1 - WORTH_GRAPHS) * seconds:  # steps will run as graphs, without the host's time
             seconds = work_s

@@ -1,17 +1,17 @@
-"""Checkpoints that are complete or absent, whatever kills the process that writes them.
+"""Write and read checkpoints. A checkpoint is complete or absent, even if the process that writes it is killed.
 
     output_dir/checkpoints/step-00000120/     named after the completed optimizer steps
         __0_0.distcp ...         tensors, in torch.distributed.checkpoint's (DCP's) format: one file per rank
         .metadata                DCP's index, a pickle: load only checkpoints that you trust
-        meta.json                what is not a tensor: step, fingerprint, position in the data, the caller's entries
+        meta.json                everything but tensors: step, fingerprint, position in the data, the caller's entries
         manifest.json            format, number of the save, every other file with its size (and SHA-256 if small)
 
 A save writes to `.tmp-step-00000120`, syncs it, renames it (POSIX rename is atomic) and deletes the oldest checkpoints
 beyond the limit. Loading compares the files with the manifest once: a copied checkpoint may be truncated.
 
-Each rank writes its own shards, and another number of ranks can read them: saving and loading are collective, with the
-same names on every rank. DCP's writer runs with one thread: with several it loses the exceptions of all but the first.
-Background saves don't use `dcp.async_save`: its future covers the writing alone, and its thread outlives a failure.
+Each rank writes its own shards. A different number of ranks can read them. Saving and loading are collective, and every
+rank passes the same names. DCP's writer runs with one thread: with several it reports the first thread's errors only.
+Background saves don't use `dcp.async_save`: its future covers only the writing, and its thread outlives a failure.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from llm_fp8.utils.torch_internals import local_of, sharded_like
 logger = logging.getLogger(__name__)
 
 LATEST = "latest"  # value of --resume_from for the checkpoint that was saved last
-STRATEGY_STATE = "engine"  # folder in a checkpoint for what a strategy saves itself
-FORMAT = 2  # raised whenever what a checkpoint holds changes, so that it is not read as something else
+STRATEGY_STATE = "engine"  # folder in a checkpoint for the files of a strategy that saves itself
+FORMAT = 2  # incremented when the contents of a checkpoint change, so that other versions do not misread them
 _META, _MANIFEST = "meta.json", "manifest.json"
 _STEP_PREFIX, _TEMPORARY_PREFIX = "step-", ".tmp-"
 _REPLACED_PREFIX = f"{_TEMPORARY_PREFIX}replaced-"
 _CHECKSUM_LIMIT_BYTES = 2**20
 
-# torch warns at each save and load of a single process that it takes it for one.
+# torch warns at each save and load that it assumes a single process, even if there is only one.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
@@ -71,13 +71,13 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """The checkpoint in `folder`; `UserError` naming the first file that differs from its manifest."""
-        what = f"the files of a checkpoint and their {_MANIFEST}"
-        with reading("--resume_from", folder, what, f"Give another folder step-..., or {LATEST}."):
+        """Return the checkpoint in `folder`; raise `UserError` for the first file that differs from the manifest."""
+        contents = f"the files of a checkpoint and their {_MANIFEST}"
+        with reading("--resume_from", folder, contents, f"Give another folder step-..., or {LATEST}."):
             manifest = json.loads((folder / _MANIFEST).read_bytes())
             if (written := manifest.get("format", 1)) != FORMAT:
-                what = f"is of format {written}, and this version reads format {FORMAT}"
-                raise UserError(f"--resume_from {folder} {what}; resume it by the version that wrote it.")
+                problem = f"has format {written}, and this version reads format {FORMAT}"
+                raise UserError(f"--resume_from {folder} {problem}; resume with the version that wrote it.")
             for name, expected in manifest["files"].items():
                 if _describe_file(folder / name) != expected:
                     raise ValueError(f"{name} has changed")
@@ -85,39 +85,39 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Optimizer steps that were completed."""
+        """Number of completed optimizer steps."""
         return int(self.meta["step"])
 
     @cached_property
     def kinds(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Dtype and shape of its tensors, by their names."""
+        """Dtype and shape of each tensor, by name."""
         entries = dcp.FileSystemReader(self.folder).read_metadata().state_dict_metadata.items()
         tensors = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
         return {name: (entry.properties.dtype, entry.size) for name, entry in tensors.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Read tensors in place, by name and to the bit; `UserError` before that where it lacks one. Collective."""
+        """Read tensors in place, by name and bit for bit. First raise `UserError` if one is missing. Collective."""
         wanted = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
         if names := [name for name, kind in wanted.items() if self.kinds.get(name) != kind]:
-            what = f"lacks {listed(names)} of this run, or in this dtype and shape"
-            raise UserError(f"--resume_from {self.folder} {what}.")
+            problem = f"lacks this run's {listed(names)}, or has another dtype or shape"
+            raise UserError(f"--resume_from {self.folder} {problem}.")
         dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(self.folder))
 
 
 class CheckpointManager:
-    """Writes, finds and prunes checkpoints in `output_dir`, `limit` of which are kept; `is_main` renames, deletes."""
+    """Writes and finds checkpoints in `output_dir` and keeps `limit` of them. Only `is_main` renames and deletes."""
 
     def __init__(
         self, output_dir: Path, limit: int, is_main: bool = True, strategy: DistributedStrategy | None = None
     ) -> None:
-        """`strategy`: one that saves weights and optimizer state itself."""
+        """`strategy`: pass it only if it saves weights and optimizer state itself."""
         self.folder, self.limit = output_dir / "checkpoints", limit
         self.is_main, self.strategy = is_main, strategy
         self._background: Future[None] | None = None
-        self._group: Any = None  # of saves, once one was in the background
+        self._group: Any = None  # process group of saves, made for the first background save
 
     def clean_up(self) -> None:
-        """Undo what a killed save or deletion began."""
+        """Undo a killed save; finish a killed deletion."""
         if self.is_main:
             for replaced in self.folder.glob(f"{_REPLACED_PREFIX}*"):
                 if not (final := self.folder / replaced.name.removeprefix(_REPLACED_PREFIX)).exists():
@@ -133,20 +133,20 @@ class CheckpointManager:
         best_step: int | None = None,
         in_background: bool = False,
     ) -> Path:
-        """Write a checkpoint after `step` and return its folder; collective. One of the same step is replaced.
+        """Write a checkpoint after `step`, replace one of the same step, and return the folder. Collective.
 
         Args:
             tensors: name -> tensor of any dtype and device; DTensors are saved shard by shard.
             meta: the main process's entries for `meta.json`.
-            best_step: the step whose checkpoint is not deleted, whatever the limit.
+            best_step: the step whose checkpoint is kept regardless of the limit.
             in_background: return once the tensors are copied to the host; the next `save` or `finish` raises failures.
 
-        Raises `UserError` where the disk has no room; earlier checkpoints stay.
+        Raises `UserError` if the disk has no room; earlier checkpoints stay.
         """
         self.finish()
         if in_background:
             if self._group is None and dist.is_initialized():
-                # The thread's collectives must not meet training's.
+                # A separate group keeps the thread's collectives apart from training's.
                 self._group = dist.new_group(backend="gloo")
             tensors, meta = {name: _host_copy(tensor) for name, tensor in tensors.items()}, copy.deepcopy(meta)
         save = functools.partial(self._save, step, tensors, meta, best_step)
@@ -157,11 +157,11 @@ class CheckpointManager:
         return self.of_step(step)
 
     def of_step(self, step: int) -> Path:
-        """The folder of this step's checkpoint, whether it exists or not."""
+        """Return the folder of this step's checkpoint, whether or not it exists."""
         return self.folder / f"{_STEP_PREFIX}{step:08d}"
 
     def finish(self) -> None:
-        """Wait for a save in the background and raise what it raised; collective."""
+        """Wait for a background save and raise its exception, if any. Collective."""
         background, self._background = self._background, None
         if background is not None:
             background.result()
@@ -204,29 +204,29 @@ class CheckpointManager:
             decided_by_main(complete, self._group)
         except BaseException as error:
             cause = _cause_of(error)
-            reason = reason_not_written(cause) if isinstance(cause, OSError) else None  # the disk as it is
+            reason = reason_not_written(cause) if isinstance(cause, OSError) else None
             self.clean_up()
             if reason is not None:
                 raise UserError(f"{final} ({needed_bytes / 2**30:.2g} GiB) was not written: {reason}.") from error
             raise cause from (None if cause is error else error)
 
     def paths(self) -> list[Path]:
-        """The folders of all checkpoints, complete or not, by their steps."""
+        """Return the folders of all checkpoints, complete or not, in the order of steps."""
         return sorted(self.folder.glob(f"{_STEP_PREFIX}*"))
 
     def newest_first(self) -> list[Checkpoint]:
-        """Complete checkpoints, the last save first."""
+        """Return the complete checkpoints, the last saved first."""
         complete = []
         for path in self.paths():
             try:
                 complete.append(Checkpoint.open(path))
-            except UserError as error:  # neither loaded nor counted nor deleted
-                logger.warning("a checkpoint is passed over: %s", error)
+            except UserError as error:  # damaged: not loaded, not counted, not deleted
+                logger.warning("skipping a checkpoint: %s", error)
         return sorted(complete, key=lambda checkpoint: checkpoint.save_number, reverse=True)
 
     def find(self, resume_from: str | None) -> Checkpoint | None:
-        """The complete checkpoint that --resume_from names, a folder or 'latest'; None where the run begins anew,
-        because 'latest' finds no checkpoint; `UserError` where the one that is named, or every one, is damaged.
+        """Return the complete checkpoint that --resume_from names: a folder or 'latest'. Return None without it, or if
+        'latest' finds no checkpoint. Raise `UserError` if the named checkpoint, or every checkpoint, is damaged.
         """
         if resume_from not in (None, LATEST):
             return Checkpoint.open(Path(resume_from))
@@ -234,13 +234,13 @@ class CheckpointManager:
             return None
         if len(paths) > 1 and (complete := self.newest_first()):
             return complete[0]
-        return Checkpoint.open(paths[-1])  # or its fault
+        return Checkpoint.open(paths[-1])  # or raise its fault
 
 
 def _in_background(work: Callable[[], None]) -> Future[None]:
-    """Run `work` in a daemon thread, which ends with a rank that fails elsewhere."""
+    """Run `work` in a daemon thread, so that a rank that fails elsewhere can exit."""
     done: Future[None] = Future()
-    # Each thread begins at GPU 0, where the writer's synchronisation would make a context.
+    # A new thread starts on GPU 0, and the writer's synchronisation would create a context there.
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run() -> None:
@@ -257,14 +257,14 @@ def _in_background(work: Callable[[], None]) -> Future[None]:
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    """A copy on the CPU, sharded as `tensor` is."""
+    """Return a copy on the CPU, sharded like `tensor`."""
     copied = local_of(tensor.detach()).to("cpu", copy=True)
     return sharded_like(copied, tensor) if isinstance(tensor, DTensor) else copied
 
 
 def _describe_files(folder: Path) -> dict[str, Any]:
-    """Size and checksum of each file of a checkpoint; `UserError` where one of another host is not there."""
-    # From the file: what `dcp.save` of torch 2.11 returns names no files.
+    """Return size and checksum of each file of a checkpoint; raise `UserError` if another host's file is missing."""
+    # Read from the file: the return value of torch 2.11's `dcp.save` names no files.
     written = {entry.relative_path for entry in dcp.FileSystemReader(folder).read_metadata().storage_data.values()}
     if missing := sorted(name for name in written if not (folder / name).is_file()):
         raise UserError(f"--output_dir must be a shared folder: {listed(missing)} of other hosts are missing.")
@@ -273,14 +273,14 @@ def _describe_files(folder: Path) -> dict[str, Any]:
 
 
 def _describe_file(path: Path) -> dict[str, Any]:
-    """Size, and SHA-256 if small: hashing 100 GB of tensors would take longer than writing them."""
+    """Return the size, and the SHA-256 of small files: hashing 100 GB of tensors takes longer than writing them."""
     size = path.stat().st_size
     digest = hashlib.sha256(path.read_bytes()).hexdigest() if size <= _CHECKSUM_LIMIT_BYTES else None
     return {"bytes": size, "sha256": digest}
 
 
 def _cause_of(error: BaseException) -> BaseException:
-    """The full disk or Ctrl-C at the bottom of what DCP raised, else `error`."""
+    """Return the OSError or KeyboardInterrupt that caused DCP's `error`, else `error` itself."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, (OSError, KeyboardInterrupt)):
         failures = cause.failures if isinstance(cause, CheckpointException) else {}

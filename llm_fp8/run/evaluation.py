@@ -1,4 +1,4 @@
-"""The eval loss, in the precision of training; a run's best step (--keep_best) and end (--early_stopping_patience)."""
+"""Evaluate in the precision of training; track the best step (--keep_best) and --early_stopping_patience."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STATE = ("last_step", "best_step", "best_loss", "num_without_improvement", "dat
 def evaluate_loss(
     accelerator: Accelerator, model: nn.Module, precision: Precision, loader: Iterable[Batch]
 ) -> dict[str, float]:
-    """Mean cross entropy (nats) over the supervised tokens of `loader`, which has as many batches on every rank."""
+    """Return the mean cross entropy (nats) per supervised token. Every rank needs as many batches in `loader`."""
     started = time.perf_counter()
     was_training = model.training
     model.eval()
@@ -38,7 +38,7 @@ def evaluate_loss(
     loss = torch.tensor(total_loss / num_supervised if num_supervised else math.nan, dtype=torch.float64)
     return {
         "eval_loss": loss.item(),
-        "eval_perplexity": loss.exp().item(),  # infinite where it is too large for a float
+        "eval_perplexity": loss.exp().item(),  # infinite if it is too large for a float
         "eval_num_supervised_tokens": num_supervised,
         "eval_time_s": time.perf_counter() - started,
     }
@@ -46,15 +46,15 @@ def evaluate_loss(
 
 @dataclass
 class EvalHistory:
-    """The evaluations of a run, updated with the same eval losses on every rank; part of a checkpoint."""
+    """A run's evaluations: part of a checkpoint, and updated with the same eval losses on every rank."""
 
     keeps_best: bool = False
-    patience: int = 0  # evaluations without improvement that end the run; 0: none do
-    data: str | None = None  # identifies what is evaluated on: losses on other data do not compare
-    last_step: int | None = None  # after which the model was evaluated last
-    best_step: int | None = None  # after which the eval loss was lowest, the first of several
+    patience: int = 0  # number of evaluations without improvement that ends the run; 0: never
+    data: str | None = None  # identifies the eval data: losses on other data are not comparable
+    last_step: int | None = None  # of the last evaluation
+    best_step: int | None = None  # of the lowest eval loss, the first if several are equal
     best_loss: float = math.inf
-    num_without_improvement: int = 0  # evaluations since then
+    num_without_improvement: int = 0  # number of evaluations since `best_step`
 
     @property
     def kept_step(self) -> int | None:
@@ -66,7 +66,7 @@ class EvalHistory:
         return 0 < self.patience <= self.num_without_improvement
 
     def add(self, step: int, eval_loss: float) -> None:
-        """Take in the eval loss after `step`; one that is not finite is neither the best nor an improvement."""
+        """Record the eval loss after `step`. A NaN or infinite loss is neither the best nor an improvement."""
         self.last_step = step
         if eval_loss < self.best_loss:
             self.best_step, self.best_loss, self.num_without_improvement = step, eval_loss, 0
@@ -77,7 +77,7 @@ class EvalHistory:
         return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Go on from a checkpoint; False, and nothing changes, where its evaluations were on other data."""
+        """Restore a checkpoint's evaluations; return False and change nothing if they used other data."""
         if state["data"] != self.data:
             return False
         vars(self).update(state)

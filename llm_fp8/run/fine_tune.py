@@ -1,4 +1,4 @@
-"""Fine-tuning from a notebook or another program: a run in a process that goes on, and may run again."""
+"""Fine-tune from a notebook or another program: the process outlives the run and may start another."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from llm_fp8.utils.script import CUDA_DEFAULTS
 
 
 def fine_tune(**options: Any) -> dict[str, Any]:
-    """Fine-tune with the options of train_fp8.py, by the same names, in this process, and return what summary.json
-    holds. Mistakes are raised as `UserError`, a failed certificate as `FailedCheck`. A signal that stops the run acts
-    once a checkpoint is saved: SIGINT raises KeyboardInterrupt.
+    """Fine-tune in this process, with train_fp8.py's options by name, and return the contents of summary.json. Raise
+    `UserError` for bad options and `FailedCheck` for a failed certificate. A signal that stops the run takes effect
+    after a checkpoint is saved: SIGINT raises KeyboardInterrupt.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, {**CUDA_DEFAULTS, **os.environ}))
-        # As run.json and the model card record it.
+        # run.json and the model card record sys.argv.
         stack.enter_context(patch.object(sys, "argv", ["train_fp8.py", *words_of(options)]))
         config = parse_launch(sys.argv[1:], os.environ)
 
-        import torch  # here, so that mistakes do not wait for it
+        import torch  # here, so that bad options are reported before the slow import
 
         from llm_fp8.run.run import run_training
         from llm_fp8.run.timeline import RunResults
@@ -39,7 +39,7 @@ def fine_tune(**options: Any) -> dict[str, Any]:
         try:
             exit_code = run_training(config, results)
         except BaseException as error:
-            for failure in filter(None, (error, error.__cause__)):  # a notebook keeps them, and so would keep the model
+            for failure in filter(None, (error, error.__cause__)):  # a notebook would keep frames with the model
                 traceback.clear_frames(failure.__traceback__)
             raise
     if exit_code:

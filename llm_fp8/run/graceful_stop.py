@@ -1,9 +1,9 @@
-"""Stopping a run from outside without losing work.
+"""Stop a run from outside without losing work.
 
-Inside of `GracefulStop` the first SIGTERM (Slurm, Kubernetes, torchrun), SIGHUP (a closed ssh) or SIGINT (Ctrl-C) only
-sets a flag, and the run saves after its step and returns `exit_code`, whether or not anybody still reads its output.
-The loss of that reader alone (`| head`) stops the run in the same way. A later Ctrl-C raises KeyboardInterrupt at once.
-The signal may reach one rank only, so with several ranks use `agreed` in place of `requested`.
+Inside `GracefulStop` the first SIGTERM (Slurm, Kubernetes, torchrun), SIGHUP (a closed ssh) or SIGINT (Ctrl-C) only
+sets a flag. The run then saves after its step and returns `exit_code`, even if its output is no longer read. A closed
+output alone (`| head`) stops the run in the same way. A later Ctrl-C raises KeyboardInterrupt at once. The signal may
+reach one rank only, so with several ranks use `agreed` in place of `requested`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from llm_fp8.distributed.process_group import largest
 from llm_fp8.utils import script
 
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-_REASONS = (None, *(number.name for number in (signal.SIGPIPE, *SIGNALS)))  # of several ranks' the last counts
+_REASONS = (None, *(number.name for number in (signal.SIGPIPE, *SIGNALS)))  # if ranks differ, the last of these counts
 
 
 class GracefulStop:
-    """Turns the first of `SIGNALS` into `requested`, its name or SIGPIPE; in the main thread alone."""
+    """Sets `requested` to the name of the first of `SIGNALS`, handled in the main thread only, or of SIGPIPE."""
 
     def __init__(self) -> None:
         self.requested: str | None = None
@@ -30,7 +30,7 @@ class GracefulStop:
 
     @property
     def exit_code(self) -> int:
-        """0, or as a shell says it of the signal: 143 for SIGTERM, 130 for SIGINT, 129 for SIGHUP."""
+        """0, or the shell's code for the signal: 143 for SIGTERM, 130 for SIGINT, 129 for SIGHUP."""
         return 0 if self.requested is None else 128 + signal.Signals[self.requested].value
 
     def agreed(self) -> bool:
@@ -41,7 +41,7 @@ class GracefulStop:
 
     def __enter__(self) -> GracefulStop:
         for number in SIGNALS if threading.current_thread() is threading.main_thread() else ():
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it ignored
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 self._previous[number] = signal.signal(number, self._handle)
         script.on_closed_pipe = self._lose_reader
         return self
@@ -52,12 +52,12 @@ class GracefulStop:
             signal.signal(number, handler)
 
     def _lose_reader(self) -> None:
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else nohup keeps the run alive after its reader
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup the run outlives its reader
             self.requested = self.requested or signal.SIGPIPE.name
 
     def _handle(self, number: int, _: object) -> None:
         name = signal.Signals(number).name
-        if self.requested not in (None, signal.SIGPIPE.name):  # the reader may be gone before the signal is here
+        if self.requested not in (None, signal.SIGPIPE.name):  # the reader may be gone before the signal arrives
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             return

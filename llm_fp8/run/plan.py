@@ -1,5 +1,5 @@
-"""A run before its model exists: its decisions (`llm_fp8.settle`), the source of its weights, and the libraries'
-objects that everything else is built with.
+"""A run before its model exists: its decisions (`llm_fp8.settle`), the source of its weights, and the library objects
+that everything else is built with.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from te_llama import keeps_hf_layers
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan(Settled):
-    """A settled run, and what exists of it before the model."""
+    """A settled run with the objects that exist before the model."""
 
     source: sources.ModelSource
     accelerator: Accelerator
     strategy: DistributedStrategy
-    export_dtype: torch.dtype  # that of the stored weights, else `parameter_dtype`
-    stored: sources.StoredCheckpoint | None  # the weights that are loaded; None where they are drawn
-    packed_form: PackedForm | None  # of documents for transformers' decoder; None: it is TE's, or nothing is packed
-    say: Callable[[str | None], None]  # prints a line, if it is one, on the main process
+    export_dtype: torch.dtype  # dtype of the stored weights, else `parameter_dtype`
+    stored: sources.StoredCheckpoint | None  # the weights to load; None if weights are drawn
+    packed_form: PackedForm | None  # for transformers' decoder; None for TE's decoder or without packing
+    say: Callable[[str | None], None]  # prints a line on the main process; None prints nothing
 
     @property
     def device(self) -> torch.device:
@@ -48,23 +48,23 @@ class RunPlan(Settled):
 
     @property
     def stores_lower_bits(self) -> bool:
-        """True where weights begin with bits that bf16 lacks."""
+        """True if the weights to start from have bits that bf16 lacks."""
         stored_in_fp8 = self.stored is not None and self.stored.fp8 is not None
         return stored_in_fp8 or self.export_dtype in (torch.float32, torch.float16)
 
     @property
     def draws_lower_bits(self) -> bool:
-        """True where master weights get random lower bits; the model computes with the upper half."""
+        """True if master weights get random lower bits; the model computes with the upper half."""
         return self.precision.compute_name == "bf16" and not self.stores_lower_bits
 
     @property
     def rounds_weights(self) -> bool:
-        """True where stored weights have bits that the model's bf16 ones lack."""
+        """True if stored weights have bits that the model's bf16 weights lack."""
         return self.weight_dtype == torch.bfloat16 and self.stores_lower_bits
 
     @property
     def keeps_lower_bits(self) -> bool:
-        """True where those bits go into the remainders of the optimizer."""
+        """True if the bits that bf16 lacks go into the optimizer's remainders."""
         optimizer = OPTIMIZERS[self.optimizer_kind]
         return self.rounds_weights and optimizer.keeps_lower_bits and not self.config.trains_adapters
 
@@ -74,21 +74,21 @@ class RunPlan(Settled):
 
 
 def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = None) -> RunPlan:
-    """Settle the run on this machine and build what comes before its model; `UserError` for what the machine, its
-    packages or its memory do not allow. Collective.
+    """Settle the run on this machine and build everything that precedes its model. Raise `UserError` if the machine,
+    its packages or its memory do not allow the run. Collective.
     """
     device = device_of_process()
     source = sources.resolve_source(config.model)
     hf_config = sources.load_config(source)
     machine = look(config.precision, ranks)
     meta = None if resumed is None else resumed.meta
-    settled = settle(config, hf_config, machine, meta)  # what cannot run is refused before weights are downloaded
+    settled = settle(config, hf_config, machine, meta)  # refuses an impossible run before weights are downloaded
     stored = sources.checkpoint_of(source, hf_config)
     if untied := sources.untie(hf_config, stored):
         settled = settle(config, hf_config, machine, meta)  # the head's parameters count too
     config = settled.config
     precision = with_recipe(settled.precision, config.precision, device)
-    if ranks.rank == 0 and config.run.trackers:  # the only process that talks to them
+    if ranks.rank == 0 and config.run.trackers:  # only this process uses trackers
         from llm_fp8.observability.trackers import require_trackers
 
         require_trackers(config.run.trackers)
@@ -123,7 +123,7 @@ def announce(plan: RunPlan) -> None:
     say(f"precision: {precision.name} (asked for: {precision_name(precision.requested, precision.requested_scenario)})")
     if precision.backend not in (None, "te"):
         say(f"fp8 by {precision.backend}{', EMULATED on the CPU in higher precision' if precision.emulated else ''}")
-    trained, frozen = (str(each).removeprefix("torch.") for each in (plan.parameter_dtype, plan.weight_dtype))
+    trained, frozen = (str(dtype).removeprefix("torch.") for dtype in (plan.parameter_dtype, plan.weight_dtype))
     rank = plan.config.lora.lora_rank
     adapters = f"adapters of rank {rank} in {trained}, frozen model in {frozen}"
     say(f"optimizer: {plan.optimizer_kind}, {adapters if rank else f'parameters in {trained}'}")

@@ -33,7 +33,7 @@ def _precision_record(setup: TrainingSetup, results: RunResults) -> dict[str, An
 
 
 def record_run(timeline: Timeline) -> None:
-    """Write run.json, to which a resumed run adds an entry in `resumes`, and start the trackers with it."""
+    """Write run.json and start the trackers with it. A resumed run adds an entry to `resumes` instead."""
     setup, plan, config = timeline.setup, timeline.setup.plan, timeline.setup.plan.config
     if not plan.accelerator.is_main_process:
         return
@@ -74,7 +74,7 @@ def record_run(timeline: Timeline) -> None:
 
 
 def record_stream(timeline: Timeline) -> None:
-    """Say what was read of a stream, which nobody knows before, and write it to run.json, or the last of `resumes`."""
+    """Report what was read from a stream, known only now; write it to run.json or its last entry in `resumes`."""
     report, plan = timeline.state.data.report, timeline.setup.plan
     if timeline.loader.steps_per_epoch is None and plan.accelerator.is_main_process:
         plan.say("\n".join(["data, pass after pass:", *report.describe()]))
@@ -87,7 +87,7 @@ def export_final(timeline: Timeline, tokenizer: PreTrainedTokenizerBase, step: i
     """Write final/: a Hugging Face checkpoint or a PEFT adapter, with tokenizer and model card. Collective."""
     setup, results = timeline.setup, timeline.results
     plan, config, folder = setup.plan, setup.plan.config, timeline.state.folder / "final"
-    certificates = (each.describe().removeprefix("certificate: ") for each in results.certificates.values())
+    certificates = (result.describe().removeprefix("certificate: ") for result in results.certificates.values())
     card = {
         "base model": plan.source.name,
         "dataset": config.data.dataset_name,
@@ -104,9 +104,9 @@ def export_final(timeline: Timeline, tokenizer: PreTrainedTokenizerBase, step: i
     origin = Origin(plan.source.location, timeline.state.data.eos_ids)
     shared: dict[str, Any] = {"card": card, "is_main": plan.accelerator.is_main_process, "origin": origin}
     if setup.exports_adapter:
-        # PEFT would look for a relative path from wherever it is started.
-        place = plan.source.location
-        base_model = os.path.abspath(place) if os.path.isdir(place) else place
+        # PEFT would resolve a relative path against the folder it is started in.
+        location = plan.source.location
+        base_model = os.path.abspath(location) if os.path.isdir(location) else location
         export_adapter(setup.model, tokenizer, folder, options=config.lora, base_model=base_model, **shared)
     else:
         export_hf(setup.model, tokenizer, folder, dtype=plan.export_dtype, **shared)
@@ -114,11 +114,11 @@ def export_final(timeline: Timeline, tokenizer: PreTrainedTokenizerBase, step: i
 
 
 def summary_of(timeline: Timeline, exported: Path | None) -> dict[str, Any]:
-    """The entries of summary.json that the reporter does not have."""
+    """Return the entries of summary.json that the reporter does not have."""
     setup, results, history = timeline.setup, timeline.results, timeline.history
-    recorded, before = results.recorded, timeline.state.folder / "certificate.json"
-    # A run that is resumed after its steps in fp8 has their certificate in its folder.
-    has_earlier = setup.precision.has_ended and before.exists()
+    recorded, fp8_certificate = results.recorded, timeline.state.folder / "certificate.json"
+    # A run resumed after its last fp8 step finds the certificate of the fp8 steps in its folder.
+    has_earlier = setup.precision.has_ended and fp8_certificate.exists()
     summary = {
         "precision": _precision_record(setup, results),
         "attention_backend": results.attention_backend,
@@ -126,7 +126,7 @@ def summary_of(timeline: Timeline, exported: Path | None) -> dict[str, Any]:
         "recorded_step": None if recorded is None else recorded.to_dict(),
         "gpu_idle": None if recorded is None else recorded.gpu_idle(timeline.reporter.steps_of_process()),
         **timeline.stepper.summary(),
-        "certificate": read_json(before) if has_earlier else None,
+        "certificate": read_json(fp8_certificate) if has_earlier else None,
         **{name: certificate.to_dict() for name, certificate in results.certificates.items()},
         "tokens_seen": timeline.tokens_seen,
         "num_parameters": setup.num_parameters,
@@ -139,17 +139,17 @@ def summary_of(timeline: Timeline, exported: Path | None) -> dict[str, Any]:
         checkpoint = str(timeline.state.checkpoints.of_step(history.kept_step))
         summary["best"] = {"step": history.kept_step, "eval_loss": history.best_loss, "checkpoint": checkpoint}
     if timeline.step < timeline.total_steps and history.stops_early:
-        since = f"{history.num_without_improvement} evaluations in a row"
-        summary["stopped_early"] = f"{since} did not improve on {history.best_loss:.4f}"
+        evaluations = f"{history.num_without_improvement} evaluations in a row"
+        summary["stopped_early"] = f"{evaluations} did not improve on {history.best_loss:.4f}"
     return summary
 
 
 def closing_words(timeline: Timeline, exported: Path | None) -> None:
-    """Print the outcome and where the files are."""
+    """Print the outcome and the paths of the files."""
     plan, summary, folder = timeline.setup.plan, timeline.results.summary, timeline.state.folder
     say = plan.say
     num_steps, steps = summary["steps"], timeline.reporter.steps_of_process()
-    count = f"{len(steps)} steps" if len(steps) == num_steps else f"{len(steps)} steps, {num_steps} with those before,"
+    count = f"{len(steps)} steps" if len(steps) == num_steps else f"{len(steps)} steps ({num_steps} with earlier ones)"
     say(f"done: {count} in {summary['wall_time_s']:.0f} s, precision {timeline.precision_name}")
     if "stopped_early" in summary:
         say(f"stopped early: {summary['stopped_early']}")

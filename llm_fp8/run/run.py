@@ -45,7 +45,7 @@ from llm_fp8.utils.script import quiet_libraries
 
 
 def run_training(config: Config, results: RunResults | None = None) -> int:
-    """Train, fill `results`, and return the exit code: 0, or that of the signal that stopped the run."""
+    """Train, fill `results`, and return the exit code: 0, or the code of the signal that stopped the run."""
     results = results or RunResults()
     phase_ends = results.clock.end
     phase_ends("imports")
@@ -105,14 +105,14 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
         timeline = build_timeline(state, resumed, results)
         phase_ends("optimizer")
 
-        # From here on there is something to save: before, a signal ends the process at once.
+        # Before this point there is nothing to save, and a signal ends the process at once.
         with GracefulStop() as stop, timeline.reporter:
             record_run(timeline)
-            where = plan.machine.gpu or "the CPU"
+            devices = plan.machine.gpu or "the CPU"
             if ranks.world_size > 1:
-                where = f"{ranks.world_size} {'x' if plan.machine.gpu else 'processes on'} {where}"
+                devices = f"{ranks.world_size} {'x' if plan.machine.gpu else 'processes on'} {devices}"
             warmup = f"warm-up: {effective_warmup_steps(config.optim.num_warmup_steps, num_steps)}"
-            plan.say(f"training {num_steps - timeline.step} steps ({warmup}) on {where}, results in {folder}")
+            plan.say(f"training {num_steps - timeline.step} steps ({warmup}) on {devices}, results in {folder}")
             phase_ends("records")
             try:
                 timeline.train(stop.agreed)
@@ -126,7 +126,7 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
 
 
 def load_data(settled: Settled, tokenizer: PreTrainedTokenizerBase, context: Any = None) -> PreparedData:
-    """The run's data; ranks of a `ContextGroup` share sequences."""
+    """Prepare the run's data. Ranks of a `ContextGroup` share sequences."""
     ranks, on_gpu = settled.machine.ranks, torch.cuda.is_available()
     return prepare_data(
         settled.config,
@@ -142,19 +142,19 @@ def load_data(settled: Settled, tokenizer: PreTrainedTokenizerBase, context: Any
 
 
 def check_export(setup: TrainingSetup, folder: Path, data: PreparedData, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse an impossible export."""
+    """Raise `UserError` if the disk has no room for the export or its side files cannot be written."""
     plan, config = setup.plan, setup.plan.config
     if config.run.export and plan.accelerator.is_main_process:
         adapters_only = setup.exports_adapter
         run_dir.check_free_space(folder, export_size_bytes(setup.model, plan.export_dtype, adapters_only=adapters_only))
         advice = "Correct its files, or train with --no_export."
-        with reading("--model_name", plan.source.name, "what an export writes", advice), TemporaryDirectory() as place:
+        with reading("--model_name", plan.source.name, "what an export writes", advice), TemporaryDirectory() as trial:
             origin = Origin(plan.source.location, data.eos_ids)
-            save_side_files(setup.model.module, tokenizer, Path(place), plan.export_dtype, origin)
+            save_side_files(setup.model.module, tokenizer, Path(trial), plan.export_dtype, origin)
 
 
 def build_timeline(state: RunState, resumed: Checkpoint | None, results: RunResults) -> Timeline:
-    """Optimizer, first fp8 scales, schedule and loop, restored where the run is resumed. Collective."""
+    """Build optimizer, first fp8 scales, schedule and loop; restore them if the run is resumed. Collective."""
     setup, data, plan = state.setup, state.data, state.setup.plan
     config = plan.config
     num_steps = state.options["total_steps"]
@@ -175,14 +175,14 @@ def build_timeline(state: RunState, resumed: Checkpoint | None, results: RunResu
 
 
 def finish(timeline: Timeline, stop: GracefulStop, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Evaluation, export and summary after the last step; of a run that was stopped, the summary alone."""
+    """Evaluate, export and summarise after the last step. If the run was stopped, only summarise."""
     plan, config = timeline.setup.plan, timeline.setup.plan.config
     record_stream(timeline)
     if not timeline.is_complete:
         stopped = {"stopped_by": stop.requested, "checkpoint": str(timeline.state.checkpoints.of_step(timeline.step))}
         timeline.results.summary = timeline.reporter.finish(summary_of(timeline, None) | stopped)
-        go_on = f"continue with --resume_from latest --output_dir {timeline.state.folder}"
-        plan.say(f"stopped by {stop.requested}; {go_on}")
+        advice = f"continue with --resume_from latest --output_dir {timeline.state.folder}"
+        plan.say(f"stopped by {stop.requested}; {advice}")
         return
     stop.what_follows = "all steps are done; finishing export and evaluation"
     exported, step, tokens_seen = None, timeline.step, timeline.tokens_seen
@@ -207,8 +207,8 @@ def finish(timeline: Timeline, stop: GracefulStop, tokenizer: PreTrainedTokenize
 
 
 def dry_run(config: Config, ranks: LaunchRanks) -> int:
-    """Print data, steps and memory of a run that does not take place; returns the exit code. Without a GPU, one
-    is assumed where the options ask for it, and Transformer Engine is not needed. Collective.
+    """Print data, steps and memory of a run without running it; return the exit code. Without a GPU, assume one if the
+    options need it. Transformer Engine is not needed. Collective.
     """
     start_process_group(ranks)
     source = resolve_source(config.model)
@@ -227,7 +227,7 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
     if config.trains_adapters:
         from llm_fp8.models.lora import add_adapters
 
-        add_adapters(model_on_meta(hf_config), config.lora, torch.bfloat16)  # which knows the names of --lora_targets
+        add_adapters(model_on_meta(hf_config), config.lora, torch.bfloat16)  # checks the names in --lora_targets
     data = load_data(settled, tokenizer)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -240,7 +240,7 @@ def dry_run(config: Config, ranks: LaunchRanks) -> int:
         on_each = f"{estimate.needed_gib:.2f} GiB of {machine.gpu_gib:.1f} on each of {ranks.world_size} ({gpus})"
         parts = estimate.parts | {"CUDA, allocator, communication": estimate.beside_gib}
         lines += [f"memory: {on_each}", *(f"  {part:32} {part_gib:8.2f} GiB" for part, part_gib in parts.items())]
-        lines += [] if estimate.is_whole else ["  activations are not counted: they are known of TE decoders alone"]
+        lines += [] if estimate.is_whole else ["  activations are not counted: only those of TE decoders are known"]
     num_steps, rows = train_state.total_steps(config, data, resumed), data.train.global_batch_size
     lines.append(f"dry run: {num_steps:,} steps of {rows:,} sequences; no weight was loaded and no run written")
     print("\n".join(lines), flush=True)

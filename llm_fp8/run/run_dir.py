@@ -1,4 +1,4 @@
-"""The folder of a run: its default name, the checks before a run, its lock, failures."""
+"""The folder of a run: its default name, checks before the run, its lock, and messages for failures."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from llm_fp8.utils.errors import UserError, existing_part, listed, reading
 from llm_fp8.utils.ranks import LaunchRanks, agree_on
 from llm_fp8.utils.script import say
 
-LOCK = ".lock"  # held by a run's main process; empty until the run begins to write, and then it stays
-_SAVED = ("summary.json", "final", "checkpoints/step-*")  # without these a later run begins anew in the folder
+LOCK = ".lock"  # locked by a run's main process; empty until the run begins to write, and never deleted after that
+_SAVED = ("summary.json", "final", "checkpoints/step-*")  # without any of these a later run may start over there
 _WRITTEN = ("run.json", "metrics.jsonl", "certificate.json", "certificate_after_fp8.json", "checkpoints")
-"""Other files that a run writes or clears away: it is refused where they may be somebody else's."""
-_UNFINISHED = ".*.[0-9]*.tmp"  # what a killed process did not finish (`write_text_atomic`, `export_hf`)
+"""Other files that a run writes or deletes. A run refuses a folder in which such files may belong to something else."""
+_UNFINISHED = ".*.[0-9]*.tmp"  # unfinished files of a killed process (`write_text_atomic`, `export_hf`)
 
 
 def claim_folder(config: Config, ranks: LaunchRanks, stack: contextlib.ExitStack) -> tuple[Path | None, str | None]:
-    """The main process's output folder, locked until `stack` closes (None: `default_folder` names it), and what the run
-    resumes from: the newest checkpoint after a restart by the launcher. `UserError` where the folder cannot be written,
-    is in use or holds another run, or processes have other options. Collective.
+    """Lock the output folder until `stack` closes. Return it (None: `default_folder` names it later) and the run's
+    --resume_from, which becomes 'latest' if the launcher restarted a run with checkpoints. Raise `UserError` if the
+    folder cannot be written, is in use or holds another run, or if the processes' options differ. Collective.
     """
     first, *others = gathered(config.options)
     if differing := [f"--{name}" for name in first if any(other[name] != first[name] for other in others)]:
@@ -50,7 +50,7 @@ def _claimed(run: RunConfig, ranks: LaunchRanks, stack: contextlib.ExitStack) ->
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise UserError(f"--output_dir {folder}: {existing} is not a folder that can be written.")
         if output_dir is not None:
-            stack.enter_context(run_lock(folder))  # what is looked at from here on stays as it is
+            stack.enter_context(run_lock(folder))  # from here on no other run changes the folder
             if not restarted:
                 _refuse_other_run(folder, resume_from)
             checkpoints = CheckpointManager(folder, limit=1)
@@ -61,19 +61,19 @@ def _claimed(run: RunConfig, ranks: LaunchRanks, stack: contextlib.ExitStack) ->
 
 
 def default_folder(plan: RunPlan, stack: contextlib.ExitStack) -> Path:
-    """A new folder, named after time, model and the precision that runs, locked until `stack` closes. Collective."""
-    words = re.sub(r"[^A-Za-z0-9.]+", "-", f"{plan.config.model.model_name} {plan.precision.name}").strip("-")
-    name = str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{words}")
+    """Lock a new folder, named after time, model and effective precision, until `stack` closes. Collective."""
+    slug = re.sub(r"[^A-Za-z0-9.]+", "-", f"{plan.config.model.model_name} {plan.precision.name}").strip("-")
+    name = str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{slug}")
     return decided_by_main(lambda: stack.enter_context(run_lock(Path(agree_on("output_dir", name)))))
 
 
 def find_checkpoint(folder: Path, resume_from: str | None, ranks: LaunchRanks) -> Checkpoint | None:
-    """The checkpoint to continue from, the same on every host, if any. Collective."""
+    """Return the checkpoint to continue from, if any. All hosts must find the same one. Collective."""
     resumed = CheckpointManager(folder, limit=1).find(resume_from)
     if len(set(gathered(None if resumed is None else resumed.step))) > 1:
         raise UserError(f"--output_dir {folder}: hosts find different checkpoints there; share the folder.")
     if resumed is None and ranks.rank == 0 and (resume_from is not None or _was_begun(folder)):
-        say(f"{folder} holds no checkpoint: the run begins anew")
+        say(f"{folder} holds no checkpoint: the run starts from step 0")
     return resumed
 
 
@@ -83,7 +83,7 @@ def _was_begun(folder: Path) -> bool:
 
 
 def _refuse_other_run(folder: Path, resume_from: str | None) -> None:
-    """Raise `UserError` where the output folder holds a run that this one does not continue, or parts of anything."""
+    """Raise `UserError` if the output folder holds a run that this one does not continue, or unknown files."""
     has_checkpoints = any(folder.glob("checkpoints/step-*"))
     if resume_from == LATEST and has_checkpoints:
         return
@@ -91,15 +91,15 @@ def _refuse_other_run(folder: Path, resume_from: str | None) -> None:
         return
     names = _SAVED if _was_begun(folder) else (*_SAVED, *_WRITTEN)
     if result := next((path.name for name in names for path in folder.glob(name)), None):
-        more = " or add --resume_from latest" if has_checkpoints else ""
-        whose = "a run without a checkpoint (--save_every)" if resume_from == LATEST else "another run"
-        raise UserError(f"--output_dir {folder} holds {whose}: {result}; choose another{more}.")
+        alternative = " or add --resume_from latest" if has_checkpoints else ""
+        owner = "a run without a checkpoint (--save_every)" if resume_from == LATEST else "another run"
+        raise UserError(f"--output_dir {folder} holds {owner}: {result}; choose another{alternative}.")
 
 
 @contextlib.contextmanager
 def run_lock(folder: Path) -> Iterator[Path]:
-    """Hold an output folder; `UserError` where another process does. Nothing of it stays where no run began."""
-    before, path = existing_part(folder), folder / LOCK
+    """Lock an output folder; raise `UserError` if another process holds it. Delete what is new if no run began."""
+    existing, path = existing_part(folder), folder / LOCK
     folder.mkdir(parents=True, exist_ok=True)
     with open(path, "a+") as lock:
         lock.seek(0)
@@ -108,10 +108,10 @@ def run_lock(folder: Path) -> Iterator[Path]:
         except BlockingIOError:
             holder = lock.read() or "a run that is about to begin"
             raise UserError(f"--output_dir {folder} is in use by {holder}; choose another folder.") from None
-        except OSError as error:  # a disk without locks
+        except OSError as error:  # a file system without locks
             print(f"WARNING: --output_dir {folder} cannot be locked ({error.strerror}).", flush=True)
         if not path.exists() or not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
-            raise UserError(f"--output_dir {folder} was given up by another run just now; start again.")
+            raise UserError(f"--output_dir {folder} was released by another run just now; start again.")
         if _was_begun(folder):
             _sign(folder)
         try:
@@ -119,31 +119,32 @@ def run_lock(folder: Path) -> Iterator[Path]:
         finally:
             if not _was_begun(folder):
                 path.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # up to the first that is not empty
-                    for made in (folder.absolute(), *folder.absolute().parents):
-                        if made == before.absolute():
+                with contextlib.suppress(OSError):  # stops at the first that is not empty
+                    for created in (folder.absolute(), *folder.absolute().parents):
+                        if created == existing.absolute():
                             break
-                        made.rmdir()
+                        created.rmdir()
 
 
 def _sign(folder: Path) -> None:
-    """Write into the lock who holds it; from then on the folder is that of a run."""
+    """Write the holder into the lock; from then on the folder counts as that of a run."""
     (folder / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}")
 
 
 def begin_in(folder: Path) -> None:
-    """Remove what a killed run left half written in the folder of this one, which begins to write."""
+    """Delete half-written files of a killed run and mark the folder as that of a run, which begins to write."""
     for path in folder.glob(_UNFINISHED):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     _sign(folder)
 
 
 def check_free_space(folder: Path, needed_bytes: int) -> None:
-    """Raise `UserError` now where the export, hours later, would not fit on `folder`'s disk."""
+    """Raise `UserError` now if the export, hours later, would not fit on `folder`'s disk."""
     free_bytes = shutil.disk_usage(existing_part(folder)).free
     if free_bytes < needed_bytes:
         needed, free = f"{needed_bytes / GIB:.3g} GiB", f"{free_bytes / GIB:.3g} GiB"
-        raise UserError(f"--output_dir {folder}: final/ takes {needed} of {free} free; choose another or --no_export.")
+        problem = f"final/ needs {needed}, and {free} are free"
+        raise UserError(f"--output_dir {folder}: {problem}; choose another folder or add --no_export.")
 
 
 @contextlib.contextmanager
@@ -153,10 +154,10 @@ def explained_failures(folder_of_run: Callable[[], Path]) -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:
         if isinstance(error, OSError) and (reason := errors.reason_not_written(error)):
-            named = isinstance(error.filename, str)  # libraries' caches name no file
+            named = isinstance(error.filename, str)  # errors of libraries' caches name no file
             what = f"{error.filename if named else folder_of_run()} (--output_dir, HF_HOME or TMPDIR): {reason}"
         elif is_loss_of_a_peer(error) and not errors.is_out_of_memory(error):
-            what = f"another process of this run is gone, see what it said: {str(error).splitlines()[0][:200]}"
+            what = f"another process of this run is gone (see its output): {str(error).splitlines()[0][:200]}"
         elif reason := errors.lost_worker(error):
             raise UserError(f"{reason}.") from error
         else:

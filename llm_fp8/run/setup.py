@@ -1,6 +1,6 @@
-"""From a plan to the parts of a run: the model is built, adapted (LoRA), converted to fp8, recomputed, sharded, filled.
+"""Build the parts of a run from its plan: model, adapters (LoRA), fp8, recomputation, sharding, weights, optimizer.
 
-What a run finds out later is in `llm_fp8.run.timeline.RunResults`.
+Later results of the run are in `llm_fp8.run.timeline.RunResults`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from llm_fp8.utils.torch_internals import free_memory_, ignore_in_ddp
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """A run's parts, built: everything that its options, the machine and the launch decide."""
+    """The built parts of a run: everything that options, machine and launch decide."""
 
     plan: RunPlan
     model: Model
-    training_model: TrainingModel  # its module with the loss
+    training_model: TrainingModel  # computes the loss of `model.module`
     precision: Precision  # attached to `model`
     coverage: Fp8Coverage
     recomputed: Sequence[nn.Module]  # decoder layers
@@ -46,24 +46,24 @@ class TrainingSetup:
 
     @property
     def exports_adapter(self) -> bool:
-        """True where final/ will hold an adapter; one for random weights would be useless."""
+        """True if final/ will hold an adapter; an adapter for random weights would be useless."""
         return self.plan.config.trains_adapters and self.plan.stored is not None
 
 
 def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool = False) -> TrainingSetup:
     """Build the model of `plan` on its device, with its weights, sharded over the processes. Collective.
 
-    `first_batch`: the parity check's, which is left out without. `in_bf16`: frozen weights are not held in fp8.
+    `first_batch`: batch of the parity check; None skips the check. `in_bf16`: do not hold frozen weights in fp8.
     """
     config, strategy = plan.config, plan.strategy
-    holds = plan.holds_frozen_in_fp8 and not in_bf16
-    built = _decoder_with_adapters(plan, on_meta=strategy.shards_parameters or holds)
+    holds_in_fp8 = plan.holds_frozen_in_fp8 and not in_bf16
+    built = _decoder_with_adapters(plan, on_meta=strategy.shards_parameters or holds_in_fp8)
     model, layers = built.module, built.layers
     attention = "te" if config.model.use_te else chosen_attention(model.config)
     if attention == "eager" and config.model.attn_implementation == "auto":
         plan.say("attention: eager, which is slow: transformers has no sdpa for this model")
     dtype = plan.precision.compute_dtype
-    # FSDP hands modules their parameters in the compute dtype.
+    # FSDP gathers parameters in the compute dtype.
     module_dtype = dtype if strategy.shards_parameters else plan.parameter_dtype
     precision = Precision(plan.precision, config.precision, plan.device, module_dtype)
     reasons = precision.attach(model, layers, not config.model.use_te, config.parallel.fp8_params)
@@ -75,14 +75,14 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
     plan.say(coverage.describe())
     uses_te = config.model.use_te or plan.precision.backend == "te"
     reentrant = uses_te and strategy.reentrant_te_checkpoints
-    every, in_graphs = config.model.gradient_checkpointing, plan.graphs is not False
-    recomputed = enable_gradient_checkpointing(layers, every, uses_te, reentrant, in_graphs) if every else ()
+    amount, in_graphs = config.model.gradient_checkpointing, plan.graphs is not False
+    recomputed = enable_gradient_checkpointing(layers, amount, uses_te, reentrant, in_graphs) if amount else ()
     training_model = TrainingModel(model, config.data.max_seq_length, dtype, plan.packed_form)
     plan.say(training_model.router_note)
-    strategy.shard(training_model, layers, precision.fp8_modules if holds else ())
-    _load_weights(plan, built, precision, first_batch, holds)
-    if holds and not strategy.shards_parameters:
-        # DDP would send them to the other ranks, as torch sees them: in bf16.
+    strategy.shard(training_model, layers, precision.fp8_modules if holds_in_fp8 else ())
+    _load_weights(plan, built, precision, first_batch, holds_in_fp8)
+    if holds_in_fp8 and not strategy.shards_parameters:
+        # DDP would broadcast the frozen weights in the dtype that torch sees: bf16.
         ignore_in_ddp(training_model, [name for name, p in training_model.named_parameters() if not p.requires_grad])
     if config.trains_adapters:
         from llm_fp8.models.lora import initialize_adapters_
@@ -102,7 +102,7 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
 
 
 def warm_up_scales(setup: TrainingSetup, loader: TrainLoader) -> None:
-    """Find the first scales of delayed scaling, where the run has it. Collective."""
+    """Compute the first scales of delayed scaling, if the run uses it. Collective."""
     if not setup.precision.scales_lag:
         return
     from llm_fp8.step.scale_warmup import PASSES, warm_up_delayed_scales
@@ -116,13 +116,14 @@ def warm_up_scales(setup: TrainingSetup, loader: TrainLoader) -> None:
 
 
 def build_stepper(setup: TrainingSetup, loader: TrainLoader | None, num_steps: int, step: int = 0) -> Stepper:
-    """Optimizer, first fp8 scales and schedule, after `step` of `num_steps` steps. Without a `loader` the scales are in
-    the checkpoint that is restored next. Collective.
+    """Build optimizer, first fp8 scales and schedule, after `step` of `num_steps` steps. Pass no `loader` if the scales
+    are in the checkpoint that is restored next. Collective.
     """
     plan, options, strategy = setup.plan, setup.plan.config.optim, setup.plan.strategy
     parameters = setup.training_model.named_parameters()
     optimizer = build_optimizer(options, plan.optimizer_kind, parameters, plan.draws_lower_bits)
-    # Before `prepare`, which may take every backward pass for training's; FSDP's parameters have their form only after.
+    # A prepared model may treat every backward pass as training, so scales come first. FSDP's parameters have their
+    # final form only after `prepare`.
     if loader is not None and not strategy.shards_parameters:
         warm_up_scales(setup, loader)
     model, optimizer = strategy.prepare(setup.training_model, optimizer, setup.precision)
@@ -135,7 +136,7 @@ def build_stepper(setup: TrainingSetup, loader: TrainLoader | None, num_steps: i
 
 
 def _decoder_with_adapters(plan: RunPlan, on_meta: bool) -> Model:
-    """The model; adapters, and with `on_meta` all parameters, have no values yet."""
+    """Build the model. Adapters have no values yet; with `on_meta` no parameter has."""
     options, config = plan.config.model, plan.config
     shared: dict[str, Any] = {"parameter_dtype": plan.weight_dtype, "compute_dtype": plan.precision.compute_dtype}
     shared |= {"device": plan.device, "full_tensor": plan.strategy.full_tensor}
@@ -154,7 +155,7 @@ def _decoder_with_adapters(plan: RunPlan, on_meta: bool) -> Model:
 
 
 def _describe_rounding(plan: RunPlan, fp8: Any) -> str:
-    """Say how stored weights are rounded that the model's parameters cannot hold as they are; `fp8`: their format."""
+    """Describe how stored weights are rounded to the model's dtype; `fp8`: their format if they are stored in fp8."""
     if fp8 is not None:
         rounded = ", rounded to bfloat16" if plan.rounds_weights and not plan.keeps_lower_bits else ""
         return f"stored weights are {fp8.describe()}: training starts from value times scale{rounded}"
@@ -165,17 +166,17 @@ def _describe_rounding(plan: RunPlan, fp8: Any) -> str:
 
 
 def _load_weights(plan: RunPlan, model: Model, precision: Precision, batch: Batch | None, holds_in_fp8: bool) -> None:
-    """Fill `model` where it is not yet, and with a `batch` check its TE decoder and its stored weights against
-    Hugging Face's. With `holds_in_fp8` modules in fp8 have no memory before, and fp8 weights afterwards. Collective.
+    """Fill the parameters of `model` that have no values yet. With a `batch`, compare its TE decoder and weights with
+    Hugging Face's. With `holds_in_fp8`, give fp8 modules, which have no memory yet, fp8 weights only. Collective.
     """
-    where, shards_parameters = (plan.device, plan.config.optim.seed), plan.strategy.shards_parameters
+    filling, shards_parameters = (plan.device, plan.config.optim.seed), plan.strategy.shards_parameters
     full_layers: Iterable[nn.Module] = model.layers
     if holds_in_fp8:
-        full_layers = _freed_again(filled_layers(model, model.layers, *where), precision)
+        full_layers = _freed_again(filled_layers(model, model.layers, *filling), precision)
         if not shards_parameters:
-            model.module.tie_weights()  # undone by moving
+            model.module.tie_weights()  # moving the model to the device untied them
     elif shards_parameters:
-        fill_weights(model, *where, plan.keeps_lower_bits)
+        fill_weights(model, *filling, plan.keeps_lower_bits)
     if batch is not None:
         from llm_fp8.models.parity import check_parity
 
@@ -191,7 +192,7 @@ def _load_weights(plan: RunPlan, model: Model, precision: Precision, batch: Batc
     if not holds_in_fp8:
         return
     dropped = 0
-    for layer in filled_layers(model, model.layers, *where):
+    for layer in filled_layers(model, model.layers, *filling):
         if shards_parameters:
             from llm_fp8.distributed.fp8_params import keep_weights_in_fp8
 
@@ -200,12 +201,12 @@ def _load_weights(plan: RunPlan, model: Model, precision: Precision, batch: Batc
             from llm_fp8.precision.frozen import hold_in_fp8
 
             dropped += hold_in_fp8(layer, precision)
-    cast = f"held in fp8 only: {dropped / GIB:.1f} GiB of bf16 ones were cast as they were read"
-    plan.say(f"frozen weights are {'sharded and gathered in fp8 only' if shards_parameters else cast}")
+    held = f"held in fp8 only ({dropped / GIB:.1f} GiB of bf16 weights cast while loading)"
+    plan.say(f"frozen weights are {'sharded and gathered in fp8 only' if shards_parameters else held}")
 
 
 def _freed_again(layers: Iterable[nn.Module], precision: Precision) -> Iterator[nn.Module]:
-    """Each of `layers`, of whose modules in fp8 the memory is freed when the next is asked for."""
+    """Yield each of `layers`; free the memory of its fp8 modules when the next layer is requested."""
     for layer in layers:
         yield layer
         for module in precision.fp8_modules.intersection(layer.modules()):

@@ -1,7 +1,7 @@
 """A run's timeline: between the steps of a `Stepper` it reports, certifies, evaluates, saves and stops.
 
-Losses and norms stay on the device until `log_every` steps are over or a save or evaluation comes; a non-finite one
-ends the run there, before it can reach a checkpoint.
+Losses and norms stay on the device until `log_every` steps are done or a save or evaluation is due. There a non-finite
+loss or norm ends the run, before it can reach a checkpoint.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from llm_fp8.observability.nvml import EnergyMeter
     from llm_fp8.precision.certificate import Certificate
 
-STEPS_BEFORE_PROFILE = 4  # steps of a process before the recorded one, which compile and allocate
-SAVE_AFTER_S = 1800.0  # the age of a checkpoint at which another is due
+STEPS_BEFORE_PROFILE = 4  # steps of a process before the recorded one; they compile and allocate
+SAVE_AFTER_S = 1800.0  # age of the last checkpoint at which the next is due
 
 
 @dataclass
@@ -44,17 +44,17 @@ class RunResults:
 
     clock: PhaseClock = field(default_factory=PhaseClock)  # started when the script began
     started_s: float = field(default_factory=time.time)
-    attention_backend: str | None = None  # Transformer Engine's choice; known after the first step
+    attention_backend: str | None = None  # chosen by Transformer Engine in the first step
     measured_tokens_per_s: dict[str, float] | None = None  # by precision (--mixed_precision auto)
     recorded: StepProfile | None = None
-    certificates: dict[str, Certificate] = field(default_factory=dict)  # as files: 'certificate', '..._after_fp8'
-    summary: dict[str, Any] = field(default_factory=dict)  # of summary.json, once it is written
-    last_loss: float | None = None  # of the last step that was read, on every rank
+    certificates: dict[str, Certificate] = field(default_factory=dict)  # by file name: 'certificate', '..._after_fp8'
+    summary: dict[str, Any] = field(default_factory=dict)  # contents of summary.json, once written
+    last_loss: float | None = None  # of the last reported step, on every rank
 
 
 @dataclass
 class Timeline:
-    """A run from its `step` and `tokens_seen` on, which are its checkpoint's where it is resumed."""
+    """A run from `step` and `tokens_seen` on; a resumed run has both from its checkpoint."""
 
     stepper: Stepper
     loader: TrainLoader
@@ -70,12 +70,12 @@ class Timeline:
         self.setup, self.precision = self.state.setup, self.stepper.precision
         plan = self.setup.plan
         self.accelerator = plan.accelerator
-        self.energy: EnergyMeter | None = None  # of GPUs alone
+        self.energy: EnergyMeter | None = None  # None without a GPU
         if plan.device.type == "cuda":
             from llm_fp8.observability.nvml import EnergyMeter
 
             self.energy = EnergyMeter(self.accelerator)
-        self.fp8_steps = self.total_steps  # in fp8, where the run is (--fp8_until)
+        self.fp8_steps = self.total_steps  # number of steps in fp8, if the run is in fp8 (--fp8_until)
         if self.precision.in_fp8:
             self.fp8_steps = max(1, round(plan.config.precision.fp8_until * self.total_steps))
         if self.step >= self.fp8_steps < self.total_steps:
@@ -85,7 +85,7 @@ class Timeline:
         self._profile_figures: dict[int, dict[str, float]] = {}  # by step
         self._size = decoder_size(plan.hf_config, self.setup.num_adapter_parameters)
         self._peak = device_peak_tflops(plan.device)
-        self._pending: list[tuple[int, float, StepResult]] = []  # step, epoch, and what is still on the device
+        self._pending: list[tuple[int, float, StepResult]] = []  # step, epoch, and results still on the device
 
     @property
     def precision_name(self) -> str:
@@ -95,21 +95,21 @@ class Timeline:
         return f"{plan.name}{after}"
 
     def _next_profile_step(self) -> int:
-        """The step to record of those that compute as the next one does; 0 for none."""
+        """Return the step to record among those with the next step's precision; 0 for none."""
         end = self.fp8_steps if self.step < self.fp8_steps else self.total_steps
         return min(self.step + STEPS_BEFORE_PROFILE + 1, end) if self.setup.plan.certifies else 0
 
     def _end_fp8(self) -> None:
         """Compute in bf16 from the next step on."""
-        self.read_pending()  # by fp8's figures
+        self.read_pending()  # these steps are reported with fp8's figures
         self.stepper.end_fp8()
         self.profile_step = self._next_profile_step()
         self.reporter.print(f"--fp8_until: {self.precision.plan.compute_name} from step {self.step + 1} on")
 
     def train(self, stop_requested: Callable[[], bool]) -> None:
-        """Train to `total_steps`, until evaluations say to stop, or until `stop_requested`, which saves too."""
+        """Train to `total_steps`, to early stopping, or until `stop_requested()`; then save too."""
         if self.is_complete:
-            return  # resumed after the last step, for evaluation and export
+            return  # resumed after the last step, only to evaluate and export
         config = self.setup.plan.config
         options, eval_every = config.run, 0 if self.state.data.eval is None else config.run.eval_every
         if self._due(eval_every) and 0 < self.step != self.history.last_step:  # a signal came before this evaluation
@@ -153,21 +153,21 @@ class Timeline:
                 self.stepper.make_room()  # for the export
                 return
             if evaluates or saves:
-                stamp = self.restart_clocks()  # Their time is not the next step's.
+                stamp = self.restart_clocks()  # The next step's time must not include these.
 
     @property
     def is_complete(self) -> bool:
         return self.step >= self.total_steps or self.history.stops_early
 
     def take_step(self, batches: list[Batch], start: Any) -> Any:
-        """Take the next step, which begins at the stamp `start`; returns the stamp of its end."""
+        """Take the next step, which begins at the stamp `start`; return the stamp of its end."""
         result = self.stepper.take_step(batches, start)
         self.step += 1
         self._pending.append((self.step, self.loader.epoch, result))
         return result.end
 
     def restart_clocks(self) -> Any:
-        """Restart step time and energy while the GPU is idle; returns the stamp."""
+        """Restart step time and energy while the GPU is idle; return the new stamp."""
         if self.energy:
             self.energy.restart(self.step)
         return self.stepper.clock.stamp()
@@ -176,12 +176,12 @@ class Timeline:
         return every > 0 and self.step % every == 0
 
     def read_pending(self) -> None:
-        """Copy the results of the steps since the last call to the host, check and report them."""
+        """Copy the results of all steps since the last call to the host, check them and report them."""
         if not self._pending:
             return
         pending, self._pending = self._pending, []
         device, coefficients = self.accelerator.device, self.setup.training_model.coefficients
-        # In fp64, which holds counts exactly. The host waits here alone.
+        # fp64 holds counts exactly. Only here does the host wait for the GPU.
         on_device = [value.to(device, torch.float64) for *_, result in pending for value in result.values.values()]
         rows = torch.stack(on_device).view(len(pending), -1).tolist()
         read = [dict(zip(result.values, row, strict=True)) for (*_, result), row in zip(pending, rows, strict=True)]
@@ -212,10 +212,10 @@ class Timeline:
                 **self._profile_figures.pop(step, {}),
                 "fp8_linear_flop_share": self.setup.coverage.fp8_linear_flop_share if in_fp8 else 0.0,
             }
-            self.reporter.step(record)  # those before a non-finite one show what led to it
+            self.reporter.step(record)  # steps before a non-finite loss show what led to it
 
     def _after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> Any:
-        """Report and certify the profiled step; returns a new stamp, so that time and energy leave profiling out."""
+        """Report and certify the profiled step; return a new stamp, so that time and energy exclude profiling."""
         self._profile_figures[self.step] = profile.figures()
         self.restart_clocks()
         self.read_pending()  # the certificate may end the run
@@ -226,10 +226,10 @@ class Timeline:
         return self.restart_clocks()
 
     def _take_graphs_if_idle(self, profile: StepProfile, num_micro_batches: int) -> None:
-        """Let the stepper look whether graphs shorten steps, and print what it says. Collective."""
+        """Let the stepper take graphs if they shorten steps, and print its note. Collective."""
         if self.step == self.total_steps or not self.stepper.may_take_graphs:
             return
-        # Two steps alone are measured by the recorded one, so a small share is looked at again when more are.
+        # Only two steps are measured before the recorded one, so a small share is judged again after more steps.
         asks_again, steps = self.step == self.profile_step, self.reporter.steps_of_process()
         note = self.stepper.take_graphs_if_idle(profile, steps, num_micro_batches, self.step, asks_again)
         if note is not None:
@@ -238,14 +238,14 @@ class Timeline:
             self.profile_step = self._next_profile_step()
 
     def _note_attention(self) -> None:
-        """Say and record which attention Transformer Engine took, which it chooses in the first step."""
+        """Print and record the attention back end that Transformer Engine chose in the first step."""
         if not self.setup.plan.config.model.use_te:
             return
         backend = self.results.attention_backend = attention_backend()
         self.reporter.print(f"attention: {backend}{' (WARNING: slow)' if backend == 'unfused' else ''}")
 
     def _certify(self, profile: StepProfile, num_micro_batches: int) -> None:
-        """Judge the step's kernels and keep the verdict, in a file too; `FailedCheck` on all ranks if one failed."""
+        """Judge the step's kernels; write the verdict. Raise `FailedCheck` on all ranks if one rank failed."""
         from llm_fp8.precision.certificate import ExpectedKernels, certify, worst
 
         setup, plan = self.setup, self.setup.plan
@@ -266,20 +266,20 @@ class Timeline:
         if certificate.verdict == "failed":
             sentence = certificate.failure(path)
             self.reporter.finish({"failed": sentence, name: certificate.to_dict(), **plan.parallel_record})
-            self.accelerator.wait_for_everyone()  # The launcher ends the others as soon as one is gone.
+            self.accelerator.wait_for_everyone()  # The launcher kills all ranks as soon as one exits.
             raise FailedCheck(sentence)
         if certificate.verdict == "undetermined":
             self.reporter.print(f"WARNING: this run could not be certified: {'; '.join(certificate.reasons)}")
         self.results.certificates[name] = certificate
 
     def evaluate(self) -> bool:
-        """Evaluate and report; returns whether --keep_best needs a checkpoint of this step, the best so far."""
+        """Evaluate and report; return True if --keep_best needs a checkpoint of this step, the best so far."""
         if self.state.data.eval is None:
             return False
         self.stepper.make_room()
         figures = evaluate_loss(self.accelerator, self.stepper.model, self.precision, self.state.data.eval)
         self.reporter.evaluation({"step": self.step, **figures})
-        self.history.add(self.step, gathered(figures["eval_loss"])[0])  # that of the main rank
+        self.history.add(self.step, gathered(figures["eval_loss"])[0])  # the main rank's loss
         return self.history.kept_step == self.step
 
     def save(self) -> None:
@@ -290,7 +290,7 @@ class Timeline:
         self.reporter.print(f"{verb} {folder}")
 
     def _checkpoint_due(self) -> bool:
-        """Return True if the main rank's last checkpoint is `SAVE_AFTER_S` old, or is not the run's end. Collective."""
+        """Return True if the main rank's last save is `SAVE_AFTER_S` old or a run that saved is done. Collective."""
         if self.setup.plan.config.run.save_every == 0:
             return False
         is_old = time.monotonic() - self._saved_s >= SAVE_AFTER_S
@@ -301,7 +301,7 @@ class Timeline:
         # fp16 loss scaling expects overflows: the scaler skips such a step and lowers the scale.
         if math.isfinite(loss) and (math.isfinite(grad_norm) or self.accelerator.scaler is not None):
             return
-        # Every rank is here: losses and norms are of all.
+        # Every rank gets here, since loss and norm are reduced over all ranks.
         ranks = gathered((self.accelerator.process_index, math.isfinite(result.rank_loss.item()), result.row_ids))
         suspects = [rank for rank in ranks if not rank[1]] or ranks
         rows = [f"{', '.join(map(str, row_ids[:16]))} (rank {rank})" for rank, _, row_ids in suspects]

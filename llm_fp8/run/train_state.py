@@ -1,4 +1,4 @@
-"""A run's state in a checkpoint, and what a run that continues from one must share with it."""
+"""Save and restore a run's state; decide which run may continue from a checkpoint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
     """Collect the entries that a checkpoint and the run that continues it must share."""
     config, lora, precision, stored = plan.config, plan.config.lora, plan.precision, plan.stored
     decoder = text_config(plan.hf_config)
-    entries = decoder.to_dict()  # an attribute that differs between layers cannot be read
+    entries = decoder.to_dict()  # read as entries, since an attribute that differs between layers cannot be read
     shared = {
         **{key: entries.get(decoder.attribute_map.get(key, key)) for key in ARCHITECTURE_KEYS},
         "layout": "te" if config.model.use_te else "hf",
@@ -55,7 +55,7 @@ def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
 
 
 def run_options(config: Config, data: PreparedData, num_steps: int) -> dict[str, Any]:
-    """Collect the options that a checkpoint records: all but those of reports and saves, steps, rows."""
+    """Collect the options that a checkpoint records (not those of reports and saves), total steps and global batch."""
     sections = config.to_dict()
     sections["run"] = {name: value for name, value in sections["run"].items() if name in RESUME}
     options = {name: value for section in sections.values() for name, value in section.items()}
@@ -63,7 +63,7 @@ def run_options(config: Config, data: PreparedData, num_steps: int) -> dict[str,
 
 
 def total_steps(config: Config, data: PreparedData, resumed: Checkpoint | None) -> int:
-    """Optimizer steps of the whole run; --num_epochs counts from the rows that earlier steps took."""
+    """Return the optimizer steps of the whole run; for --num_epochs, earlier steps plus those for the rows left."""
     if config.optim.max_steps is not None:
         return config.optim.max_steps
     if resumed is None:
@@ -72,7 +72,7 @@ def total_steps(config: Config, data: PreparedData, resumed: Checkpoint | None) 
 
 
 def check_compatible(checkpoint: Checkpoint, fingerprint: Mapping[str, Any]) -> None:
-    """Raise `UserError` where a checkpoint's fingerprint is not the resuming run's."""
+    """Raise `UserError` if a checkpoint's fingerprint differs from the resuming run's."""
     saved = checkpoint.meta["fingerprint"]
     current = json.loads(json.dumps(fingerprint))  # tuples become lists, as they did in the file
     if names := [name for name in {**saved, **current} if saved.get(name) != current.get(name)]:
@@ -81,9 +81,9 @@ def check_compatible(checkpoint: Checkpoint, fingerprint: Mapping[str, Any]) -> 
 
 
 def changed_options(config: Config, checkpoint: Checkpoint, options: Mapping[str, Any]) -> list[str]:
-    """The `run_options` in which a run differs from that of the checkpoint it resumes from, each with both values.
+    """Return the `run_options` that differ from the checkpoint's, each with both values.
 
-    Raises `UserError` where one of `SETTINGS` differs, and --allow_changed names neither it nor an option behind it.
+    Raises `UserError` if one of `SETTINGS` differs and --allow_changed names neither it nor an option that decides it.
     """
     allowed = [SETTINGS.get(name, name) for name in names_in(config.run.allow_changed)]
     saved = checkpoint.meta["options"]
@@ -91,30 +91,30 @@ def changed_options(config: Config, checkpoint: Checkpoint, options: Mapping[str
     changed = {name: f"{name} {saved[name]} -> {options[name]}" for name in names}
     if refused := [name for name in dict.fromkeys(SETTINGS.values()) if name in changed and name not in allowed]:
         deciding = ([option for option in changed if SETTINGS.get(option) == name] or [name] for name in refused)
-        what = f"was trained with other options ({', '.join(changed[name] for name in refused)})"
+        problem = f"was trained with other options ({', '.join(changed[name] for name in refused)})"
         advice = f"add --allow_changed {','.join(itertools.chain(*deciding))}"
-        raise UserError(f"--resume_from {checkpoint.folder} {what}; {advice}.")
+        raise UserError(f"--resume_from {checkpoint.folder} {problem}; {advice}.")
     return list(changed.values())
 
 
 def refuse_finished(
     config: Config, folder: Path | None, resume_from: str | None, resumed: Checkpoint, num_steps: int
 ) -> None:
-    """Raise `UserError` where the run is at its end and `num_steps` add nothing, or `latest` goes back before it."""
+    """Raise `UserError` if the run is finished and `num_steps` adds no step, or if `latest` precedes its end."""
     step, patience = resumed.step, config.run.early_stopping_patience
     path = None if folder is None else folder / "summary.json"
     summary = read_json(path) if path is not None and path.exists() else {}
     finished_step = -1 if {"stopped_by", "failed"} & summary.keys() else summary.get("steps", -1)
     has_stopped = finished_step >= 0 and 0 < patience <= resumed.meta["evaluations"]["num_without_improvement"]
     if step < finished_step and resume_from == LATEST:
-        what = f"the run is finished after step {finished_step}, and its last checkpoint is of step {step}"
+        problem = f"the run is finished after step {finished_step}, and its last checkpoint is of step {step}"
         advice = f"to train from there again and replace final/, give --resume_from {resumed.folder}"
-        raise UserError(f"--resume_from latest: {what}; {advice}.")
+        raise UserError(f"--resume_from latest: {problem}; {advice}.")
     if has_stopped or step > num_steps or step == num_steps <= finished_step:
         option = "num_epochs" if config.optim.max_steps is None else "max_steps"
-        more = "early_stopping_patience" if has_stopped else f"{option} and add --allow_changed {option}"
-        done = f"{step} of {num_steps} steps are done and the run is finished"
-        raise UserError(f"--resume_from {resumed.folder}: {done}; raise --{more}.")
+        limit = "early_stopping_patience" if has_stopped else f"{option} and add --allow_changed {option}"
+        progress = f"{step} of {num_steps} steps are done and the run is finished"
+        raise UserError(f"--resume_from {resumed.folder}: {progress}; raise --{limit}.")
 
 
 @dataclass(frozen=True)
@@ -129,17 +129,17 @@ class RunState:
     options: dict[str, Any]  # from `run_options`
 
     def tensors(self, optimizer: Any) -> dict[str, Tensor]:
-        """Name -> live tensor, without the random states."""
+        """Return name -> live tensor, without the random states."""
         scales = {f"{SCALES}{name}": tensor for name, tensor in self.setup.precision.state_tensors().items()}
         return self.setup.plan.strategy.state(self.setup.model.module, optimizer) | scales
 
     def has_the_scales(self, checkpoint: Checkpoint) -> bool:
-        """Return True if the checkpoint's scales and amax histories are those that a run with these options keeps."""
+        """Return True if the checkpoint's scales and amax histories fit this run's options."""
         saved = checkpoint.meta["options"]
         return all(saved.get(name) == self.options.get(name) for name, kind in RESUME.items() if kind == "scales")
 
     def save(self, step: int, optimizer: Any, history: EvalHistory, tokens_seen: int) -> Path:
-        """Write a checkpoint after `step`, with --async_save while training goes on; returns its folder."""
+        """Write a checkpoint after `step` (with --async_save in the background); return its folder."""
         plan = self.setup.plan
         scaler = plan.accelerator.scaler
         meta = {
@@ -154,7 +154,7 @@ class RunState:
         return self.checkpoints.save(step, tensors, meta, history.kept_step, plan.config.parallel.async_save)
 
     def restore(self, checkpoint: Checkpoint, optimizer: Any) -> None:
-        """Restore everything in place that is not the loop's own. Collective."""
+        """Restore everything in place but the loop's own state. Collective."""
         plan, meta = self.setup.plan, checkpoint.meta
         # Ranks that the checkpoint doesn't know keep their initial seeds.
         current_rng = rng_state(plan.accelerator.process_index)
@@ -171,23 +171,23 @@ class RunState:
         restore_rng_state(rng)
 
     def restore_history(self, history: EvalHistory, checkpoint: Checkpoint) -> None:
-        """Go on from the evaluations before the checkpoint; say where they cannot count. Collective."""
+        """Continue the checkpoint's evaluations, or report why they cannot count. Collective."""
         say = self.setup.plan.say
         if not history.load_state_dict(checkpoint.meta["evaluations"]) and (history.keeps_best or history.patience):
-            say("evaluation is on other data than before this checkpoint: only the evaluations to come count")
+            say("the eval data changed since this checkpoint: only later evaluations count")
         if history.kept_step is not None and self.complete_checkpoint(history.kept_step) is None:
-            say(f"--keep_best: the checkpoint of step {history.kept_step} is gone: only steps to come count")
+            say(f"--keep_best: the checkpoint of step {history.kept_step} is gone: only later steps count")
             history.best_step, history.best_loss = None, math.inf
 
     def complete_checkpoint(self, step: int) -> Checkpoint | None:
-        """The checkpoint of `step`, where every rank sees it complete. Collective."""
+        """Return the checkpoint of `step` if every rank finds it complete, else None. Collective."""
         folder = self.checkpoints.of_step(step)
-        checkpoint = next((each for each in self.checkpoints.newest_first() if each.folder == folder), None)
+        checkpoint = next((saved for saved in self.checkpoints.newest_first() if saved.folder == folder), None)
         return None if largest(checkpoint is None) else checkpoint
 
 
 def rng_state(rank: int) -> dict[str, Tensor]:
-    """The states of torch's random generators of the CPU and of the current GPU; names carry the rank."""
+    """Return the states of torch's random generators on the CPU and the current GPU; names include the rank."""
     states = {f"rng/rank-{rank}/torch_cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states[f"rng/rank-{rank}/torch_cuda"] = torch.cuda.get_rng_state()
@@ -195,7 +195,7 @@ def rng_state(rank: int) -> dict[str, Tensor]:
 
 
 def restore_rng_state(states: Mapping[str, Tensor]) -> None:
-    """Put the random generators into the states that `rng_state` gave."""
+    """Set the random generators to states from `rng_state`."""
     for name, state in states.items():
         library = torch if name.endswith("torch_cpu") else torch.cuda
         library.set_rng_state(state)
