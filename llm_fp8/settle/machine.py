@@ -1,4 +1,4 @@
-"""The machine that a run is settled for: what `look` sees of this one, or one that is assumed. Plain values."""
+"""Describe the machine that a run is settled for in plain values: this one (`look`) or an assumed one (`assume`)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from llm_fp8.utils.te_internals import require_te
 
 @dataclass(frozen=True)
 class Machine:
-    """A launch, its GPUs and its host. Without `gpu` everything computes on the CPU."""
+    """A launch, its GPUs and its host. If `gpu` is None, everything runs on the CPU."""
 
     ranks: LaunchRanks = LaunchRanks()
-    gpu: str | None = None  # its name
+    gpu: str | None = None  # name of the GPU
     gpu_gib: float | None = None  # memory of the launch's smallest GPU, as torch reports it
     capability: tuple[int, int] = (0, 0)  # the GPU's compute capability
-    lacking: Mapping[str, str] = field(default_factory=dict)  # Transformer Engine's recipe -> why this GPU lacks it
-    host_free_gib: float | None = None  # free memory of the host; None where it is not known
+    lacking: Mapping[str, str] = field(default_factory=dict)  # Transformer Engine's recipe -> why the GPU cannot run it
+    host_free_gib: float | None = None  # free memory of the host; None if unknown
     is_assumed: bool = False
 
     @property
@@ -39,8 +39,8 @@ class Machine:
 
 
 def look(precision: PrecisionConfig, ranks: LaunchRanks, asks_te: bool = True) -> Machine:
-    """The machine of this launch. If fp8 is asked for, Transformer Engine says which recipes it has, or without
-    `asks_te` the compute capability. Collective.
+    """Return the machine of this launch. If the run may use fp8, ask Transformer Engine which recipes the GPU runs;
+    without `asks_te`, derive them from the compute capability. Collective.
     """
     host_free_gib = psutil.virtual_memory().available / GIB
     if not torch.cuda.is_available():
@@ -61,11 +61,11 @@ def look(precision: PrecisionConfig, ranks: LaunchRanks, asks_te: bool = True) -
 def assume(
     ranks: LaunchRanks, gpu: str = "H100 80 GB", gib: float = 79.2, capability: tuple[int, int] = (9, 0)
 ) -> Machine:
-    """A machine that is not there."""
+    """Return an assumed machine with this GPU."""
     return Machine(ranks, gpu, gib, capability, lacking_by_capability(capability), is_assumed=True)
 
 
 def lacking_by_capability(capability: tuple[int, int]) -> dict[str, str]:
-    """`Machine.lacking` of a GPU of this compute capability."""
+    """Return `Machine.lacking` for a GPU of this compute capability."""
     needed = {name: RECIPES[name].capability for name in recipe_names("te")}
     return {n: f"it needs compute capability {a}.{b}." for n, (a, b) in needed.items() if capability < (a, b)}

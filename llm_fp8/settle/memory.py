@@ -1,12 +1,12 @@
-"""How much GPU memory a run takes, by part, from its options and the model's config: no GPU and no weights needed.
+"""Estimate a run's GPU memory, by part, from its options and the model's config. No GPU and no weights are needed.
 
-`RunSize.estimate` is within 1.2% of recorded runs (tests/settle/test_memory.py); `settle_memory` asks it first.
+`RunSize.estimate` is within 1.2% of recorded runs (tests/settle/test_memory.py). `settle_memory` calls it first.
 
-The peak is at the start of the last micro-batch's backward pass: every layer's saved tensors (of recomputed layers the
-inputs), the logits and the gradient of the lm_head exist at once, beside weights, optimizer state and the gradients of
-earlier micro-batches. With a single micro-batch there are no such gradients yet, and the peak may be the backward pass
-of the first layer, of the last recomputed one, under fsdp_full of the last but one, or the reduction of the outermost
-unit's gradients. With graphs of micro-batches gradients always exist, and activations twice.
+Memory peaks at the start of the last micro-batch's backward pass. The saved tensors of every layer (only the inputs of
+recomputed layers), the logits and the lm_head's gradient then exist at once, beside weights, optimizer state and the
+gradients of earlier micro-batches. A single micro-batch has no such gradients yet. The peak may then be the backward
+pass of the first layer, of the last recomputed layer, or under fsdp_full of the last layer but one, or the reduction of
+the outermost unit's gradients. With CUDA graphs gradients always exist, and activations exist twice.
 
 What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, Linear and LayerNormMLP, FusedAttnFunc):
 
@@ -17,12 +17,12 @@ What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, 
     GEMM inputs     2 h + f    bf16: both norms' outputs and fc2's input
                     3 h + q + f  fp8, one byte each: LayerNormMLP keeps both layouts; block scaling fc2's too
 
-A decoder of Hugging Face's keeps at most, in bf16 elements per token, 8 h (both norms, in fp32 too, and their outputs),
-5 q (attention with repeated keys and values) and 4 f, with norms of q and k 3 (q + kv) more; under LoRA 2 h + q + kv
-(inputs of adapters), with dropout half of 5 h + q + f (masks). This upper bound decides what is merged alone.
+A Hugging Face decoder layer saves at most, in bf16 elements per token, 8 h (both norms, also in fp32, and their
+outputs), 5 q (attention with repeated keys and values) and 4 f. Norms of q and k add 3 (q + kv). LoRA adds 2 h + q + kv
+(inputs of adapters), and with dropout half of 5 h + q + f (masks). The bound only decides merging and recomputation.
 
 A frozen weight needs no input of its GEMM. Under LoRA a layer saves the bf16 inputs of its adapters and the low-rank
-products instead; in fp8 each LayerNormLinear its fp8 input as well.
+products instead. In fp8 each LayerNormLinear saves its fp8 input as well.
 """
 
 from __future__ import annotations
@@ -52,26 +52,26 @@ from llm_fp8.utils.errors import UserError
 
 MODES_COUNTED = ("single", "ddp", "fsdp_grad", "fsdp_full")
 RECIPES_COUNTED = [name for name, row in RECIPES.items() if row.saved_bytes_per_element is not None]
-ERROR = 0.012  # of the estimate, at most, in recorded runs
-MARGIN = 0.05  # of the GPU, left free by what `settled` chooses: PyTorch stalls on a full one
-MOST_PADDED_TOKENS = 16384  # of a merged micro-batch: with more a GPU gains less than longer padding costs
-MOST_TOKENS = 65536  # of a micro-batch of --batch_size auto: the longest recorded run's
+ERROR = 0.012  # largest relative error of the estimate in recorded runs
+MARGIN = 0.05  # share of the GPU's memory that `settled` leaves free: PyTorch stalls on a full GPU
+MOST_PADDED_TOKENS = 16384  # in a merged micro-batch: beyond it, longer padding costs more than the GPU gains
+MOST_TOKENS = 65536  # in a micro-batch of --batch_size auto: the longest recorded
 
 RECOMPUTED, OFFLOADED = {"gradient_checkpointing": "auto"}, {"offload_optimizer": 1.0}
 EIGHT_BIT = {"optimizer": "adamw_8bit"}
 
 STATE, CASTS, ACTIVATIONS, HEAD = "weights, gradients, optimizer", "fp8 casts of weights", "activations", "lm_head"
 _BF16, _FP32 = 2, 4
-_SHARDS_WITHOUT_ROOM = 0.4  # of gradients' shards: no recorded run of one micro-batch that fills half a GPU has more
+_SHARDS_WITHOUT_ROOM = 0.4  # share of gradient shards: the most in recorded one-micro-batch runs that fill half a GPU
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory of a run on the GPU that needs most."""
+    """Memory of a run on the GPU that needs the most."""
 
     parts: dict[str, float]  # GiB of tensors at the peak, as `torch.cuda.max_memory_allocated` counts
-    beside_gib: float = RESERVE_GIB  # what the GPU must have beyond that
-    is_whole: bool = True  # False where weights, gradients and optimizer state alone are counted
+    beside_gib: float = RESERVE_GIB  # GiB that the GPU needs beyond the tensors
+    is_whole: bool = True  # False if only weights, gradients and optimizer state are counted
 
     @property
     def total_gib(self) -> float:
@@ -83,7 +83,7 @@ class MemoryEstimate:
 
 
 def saved_bytes(spec: te_llama.DecoderSizes, recipe: str, adapted: frozenset[str], lora_rank: int) -> float:
-    """Bytes that a decoder layer keeps per token for its backward pass; see the module's docstring."""
+    """Return the bytes that a decoder layer saves per token for its backward pass; see the module's docstring."""
     h, f, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
     per_token = _BF16 * (2 * h + q + 2 * kv + q + 2 * f) + _FP32 * spec.num_heads
     if spec.qk_norm:
@@ -104,26 +104,26 @@ def saved_bytes(spec: te_llama.DecoderSizes, recipe: str, adapted: frozenset[str
 
 @dataclass(frozen=True)
 class RunSize:
-    """A run as its memory is counted, with what its options come to on a machine."""
+    """The inputs of a run's memory estimate: options, model, and their outcome on a machine."""
 
     config: Config
     hf_config: PretrainedConfig
-    recipe: str  # or bf16, fp16, no
+    recipe: str  # of fp8, or bf16, fp16, no
     mode: str
     num_gpus: int
-    num_parameters: int  # tied ones once, adapters left out
-    may_be_bf16: bool = False  # whether it may compute in bf16 where `recipe` is of fp8
+    num_parameters: int  # tied weights count once, adapters not at all
+    may_be_bf16: bool = False  # True if some steps may run in bf16 although `recipe` is an fp8 recipe
 
     @cached_property
     def sizes(self) -> te_llama.DecoderSizes | None:
-        """The decoder's sizes, as Transformer Engine's decoder would have them; None where it has no such form."""
+        """Sizes of the decoder as a Transformer Engine decoder; None for unsupported architectures."""
         with contextlib.suppress(te_llama.UnsupportedArchitecture):
             return te_llama.decoder_sizes(self.hf_config)
         return None
 
     @property
     def spec(self) -> te_llama.DecoderSizes | None:
-        """The TE decoder's sizes; None where the run has none, or where its memory is not counted in whole."""
+        """Sizes of the TE decoder; None if the run has no TE decoder or its memory cannot be counted in full."""
         counted = self.recipe in ("bf16", *RECIPES_COUNTED) and self.mode in MODES_COUNTED
         counted = counted and self.config.model.use_te and self.config.parallel.num_slices == 1
         return self.sizes if counted and not (self.sharded and self.num_gpus == 1) else None
@@ -139,20 +139,20 @@ class RunSize:
 
     @property
     def row_multiple(self) -> int:
-        """The number of which a micro-batch's rows must be a multiple, so that its tokens suit fp8 GEMMs."""
+        """Divisor that a micro-batch's number of rows must have, so that its tokens suit fp8 GEMMs."""
         multiple = max(row_of(self.recipe).token_multiple, FP8_SIZE_MULTIPLE)
         return multiple // math.gcd(self.config.data.max_seq_length, multiple)
 
     @property
     def adapted(self) -> frozenset[str]:
-        """Linear layers with an adapter."""
+        """Names of linear layers with an adapter."""
         targets = self.config.lora.targets if self.config.trains_adapters else ()
         return frozenset(DECODER_LINEARS if ALL_LINEAR in targets else targets)
 
     @property
     def shards_in_fp8(self) -> bool:
-        """True where Transformer Engine's weights are sharded in fp8: by --fp8_params, and frozen ones, if they
-        have one scale each, whole rows on each GPU, and nothing needs them in bf16.
+        """True if Transformer Engine's weights are sharded in fp8: with --fp8_params, or as frozen weights if each has
+        one scale and whole rows on each GPU, and nothing needs the weights in bf16.
         """
         config, row, sizes = self.config, RECIPES.get(self.recipe), self.sizes
         if row is None or sizes is None or not (self.sharded and config.model.use_te and row.one_scale_per_weight):
@@ -168,15 +168,15 @@ class RunSize:
         return self.config.lora.lora_rank * spec.num_layers * sum(sum(part.shape) for part in adapted)
 
     def changed(self, **options: Any) -> RunSize:
-        """Change options of the run, by their names."""
+        """Return the run with changed options, given by name."""
         mode = options.get("sharding_mode", self.mode)
         return dataclasses.replace(self, config=self.config.with_options(**options), mode=mode)
 
     def estimate(self, upper_bound: bool = False) -> MemoryEstimate:
-        """Count the memory by part; as an upper bound also where that of activations is not known exactly."""
+        """Estimate the memory by part. With `upper_bound`, activations count even if they are not known exactly."""
         config, recipe, num_gpus = self.config, self.recipe, self.num_gpus
         spec = self.sizes if upper_bound and self.is_bounded else self.spec
-        mode = "single" if num_gpus == 1 and self.mode == "ddp" else self.mode  # nothing is communicated
+        mode = "single" if num_gpus == 1 and self.mode == "ddp" else self.mode  # one GPU communicates nothing
         mode = "fsdp_full" if upper_bound and mode in ("fsdp_hybrid", "fsdp_offload") else mode
         state = state_bytes(mode, self.optimizer, num_gpus, config) * self.num_parameters
         if spec is None:
@@ -190,28 +190,28 @@ class RunSize:
         fp8_weights = layers * layer_linear if self.shards_in_fp8 else 0
 
         per_layer = self._layer_bytes(spec)
-        # With what lives in SwiGLU's backward pass: the gradients of the layer's output (bf16, and in fp8 two layouts),
-        # of fc2's input (bf16) and of fc1's output (two layouts).
+        # SwiGLU's backward pass adds the gradients of the layer's output (bf16, and in fp8 two layouts), of fc2's input
+        # (bf16) and of fc1's output (two layouts).
         working = per_layer + (0 if self.adapted else 4 * h + 6 * spec.intermediate_size)
         activations = tokens * ((layers - recomputed) * per_layer + _BF16 * h * recomputed)
 
         chunk = default_chunk_tokens(tokens, vocabulary, torch.bfloat16)
-        # In one chunk the weight's gradient is bf16; in several it is summed in fp32 and then rounded beside it.
+        # With one chunk the weight's gradient is bf16. Several chunks sum it in fp32 and round it to a bf16 copy.
         gradient = 0 if self.adapted else (_BF16 if tokens <= chunk else _BF16 + _FP32) * h * vocabulary
-        # Beside the logits four hidden states: the output of the last layer and of the norm, and their gradients.
+        # Four hidden states exist beside the logits: outputs of the last layer and of the norm, and both gradients.
         head: float = _BF16 * min(tokens, chunk) * vocabulary + gradient + 4 * _BF16 * h * tokens
 
         keeps_casts = not config.precision.fp8_recast_weights
         if self.sharded:
             keeps_casts = mode == "fsdp_grad" and not (fp8_weights or config.parallel.fp8_params)
         casts = 2 * layers * layer_linear if recipe != "bf16" and keeps_casts else 0
-        # Transposes of frozen weights with one scale exist during a layer's backward pass alone.
+        # Transposes of frozen weights with one scale exist only during a layer's backward pass.
         transposed = layer_linear if self.adapted and fp8_weights else 0
         if casts and not self.sharded and not self.may_be_bf16 and holds_frozen_in_fp8(config, mode):
             state -= _BF16 * layers * layer_linear
             if RECIPES[recipe].one_scale_per_weight:
                 casts, transposed = casts // 2, layer_linear
-        if recomputed:  # one after the other, when what the head took is free
+        if recomputed:  # layers are recomputed one by one, after the head's memory is free
             head = max(head, tokens * working + transposed)
 
         optimizer, unsharded = OPTIMIZERS[self.optimizer], keeps_unsharded_gradients(mode, config)
@@ -222,36 +222,36 @@ class RunSize:
             state += optimizer.total_bytes / shards * trained
         all_gradients = 0.0 if unsharded else gradient_bytes / shards * trained
         if unsharded:
-            state -= gradient_bytes / num_gpus * trained  # the shards of gradients come with the reduction
+            state -= gradient_bytes / num_gpus * trained  # gradient shards appear only with the reduction
         if mode == "ddp" and not config.always_graphs:
             state += gradient_bytes * trained  # buckets
-        # In place of frozen weights of two bytes, or beside their masters.
+        # fp8 weights replace two-byte frozen weights, or exist beside their masters.
         state += (-1 if self.adapted else 1) * fp8_weights / num_gpus
         if mode == "fsdp_grad":
-            state -= (_BF16 - 1) * fp8_weights  # unsharded ones in one byte
+            state -= (_BF16 - 1) * fp8_weights  # unsharded weights take one byte
         state += _FP32 * (te_llama.num_positions(text_config(self.hf_config)) or 0) * spec.head_dim  # RoPE's angles
         gathered = outermost + (1 if fp8_weights else _BF16) * layer_linear if mode == "fsdp_full" else 0.0
 
         graphs = config.always_graphs
-        copies = 2 if graphs and not self.sharded else 1  # of the graphs, and of an eager micro-batch
+        copies = 2 if graphs and not self.sharded else 1  # for the graphs and for an eager micro-batch
         peaks = [(state + gathered, copies * activations, copies * head)]
         if graphs and self.sharded:
-            state += all_gradients  # the graphs' from one step to the next, beside those of an eager micro-batch
+            state += all_gradients  # graphs keep gradients between steps, beside an eager micro-batch's
         one_micro_batch, beside_layer = config.optim.gradient_accumulation_steps == 1, 0.0
         if mode == "fsdp_full" and not self.adapted:
-            # The fp32 gradients of the layer above as they are reduced, fc2's, and the head's.
+            # fp32 gradients of the layer above, while they are reduced; gradients of fc2 and of the head.
             beside_layer = _FP32 * layer_linear + _BF16 * h * (spec.intermediate_size + vocabulary)
         if one_micro_batch and copies == 1:
             peaks = [
                 (state + gathered - all_gradients, activations, head),
-                (state + gathered + beside_layer, 0.0, tokens * working),  # the first layer, whose backward is last
+                (state + gathered + beside_layer, 0.0, tokens * working),  # the first layer, last in the backward pass
             ]
-            if beside_layer:  # torch's `foreach_reduce` lays the outermost unit's gradients out in fp32, beside bf16
+            if beside_layer:  # torch's `foreach_reduce` copies the outermost unit's bf16 gradients to fp32
                 peaks.append((state + 3 * outermost, 0.0, 0.0))
-            if beside_layer and layers - 2 not in recomputes:  # the layer below the last, as fc1's gradient is made
+            if beside_layer and layers - 2 not in recomputes:  # last layer but one, when fc1's gradient is made
                 of_layer = (_BF16 + gradient_bytes / num_gpus) * layer_linear
                 live = gathered + beside_layer + of_layer - all_gradients
-                live += h * spec.intermediate_size * (4 if recipe == "bf16" else 7)  # and fp8 weights for the dgrad
+                live += h * spec.intermediate_size * (4 if recipe == "bf16" else 7)  # in fp8 weights for dgrad too
                 below, saved = activations - 2 * tokens * per_layer, per_layer + 4 * h + spec.intermediate_size
                 peaks.append((state + live, below, tokens * saved))
         if recomputed and beside_layer and not unsharded:  # the last recomputed layer
@@ -263,18 +263,18 @@ class RunSize:
         parts = max(peaks, key=sum)
         untracked = 0.0
         if self.sharded:
-            untracked = outermost * (1 + 1 / num_gpus)  # as it is gathered, beside this GPU's part of it
+            untracked = outermost * (1 + 1 / num_gpus)  # the gathered unit, beside this GPU's shard
             if graphs:
-                untracked += activations + head  # of an eager micro-batch beside those of the graphs
+                untracked += activations + head  # an eager micro-batch's, beside the graphs'
             if one_micro_batch:
                 untracked += _SHARDS_WITHOUT_ROOM * gradient_bytes * trained / num_gpus
         elif mode == "ddp":
-            untracked = 2 * trained  # on the first GPU in 3 of 10 recorded runs
+            untracked = 2 * trained  # seen on the first GPU in 3 of 10 recorded runs
         sizes = {STATE: parts[0], CASTS: casts, ACTIVATIONS: parts[1], HEAD: parts[2]}
         return MemoryEstimate({name: size / GIB for name, size in sizes.items() if size}, RESERVE_GIB + untracked / GIB)
 
     def _layer_bytes(self, spec: te_llama.DecoderSizes) -> float:
-        """Bytes that a layer keeps per token: at most, where it is Hugging Face's, or only some modules are in fp8."""
+        """Return the bytes a layer saves per token: an upper bound for Hugging Face's layers or mixed precision."""
         lora = self.config.lora
         if self.spec is not None:
             recipes = (self.recipe, "bf16") if self.config.precision.fp8_bf16_modules else (self.recipe,)
@@ -286,32 +286,32 @@ class RunSize:
 
     @property
     def is_bounded(self) -> bool:
-        """True where its memory has an upper bound: not for Hugging Face's decoder in fp32 or by torch.autocast, or
-        with eager attention, nor in a mode that holds master weights itself, with buffers of its own.
+        """True if memory has an upper bound. It has none for Hugging Face's decoder in fp32 or under torch.autocast,
+        for eager attention, and for modes that hold master weights themselves, with buffers that are not counted.
         """
         in_fp32 = OPTIMIZERS[self.optimizer].parameter_dtype == torch.float32
         casts = in_fp32 and not self.sharded and not self.config.model.use_te
         eager = self.config.model.attn_implementation == "eager"
         if self.sizes is not None and self.sizes.zero_centered_gain and not self.config.model.use_te:
-            return False  # transformers computes these norms in fp32 and keeps what they computed
+            return False  # transformers computes these norms in fp32 and saves the results
         return not (casts or eager or self.recipe in ("no", "fp16") or MODES[self.mode].holds_masters)
 
     @property
     def phases(self) -> list[RunSize]:
-        """The run, and the same in bf16 where some steps may be."""
+        """This run and, if some steps may be in bf16, the same run in bf16."""
         return [self, dataclasses.replace(self, recipe="bf16")] if self.may_be_bf16 else [self]
 
     def fits(self, gpu_gib: float) -> bool:
-        """Return True if the run fits, as far as it is counted, and its micro-batches suit fp8 GEMMs."""
+        """Return True if the memory that is counted fits and the micro-batches suit fp8 GEMMs."""
         needed = max(part.estimate().needed_gib for part in self.phases)
         return self.config.data.batch_size % self.row_multiple == 0 and needed <= gpu_gib
 
     def settled(self, gpu_gib: float, resumed_rows: int | None = None) -> RunSize:
-        """Merge as many micro-batches of a step as fit the GPU with a margin, or such that each has `resumed_rows`, if
-        that is possible, and settle a number for --gradient_checkpointing auto.
+        """Merge as many of a step's micro-batches as fit the GPU with a margin, and settle a number for
+        --gradient_checkpointing auto. With `resumed_rows`, merge to micro-batches of that many rows if possible.
 
-        Recomputing a layer costs a third of its time, and merging gains less: the fewest recomputed layers with which
-        any cut fits decide, then the longest micro-batches. Where nothing fits, nothing is merged and all recomputed.
+        Recomputing a layer costs a third of its time, more than merging gains. So choose the fewest recomputed layers
+        with which any merge fits, then the longest micro-batches. If nothing fits, merge nothing and recompute all.
         """
         size, num_requested = self.config.data.batch_size, self.config.optim.gradient_accumulation_steps
         most = (MOST_TOKENS if self.config.packing else MOST_PADDED_TOKENS) // self.config.data.max_seq_length
@@ -328,12 +328,12 @@ class RunSize:
             options = {"batch_size": rows, "gradient_accumulation_steps": cuts[rows], "gradient_checkpointing": share}
             run = self.changed(**options)
             estimates = [part.estimate(upper_bound=True) for part in run.phases]
-            if all(each.is_whole and each.needed_gib <= (1 - MARGIN) * gpu_gib for each in estimates):
+            if all(part.is_whole and part.needed_gib <= (1 - MARGIN) * gpu_gib for part in estimates):
                 return run
         return run
 
     def fitted(self, gpu_gib: float) -> RunSize | None:
-        """The run with the longest micro-batches that fit, at most its own, and as many rows in a step."""
+        """Return the run with the longest micro-batches that fit, no longer than now, and as many rows per step."""
         size = self.config.data.batch_size
         in_step = size * self.config.optim.gradient_accumulation_steps
         sizes = (rows for rows in range(size, 0, -1) if in_step % rows == 0)
@@ -342,40 +342,40 @@ class RunSize:
 
 
 def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None) -> tuple[RunSize, list[str]]:
-    """The run with numbers for what is auto and with merged micro-batches, and sentences to print.
+    """Return the run with numbers for every auto and with merged micro-batches, and notes to print.
 
-    `resumed_rows`: of a micro-batch in the checkpoint that the run continues, which it keeps where it can. Raises
-    `UserError` for a run whose weights, gradients and optimizer state alone, or all of whose tensors, or whose smallest
-    --batch_size auto, are too much for the GPU's `gpu_gib`.
+    `resumed_rows`: rows per micro-batch in the checkpoint to continue, kept if possible. Raises `UserError` if weights,
+    gradients and optimizer state, or all tensors, or the smallest micro-batch of --batch_size auto exceed the GPU's
+    `gpu_gib`.
     """
     requested, length, notes = run.config, run.config.data.max_seq_length, list[str]()
     automatic = requested.data.batch_size == AUTO_BATCH_SIZE
     recomputes = requested.model.gradient_checkpointing == "auto"
     if recomputes and not run.estimate(upper_bound=True).is_whole:
-        what = "with this model, precision, optimizer and sharding mode the memory of activations is not known"
-        raise UserError(f"--gradient_checkpointing auto: {what}; give a number.")
+        problem = "the memory of activations is unknown for this model, precision, optimizer and sharding mode"
+        raise UserError(f"--gradient_checkpointing auto: {problem}; give a number.")
     if automatic:
         run, resumed_rows = run.changed(batch_size=run.row_multiple), run.row_multiple
     run = run.settled(gpu_gib, resumed_rows)
     if not automatic and (rows := run.config.data.batch_size) != requested.data.batch_size:
-        before, after = (each.optim.gradient_accumulation_steps for each in (requested, run.config))
+        before, after = requested.optim.gradient_accumulation_steps, run.config.optim.gradient_accumulation_steps
         short = f"{requested.data.batch_size * length:,} tokens"
         notes.append(f"{before} micro-batches of {short} run as {after} of {rows * length:,}")
     estimate = run.estimate()
     state_gib = run.num_parameters * state_bytes(run.mode, run.optimizer, run.num_gpus, run.config) / GIB
-    if run.adapted and estimate.is_whole:  # some of whose weights are in fp8
+    if run.adapted and estimate.is_whole:  # some weights may be in fp8
         state_gib = estimate.parts[STATE] + estimate.parts.get(CASTS, 0.0)
-    what = "weights" if run.adapted else f"weights, gradients and state of --optimizer {run.optimizer}"
+    tensors = "weights" if run.adapted else f"weights, gradients and state of --optimizer {run.optimizer}"
     if not automatic and (1 - ERROR) * estimate.total_gib > gpu_gib:
-        what, state_gib = f"{what}, activations and logits", estimate.total_gib
+        tensors, state_gib = f"{tensors}, activations and logits", estimate.total_gib
     if state_gib + RESERVE_GIB > gpu_gib:
-        what = f"{what} take {state_gib:.1f} GiB under --sharding_mode {run.mode}, and the GPU has {gpu_gib:.1f}"
-        raise UserError(f"this run cannot fit: {what}.{_suggestions(run, gpu_gib)}")
+        problem = f"{tensors} take {state_gib:.1f} GiB under --sharding_mode {run.mode}, and the GPU has {gpu_gib:.1f}"
+        raise UserError(f"this run cannot fit: {problem}.{_suggestions(run, gpu_gib)}")
     if automatic:
         if not estimate.is_whole:
             recipes, modes = "|".join(RECIPES_COUNTED), "|".join(MODES_COUNTED[1:])
             needs = f"--use_te, --fp8_scenario {recipes} and --sharding_mode {modes}"
-            raise UserError(f"--batch_size auto needs {needs}: the memory of others is not known; give a number.")
+            raise UserError(f"--batch_size auto needs {needs}: the memory of other runs is unknown; give a number.")
         sizes = range(max(run.row_multiple, MOST_TOKENS // length), 0, -1)
         fitting = next((size for size in sizes if run.changed(batch_size=size).fits(gpu_gib)), None)
         if fitting is None:
@@ -398,7 +398,7 @@ def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None)
 
 
 def _suggestions(run: RunSize, gpu_gib: float) -> str:
-    """List changes with which the run would fit, for the end of a message, the cheapest first."""
+    """Return the end of a message: the changes with which the run would fit, the cheapest first."""
     changes: list[dict[str, Any]] = [{}, RECOMPUTED]
     if run.num_gpus > 1:
         sharded = {"sharding_mode": "fsdp_full", "sync_every_micro_batch": True}
@@ -409,7 +409,7 @@ def _suggestions(run: RunSize, gpu_gib: float) -> str:
     suggestions = []
     for change in changes:
         if "gradient_checkpointing" in change and (run.spec is None or run.config.model.gradient_checkpointing == 1):
-            continue  # activations are not counted, or recomputed already
+            continue  # activations are not counted, or all recomputed already
         changed = run.changed(**change)
         try:
             check_declared(changed.config, changed.mode)
@@ -417,11 +417,11 @@ def _suggestions(run: RunSize, gpu_gib: float) -> str:
             continue  # the run would refuse it
         fitted = changed.fitted(gpu_gib)
         if fitted is not None and (fitted.spec is None) == (run.spec is None):
-            words = [f"--{name}" + (f" {value}" if value is not True else "") for name, value in change.items()]
+            flags = [f"--{name}" + (f" {value}" if value is not True else "") for name, value in change.items()]
             if (rows := fitted.config.data.batch_size) < run.config.data.batch_size:
                 steps = fitted.config.optim.gradient_accumulation_steps
-                words += [f"--batch_size {rows}", f"--gradient_accumulation_steps {steps}"]
+                flags += [f"--batch_size {rows}", f"--gradient_accumulation_steps {steps}"]
             without = "" if fitted.estimate().is_whole else " without activations"
-            suggestions.append(f"{' '.join(words)} ({fitted.estimate().total_gib:.1f} GiB{without})")
+            suggestions.append(f"{' '.join(flags)} ({fitted.estimate().total_gib:.1f} GiB{without})")
     suggestions = [*suggestions[:3], "more GPUs with train_multi_gpu.py --sharding_mode fsdp_full"]
     return f" What would fit: {'; '.join(suggestions)}."

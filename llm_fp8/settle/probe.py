@@ -1,12 +1,13 @@
-"""A small model of the same architecture shows, before anything is loaded, whether the run would be right.
+"""Check with a small model of the same architecture, before anything is loaded, that the run would be correct.
 
-It has the config's own layers, up to the first of each kind, with narrow MLPs, a small vocabulary and random weights:
+The small model has the config's first layers, at least one of each kind, with narrow MLPs, a small vocabulary and
+random weights:
 
-1. Two documents that are packed or padded must have the hidden states that each has alone. Attention that sees more,
-   a convolution or a recurrence that runs on, or what the place in a row or the longest document decides are found
-   out. The way of packing that keeps documents apart is the one that the run takes (`loss_model.PackedForm`).
-2. transformers' logits must be those whose cross entropy the loss computes.
-3. There must be a backward pass: kernels may refuse theirs on a GPU that has the forward pass.
+1. Two packed or padded documents must have the hidden states that each has alone. This detects attention across
+   documents, a convolution or recurrence that continues into the next document, and results that depend on the position
+   in a row or on the longest document. The run packs in the way that keeps documents apart (`loss_model.PackedForm`).
+2. The loss must compute the cross entropy of transformers' logits.
+3. The backward pass must run: a GPU may support a kernel's forward pass alone.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from llm_fp8.step.loss_model import PackedForm, TrainingModel
 from llm_fp8.utils.errors import UserError, is_out_of_memory, reading
 from llm_fp8.utils.hf_internals import chosen_attention
 
-LENGTHS = (11, 14)  # of the documents: no multiple of what compresses or chunks tokens
-ROW = sum(LENGTHS) + 7  # of which the rest is unused
-SWITCHES = ("original_max_position_embeddings", "floor_scale")  # longer documents are computed otherwise
+LENGTHS = (11, 14)  # lengths of the documents: no multiples of layers' chunk sizes or compression rates
+ROW = sum(LENGTHS) + 7  # row length, with 7 unused positions
+SWITCHES = ("original_max_position_embeddings", "floor_scale")  # longer documents are computed differently
 MOST_LAYERS = 16
 VOCABULARY = 64
-WINDOW = 8  # sliding windows and chunks are this long, which a document must notice
-LIMIT = {torch.float32: 0.01, torch.bfloat16: 0.05}  # of a token's relative difference: rounding is 1e-6, mixing > 0.1
+WINDOW = 8  # length of sliding windows and chunks, shorter than a document
+LIMIT = {torch.float32: 0.01, torch.bfloat16: 0.05}  # relative difference of a token: rounding 1e-6, mixing > 0.1
 
 
 def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> PackedForm | None:
-    """How packed documents are given to the model of `hf_config`; None without --packing. `dtype` is the run's compute
-    dtype. Raises `UserError` where every way mixes them, or padding does, or where the loss would not be the model's.
+    """Return the form of packed documents for `hf_config`'s model; None without --packing. `dtype` is the compute
+    dtype. Raise `UserError` if every form, or padding, mixes documents or if the loss would not be the model's.
     """
     flag = f"--model_name {config.model.model_name}"
     attention = choose_attention(config.model.attn_implementation, hf_config, device, dtype)
@@ -55,18 +56,18 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
     generator, reasons = torch.Generator().manual_seed(0), list[str]()
     documents = [torch.randint(1, VOCABULARY, (length,), generator=generator).numpy() for length in LENGTHS]
     with torch.no_grad():
-        what = "text by a small model of this architecture"
+        task = "text by a small model of this architecture"
         advice = "Correct its config.json if it is wrong; else do as its kernels say, or take another model."
-        with reading("--model_name", config.model.model_name, what, advice):
+        with reading("--model_name", config.model.model_name, task, advice):
             model = small_model(hf_config, attention, device, dtype)
             logits = model(input_ids=torch.from_numpy(documents[-1])[None].to(device), use_cache=False).logits
             training_model = TrainingModel(model, ROW, dtype)
             alone = [_alone(training_model, torch.from_numpy(ids).to(device)) for ids in documents]
-            with torch.enable_grad():  # flash-linear-attention refuses its own on some GPUs
+            with torch.enable_grad():  # flash-linear-attention refuses its backward pass on some GPUs
                 _alone(training_model, torch.from_numpy(documents[-1]).to(device)).sum().backward()
         if difference := _differs(training_model.logits(alone[-1]), logits, dtype):
-            words = f"changes its logits in a way that the loss here does not (by {difference:.2g})"
-            raise UserError(f"{flag} {words}; take another.")
+            problem = f"changes its logits in a way that the loss here does not (by {difference:.2g})"
+            raise UserError(f"{flag} {problem}; take another model.")
         rows = [[Document(ids, ids > -1, row_id=0)] for ids in documents]
         forms: list[PackedForm | None] = [None]
         if config.packing:
@@ -76,7 +77,7 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
         for training_model.packed_form in forms:
             try:
                 together = training_model.hidden(batch)[batch.input_ids != 0]
-            except (ValueError, ImportError, RuntimeError) as error:  # what transformers says of a missing package
+            except (ValueError, ImportError, RuntimeError) as error:  # transformers raises these for a missing package
                 if is_out_of_memory(error):
                     raise
                 reasons.append(" ".join(str(error).split()))
@@ -84,22 +85,22 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
             if not _differs(together, torch.cat(alone, dim=1)[0], dtype):
                 return training_model.packed_form
     kind = f"a model of type '{text_config(hf_config).model_type}' with {chosen_attention(model.config)} attention"
-    why = f" ({reasons[0]})" if reasons else ""
-    advice = "drop --packing" if config.packing else "take another"
-    raise UserError(f"{flag}: {kind} does not keep the documents of a batch apart{why}; {advice}.")
+    reason = f" ({reasons[0]})" if reasons else ""
+    advice = "drop --packing" if config.packing else "take another model"
+    raise UserError(f"{flag}: {kind} does not keep the documents of a batch apart{reason}; {advice}.")
 
 
 def small_model(
     hf_config: PretrainedConfig, attention: str | None, device: torch.device, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """The first layers of the model of `hf_config`, at least one of each kind, with random weights."""
+    """Build the first layers of the model of `hf_config`, at least one of each kind, with random weights."""
     hf_config = copy.deepcopy(hf_config)
     narrow = text_config(hf_config)
     for name, value in vars(narrow).items():
         if re.search("intermediate_size|ffn_dim|ngram_vocab_size", name) and value:
             setattr(narrow, name, [16] * len(value) if isinstance(value, list) else 16)
         elif re.fullmatch("sliding_window|attention_chunk_size|compress_rates?", name) and value:
-            shorter = {key: min(one, WINDOW) for key, one in value.items()} if isinstance(value, dict) else WINDOW
+            shorter = {key: min(rate, WINDOW) for key, rate in value.items()} if isinstance(value, dict) else WINDOW
             setattr(narrow, name, shorter)
     with no_init_weights(), init_empty_weights(include_buffers=False), torch.device(device):
         model = model_from_config(hf_config, dtype=dtype, attn_implementation=attention).module
@@ -109,8 +110,8 @@ def small_model(
     decoder: Any = text_decoder(model)
     setattr(decoder, "layers" if hasattr(decoder, "layers") else "h", layers[: min(depth, MOST_LAYERS)])
     embedding: Any = model.get_input_embeddings()
-    rows = (len(embedding.weight), getattr(narrow, "vocab_size_per_layer_input", None))  # other ids index other tables
-    tables: list[Any] = [one for one in model.modules() if isinstance(one, nn.Embedding) and len(one.weight) in rows]
+    rows = (len(embedding.weight), getattr(narrow, "vocab_size_per_layer_input", None))  # rows of a table of token ids
+    tables: list[Any] = [m for m in model.modules() if isinstance(m, nn.Embedding) and len(m.weight) in rows]
     for table in [embedding, *tables, model.get_output_embeddings()]:
         if table is not None and len(table.weight) > VOCABULARY:
             table.weight = nn.Parameter(table.weight[:VOCABULARY])
@@ -127,14 +128,14 @@ def small_model(
 
 
 def _numbers(like: Tensor, numbers: Tensor) -> Tensor:
-    """Random values of the shape of `like`: of a matrix such that norms are kept, of a vector in [0.2, 0.8]."""
+    """Return random values in the shape of `like`: a matrix that keeps norms, or a vector in [0.2, 0.8]."""
     repeated = numbers.repeat(-(-like.numel() // len(numbers)))[: like.numel()].view(like.shape)
     values = repeated * like.shape[-1] ** -0.5 if like.ndim > 1 else 0.2 + 0.6 * repeated.sigmoid()
     return values.to(like.dtype)
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """Tell layers apart by their modules and these modules' plain attributes, the layer's number left out."""
+    """Return a key of the layer's kind: its modules and their plain attributes, except layer numbers."""
     simple = (bool, int, float, str, type(None))
     return tuple(
         (name, type(module), *((key, value) for key, value in vars(module).items() if isinstance(value, simple)
@@ -144,12 +145,12 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _alone(model: TrainingModel, ids: Tensor) -> Tensor:
-    """Hidden states [1, n, h] of one document."""
+    """Return the hidden states [1, n, h] of one document."""
     return model.decode(ids[None], position_ids=torch.arange(len(ids), device=ids.device)[None])
 
 
 def _differs(value: Tensor, reference: Tensor, dtype: torch.dtype) -> float:
-    """The largest relative difference of a token, where it is beyond rounding; else 0."""
+    """Return the largest relative difference of a token if it exceeds rounding, else 0."""
     errors = (value - reference).float().norm(dim=-1) / reference.float().norm(dim=-1).clamp_min(1e-12)
     rank = 1 if dtype == torch.float32 else 2  # in bf16 rounding may send a token to another expert
     worst = float(errors.flatten().nan_to_num(torch.inf).topk(rank).values[-1])

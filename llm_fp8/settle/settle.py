@@ -1,8 +1,8 @@
-"""Options, config.json and a machine become what a run does: precision, sharding, optimizer, micro-batches, memory.
+"""Settle a run from options, config.json and a machine: precision, sharding, optimizer, micro-batches, memory.
 
-`settle` is pure: it allocates nothing, asks no GPU and no file, and the same arguments give the same answer. A run, a
-dry run and `llm-fp8 memory` ask it, and nothing else decides, so that they cannot differ. Only --mixed_precision auto
-asks twice: before and after it measured both precisions.
+`settle` is pure: it allocates nothing, reads no GPU and no file, and returns equal results for equal arguments. A run,
+a dry run and `llm-fp8 memory` all call it, and nothing else decides, so they cannot differ. Only --mixed_precision auto
+calls it twice: before and after it measures both precisions.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from llm_fp8.utils.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Settled:
-    """A run's decisions. `config` has numbers where the options say auto, and merged micro-batches."""
+    """A run's decisions. `config` has numbers for every auto, and merged micro-batches."""
 
     config: Config
     machine: Machine
     hf_config: PretrainedConfig
-    precision: PrecisionPlan  # without the library's recipe object, which `precision.context.with_recipe` makes
-    mode: str  # of sharding; 'single' for one process
+    precision: PrecisionPlan  # without the library's recipe object, which `precision.context.with_recipe` adds
+    mode: str  # sharding mode; 'single' for one process
     optimizer_kind: OptimizerKind
     size: RunSize
-    num_requested_micro_batches: int  # of a step, as the options have them; `config` has what they were merged to
-    measures_precision: bool = False  # --mixed_precision auto has to measure fp8, which `precision` is until then
-    notes: tuple[str, ...] = ()  # sentences to print on memory, merged micro-batches, sharding and fp8's fallback
+    num_requested_micro_batches: int  # per step, as in the options; `config` has the merged number
+    measures_precision: bool = False  # --mixed_precision auto has yet to measure; `precision` is fp8 until then
+    notes: tuple[str, ...] = ()  # sentences to print: memory, merged micro-batches, sharding, fallback of fp8
 
     @property
     def parameter_dtype(self) -> torch.dtype:
-        """The dtype of trained parameters; a mode may keep fp32 master weights beside them."""
-        own_masters = MODES[self.mode].holds_masters
-        return self.precision.compute_dtype if own_masters else OPTIMIZERS[self.optimizer_kind].parameter_dtype
+        """Dtype of trained parameters. A mode may keep fp32 master weights beside trained parameters."""
+        holds_masters = MODES[self.mode].holds_masters
+        return self.precision.compute_dtype if holds_masters else OPTIMIZERS[self.optimizer_kind].parameter_dtype
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """The dtype of the model's weights: `parameter_dtype`, or beside adapters the compute dtype, since a frozen
-        model needs no master weights; fp32 where that is fp16, whose range is small.
+        """Dtype of the model's weights. Without adapters it is `parameter_dtype`. A frozen model needs no master
+        weights and takes the compute dtype, but fp32 in place of fp16, whose range is small.
         """
         if not self.config.trains_adapters:
             return self.parameter_dtype
@@ -62,19 +62,19 @@ class Settled:
 
     @property
     def requested_batch_size(self) -> int:
-        """Rows of a micro-batch before they were merged."""
+        """Rows per micro-batch before micro-batches were merged."""
         in_step = self.config.data.batch_size * self.config.optim.gradient_accumulation_steps
         return in_step // self.num_requested_micro_batches
 
     @property
     def certifies(self) -> bool:
-        """True where the run records a step and judges its kernels (--certify)."""
+        """True if the run records a step and judges its kernels (--certify)."""
         wanted = self.config.run.certify
         return self.machine.gpu is not None if wanted is None else wanted
 
     @property
     def graphs(self) -> bool | None:
-        """True if micro-batches run as CUDA graphs (--cuda_graphs); None: once the GPU turns out to be idle."""
+        """True if micro-batches run as CUDA graphs (--cuda_graphs); None if only once the GPU turns out to be idle."""
         if self.config.model.cuda_graphs is not None:
             return self.config.model.cuda_graphs
         if not self.certifies or self.precision.compute_dtype != torch.bfloat16:
@@ -89,7 +89,7 @@ class Settled:
 
     @property
     def holds_frozen_in_fp8(self) -> bool:
-        """True where the frozen weights of an fp8 run with adapters exist in fp8 only."""
+        """True if the frozen weights of an fp8 run with adapters exist in fp8 only."""
         possible = self.config.parallel.fp8_params or MODES[self.mode].engine != "fsdp"
         in_fp8 = self.precision.effective == "fp8" and self.precision.backend == "te"
         return possible and in_fp8 and holds_frozen_in_fp8(self.config, self.mode)
@@ -103,18 +103,18 @@ def settle(
     measured: str | None = None,
     num_parameters: int | None = None,
 ) -> Settled:
-    """Settle the run of `requested`, which passed `check_options`; `UserError` for what the machine or the model does
-    not allow, or the GPU's memory cannot hold.
+    """Settle the run of `requested`, which passed `check_options`. Raise `UserError` if the machine or the model does
+    not allow the run, or if the GPU's memory cannot hold it.
 
     Args:
-        resumed: meta.json of the checkpoint that is continued, with its micro-batches and its choice under auto.
+        resumed: meta.json of the checkpoint to continue, with its micro-batches and its choice under auto.
         measured: the faster precision, bf16 or fp8, once --mixed_precision auto has measured both.
-        num_parameters: of the model, where they have been counted.
+        num_parameters: the model's number of parameters, if already counted.
     """
     config, ranks, notes = requested, machine.ranks, list[str]()
     num_parameters = num_parameters or count_parameters(hf_config)
     mode, reason = choose_mode(config, ranks, num_parameters, machine.gpu_gib)
-    check_declared(config, mode)  # before 'auto' is bf16 on a machine without fp8, which options for fp8 allow
+    check_declared(config, mode)  # before 'auto' turns into bf16 on a machine without fp8
     is_auto = config.precision.mixed_precision == "auto"
     may_be_either = is_auto and machine.has_fp8
     if is_auto:
@@ -122,7 +122,7 @@ def settle(
     precision = resolve_precision(config, machine)
     optimizer_kind = resolve_optimizer(config, mode, precision.compute_name, "cpu" if machine.gpu is None else "cuda")
     recipe = precision.effective_scenario or precision.effective
-    # Once the precision is measured, and in a resumed run, --batch_size auto comes to the same rows again.
+    # So that --batch_size auto gives the same rows after the precision is measured, and in a resumed run.
     may_be_bf16 = may_be_either or config.precision.fp8_until < 1
     size = RunSize(config, hf_config, recipe, mode, num_shards(mode, ranks), num_parameters, may_be_bf16)
     if size.shards_in_fp8:
@@ -131,7 +131,7 @@ def settle(
         rows = None if resumed is None else resumed["options"]["batch_size"]
         size, notes = settle_memory(size, machine.gpu_gib, rows)
     elif config.data.batch_size == AUTO_BATCH_SIZE:
-        raise UserError("--batch_size auto counts a GPU's memory, and there is none here; give a number.")
+        raise UserError("--batch_size auto needs a GPU, whose memory it fills, and none is found; give a number.")
     elif config.model.gradient_checkpointing == "auto":
         size = size.changed(gradient_checkpointing=0)
         notes.append("--gradient_checkpointing auto: without a GPU no layer is recomputed")
@@ -143,7 +143,7 @@ def settle(
         precision = dataclasses.replace(precision, requested="auto")
     config = size.config
     check_machine(config, machine, mode, precision, size)
-    if config.model.use_te and size.sizes is not None:  # an unsupported one is refused when the model is looked at
+    if config.model.use_te and size.sizes is not None:  # unsupported models are refused elsewhere
         check_te_decoder(config, size.sizes, num_shards(mode, ranks))
     if ranks.world_size > 1:
         notes.append(f"sharding: {mode}{f', because {reason}' if reason else ''}")
@@ -165,7 +165,7 @@ def settle(
 
 
 def resolve_precision(config: Config, machine: Machine) -> PrecisionPlan:
-    """The precision that runs, with the reason where it is not the one of `config`; `UserError` where none can."""
+    """Return the precision to run, and why if it differs from `config`. Raise `UserError` if none can run."""
     options = config.precision
     requested = options.mixed_precision or ("bf16" if machine.has_bf16 else "no")
     if requested != "fp8":
@@ -179,8 +179,8 @@ def resolve_precision(config: Config, machine: Machine) -> PrecisionPlan:
     effective = wanted
     if wanted in machine.lacking:
         others = ", ".join(name for name in recipe_names(options.fp8_backend) if name not in machine.lacking)
-        where = f"{machine.gpu}{', assumed' if machine.is_assumed else ''}"
-        fallback = f"{wanted} is not available on {where}: {machine.lacking[wanted]} Available here: {others}."
+        gpu = f"{machine.gpu}{', assumed' if machine.is_assumed else ''}"
+        fallback = f"{wanted} is not available on {gpu}: {machine.lacking[wanted]} Available here: {others}."
         if options.fp8_strict:
             raise UserError(f"--fp8_scenario {wanted} with --fp8_strict: {fallback}")
         effective = DEFAULTS[options.fp8_backend]
@@ -188,7 +188,7 @@ def resolve_precision(config: Config, machine: Machine) -> PrecisionPlan:
 
 
 def check_machine(config: Config, machine: Machine, mode: str, precision: PrecisionPlan, size: RunSize) -> None:
-    """Raise `UserError` where options cannot take effect on this machine, in this launch or in the settled `mode`."""
+    """Raise `UserError` if options cannot take effect on this machine, in this launch or in the settled `mode`."""
     ranks, compute, scenario = machine.ranks, precision.compute_name, precision.effective_scenario
     kind, group_size = config.optim.optimizer, config.parallel.context_parallel_size
     offloads_auto = config.optim.offload_optimizer > 0 and kind == "auto"
@@ -211,17 +211,17 @@ def check_machine(config: Config, machine: Machine, mode: str, precision: Precis
 
         check_graphs(config, mode, compute, 0.0 if size.sizes is None else size.sizes.attention_dropout)
     if mode == "fsdp_hybrid" and ranks.local_world_size >= ranks.world_size:
-        raise UserError("--sharding_mode fsdp_hybrid replicates over hosts, and there is one; use fsdp_full.")
+        raise UserError("--sharding_mode fsdp_hybrid replicates over hosts, and this launch has one; use fsdp_full.")
     if (share := config.optim.offload_optimizer) and machine.host_free_gib is not None:
         state_bytes = share * size.num_parameters * OPTIMIZERS[size.optimizer].state_bytes
         needed_gib = ranks.local_world_size * state_bytes / GIB
         if needed_gib > machine.host_free_gib:
-            free = f"{machine.host_free_gib:.1f} free on this host"
-            raise UserError(f"--offload_optimizer {share:g} takes {needed_gib:.1f} GiB of {free}.")
+            free = f"{machine.host_free_gib:.1f} GiB are free on this host"
+            raise UserError(f"--offload_optimizer {share:g} takes {needed_gib:.1f} GiB, and {free}; lower it.")
 
 
 def check_te_decoder(config: Config, spec: te_llama.DecoderSizes, num_shards: int) -> None:
-    """Raise `UserError` where options cannot take effect with this decoder, split over `num_shards` GPUs."""
+    """Raise `UserError` if options cannot take effect with this decoder, split over `num_shards` GPUs."""
     if config.parallel.context_parallel_size > 1 and any(window is not None for window in spec.windows):
         raise UserError("--context_parallel_size cannot go with sliding-window attention (config.json); drop it.")
     if config.parallel.fp8_params:
