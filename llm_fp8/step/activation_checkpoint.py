@@ -1,12 +1,12 @@
-"""Activation checkpointing: decoder layers whose activations are recomputed in the backward pass instead of kept.
+"""Activation checkpointing: recompute decoder layers' activations in the backward pass instead of keeping them.
 
-The checkpoint encloses a layer's forward function (`wrap_forward`), inside whatever wraps the layer:
-FSDP gathers a layer's weights once for the backward pass, recomputation included. TE's checkpoint restores the fp8
-context and the scales of the forward pass; torch's would recompute in bf16.
+The checkpoint encloses a layer's forward function (`wrap_forward`), inside any wrapper of the layer: FSDP then gathers
+a layer's weights once for recomputation and backward pass. TE's checkpoint restores the fp8 context and the scales of
+the forward pass; torch's checkpoint would recompute in bf16.
 
-With delayed scaling TE (2.20) reduces amax over the ranks when the outermost autocast ends. Its checkpoint opens one
-for each recomputed layer; here it runs inside another, so that ranks don't wait for each other after every layer. The
-reentrant kind needs these ends.
+With delayed scaling TE (2.20) reduces amax over the ranks when the outermost autocast ends. TE's checkpoint opens an
+autocast for each recomputed layer. Here that autocast is nested in another, so that ranks don't wait for each other
+after every layer. Reentrant checkpoints are not nested, since they need each autocast to end.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Amount: TypeAlias = float | Literal["auto"]  # a value of --gradient_checkpointi
 
 
 def recomputed_layers(amount: Amount, num_layers: int) -> range:
-    """The numbers of the decoder layers that are recomputed; of auto, until memory has settled it, the most that may
-    be. Of a share they are the first: they are recomputed after the others are freed.
+    """Return the numbers of the recomputed decoder layers. A share means the first layers, since these are recomputed
+    after the others are freed. Until memory has settled 'auto', it means all layers.
     """
     if amount == "auto":
         return range(num_layers)
@@ -39,15 +39,15 @@ def recomputed_layers(amount: Amount, num_layers: int) -> range:
 def enable_gradient_checkpointing(
     layers: nn.ModuleList, amount: Amount, uses_te: bool, reentrant: bool = False, in_graphs: bool = False
 ) -> list[nn.Module]:
-    """Recompute this `amount` of the decoder's `layers` in the backward pass; returns them. `reentrant`: each has a
-    backward pass of its own. `in_graphs`: a graph may hold the passes, which reads no random state on the host.
+    """Recompute `amount` of the decoder's `layers` in the backward pass; return the recomputed layers. `reentrant`:
+    each has its own backward pass. `in_graphs`: CUDA graphs may hold the passes, so the host reads no random state.
     """
     checkpoint: Callable[..., Any] = torch.utils.checkpoint.checkpoint
     options: dict[str, Any] = {"use_reentrant": reentrant}
     if uses_te:
         te = require_te("--gradient_checkpointing")
         checkpoint = te.checkpoint
-        if in_graphs:  # Transformer Engine then takes random states as generators
+        if in_graphs:  # then Transformer Engine takes random states as generators
             tracker = te.distributed.CudaRNGStatesTracker()
             tracker.add("recomputation", 0)
             options["get_rng_state_tracker"] = lambda: tracker
@@ -66,7 +66,7 @@ def enable_gradient_checkpointing(
 
 
 def _te_contexts(te: Any) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-    """Nothing around the forward pass; around the recomputation's autocast, another that is off."""
+    """Return no context for the forward pass, and for the recomputation an outer autocast that is off."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     if not FP8GlobalStateManager.is_fp8_enabled():

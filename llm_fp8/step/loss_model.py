@@ -1,4 +1,4 @@
-"""The module that the loop calls: batch in, summed loss and auxiliary losses out, for both decoders.
+"""The module that the loop calls: it takes a batch and returns summed loss and auxiliary losses, for both decoders.
 
 The loss is inside the module, so that wrappers (DDP, FSDP) see one forward call per micro-batch and the logits
 ([tokens, vocabulary], gigabytes) never leave it.
@@ -31,17 +31,17 @@ from te_llama import TEDecoderLayer
 ROUTER_LOSS = "router_aux_loss"
 
 PackedForm = Literal["rows", "flash", "line"]
-"""How packed documents are given to a Hugging Face decoder. rows: rows of max_seq_length, each with a mask that
-transformers derives from position ids. flash: one line with flash attention's `cu_seq_lens_q` and the like. line: the
-same with `seq_idx` besides, for convolutions and recurrences. `llm_fp8.settle.probe` finds out which keeps them apart.
+"""Form in which a Hugging Face decoder gets packed documents. rows: rows of max_seq_length with a mask that
+transformers derives from position ids. flash: one line with flash attention's `cu_seq_lens_q` and the like. line: also
+with `seq_idx`, for convolutions and recurrences. `llm_fp8.settle.probe` finds the form that keeps documents apart.
 """
 _SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
-"""Config entries that multiply the logits, or divide them."""
+"""Config entry -> 1 if it multiplies the logits, -1 if it divides them."""
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
 
 
 class TrainingModel(nn.Module):
-    """A causal LM that returns the summed cross entropy of a `Batch`."""
+    """A causal LM whose forward pass returns the summed cross entropy of a `Batch`."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class TrainingModel(nn.Module):
         self._decoder = (text_decoder(model),)  # a tuple, so that its parameters are not registered twice
         module: Any
         for module in self._decoder[0].modules():
-            if "longrope" in str(getattr(module, "rope_type", "")) and "forward" not in vars(module):  # or it is done
+            if "longrope" in str(getattr(module, "rope_type", "")) and "forward" not in vars(module):  # not wrapped yet
                 wrap_forward(module, functools.partial(_rope_by_document, module.config.rope_parameters))
         self.max_seq_length = max_seq_length
         self.compute_dtype = compute_dtype
@@ -74,8 +74,8 @@ class TrainingModel(nn.Module):
             raise UserError(f"--model_name {model.config.name_or_path}: {kind} has no linear lm_head without bias.")
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Cross entropy summed over the supervised tokens of `batch` (fp32 scalar), and while training the auxiliary
-        losses by name: weighted sums over tokens too, to be added.
+        """Return the cross entropy summed over the supervised tokens of `batch` (fp32 scalar) and, while training, the
+        auxiliary losses by name: weighted sums over tokens, to be added to the first.
         """
         hidden, head = self._scaled(self.hidden(batch)), self.model.get_output_embeddings().weight
         dtype = self.compute_dtype
@@ -87,23 +87,23 @@ class TrainingModel(nn.Module):
 
     @property
     def loss_names(self) -> tuple[str, ...]:
-        """The names of what `forward` returns, in its order."""
+        """Names of the losses that `forward` returns, in its order."""
         return ("loss", *self.coefficients)
 
     @property
     def coefficients(self) -> dict[str, float]:
-        """Name of each auxiliary loss -> its weight, by which `forward` has multiplied it."""
+        """Name of each auxiliary loss -> the weight by which `forward` has multiplied it."""
         return {} if self.router_loss is None else {ROUTER_LOSS: self.router_loss.coefficient}
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute the logits whose cross entropy the loss is."""
+        """Compute the logits from which the loss computes cross entropy."""
         return cap_(self._scaled(hidden) @ self.model.get_output_embeddings().weight.t(), self.softcap)
 
     def _scaled(self, hidden: Tensor) -> Tensor:
         return hidden if self.logit_scale == 1 else hidden * self.logit_scale
 
     def hidden(self, batch: Batch) -> Tensor:
-        """The last hidden states, shape of `batch.input_ids` plus [h]."""
+        """Return the last hidden states in the shape of `batch.input_ids` plus [h]."""
         if self.uses_te_decoder:
             return self._te_hidden(batch)
         if batch.cu_seqlens is None:
@@ -124,14 +124,14 @@ class TrainingModel(nn.Module):
             assert batch.attention_mask is not None
             lengths = batch.attention_mask.sum(dim=1, dtype=torch.int32)
             cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        # transformers passes a 4-D mask on unchanged: an empty one keeps it from building a [T, T] mask for nothing.
+        # transformers passes a 4-D mask on unchanged, so an empty one saves building an unused [T, T] mask.
         no_mask = torch.empty(0, 0, 0, 0, device=batch.input_ids.device)
         return self.decode(
             batch.input_ids, attention_mask=no_mask, cu_seq_lens_q=cu_seqlens, max_length_q=batch.max_seqlen
         )
 
     def decode(self, input_ids: Tensor, **arguments: object) -> Tensor:
-        """The last hidden states of `input_ids`, with other arguments of the decoder."""
+        """Return the last hidden states of `input_ids`; `arguments` go to the decoder."""
         output = self._decoder[0](input_ids=input_ids, use_cache=False, **arguments)
         if self.router_loss is not None and self.training:
             self._router_logits = output.router_logits
@@ -139,8 +139,9 @@ class TrainingModel(nn.Module):
 
 
 def _rope_by_document(rope: Any, forward: Any, hidden: Tensor, position_ids: Tensor, layer_type: str = "") -> Any:
-    """longrope's cos and sin [..., S, d] at `position_ids` [..., S], which each document has as alone; in transformers
-    the longest document of a batch decides for all. Other types depend on no length below `te_llama.num_positions`.
+    """Return longrope's cos and sin [..., S, d] at `position_ids` [..., S], chosen by each document's own length. In
+    transformers the longest document of a batch decides for all. Other types depend on no length below
+    `te_llama.num_positions`.
     """
     of_type = {"layer_type": layer_type} if layer_type else {}
     limit = (rope[layer_type] if layer_type else rope).get("original_max_position_embeddings", 1)
@@ -155,18 +156,19 @@ def _rope_by_document(rope: Any, forward: Any, hidden: Tensor, position_ids: Ten
 @dataclass(frozen=True)
 class RouterLoss:
     """transformers' load balancing loss of each document alone, as in DeepSeek-V3 (arXiv 2412.19437, equation 17): each
-    expert's share of the choices times its mean probability. Of a whole micro-batch it would depend on the cut.
+    expert's share of the choices times its mean probability. Computed over a micro-batch, it would depend on how the
+    batch is split.
     """
 
     coefficient: float
     per_token: int
 
     def __call__(self, router_logits: Iterable[Tensor], batch: Batch) -> Tensor:
-        """Coefficient times loss times supervised tokens, summed over documents (fp32 scalar); `router_logits`:
-        [tokens, experts] of each layer.
+        """Return coefficient times loss times supervised tokens, summed over documents (fp32 scalar). `router_logits`:
+        [tokens, experts] for each layer.
         """
         document = (batch.position_ids.flatten() == 0).cumsum(0) - 1
-        sums: Any = 0.0  # over a document's tokens and the layers: choices and probabilities [2, tokens, experts]
+        sums: Any = 0.0  # choices and probabilities per document, summed over tokens and layers [2, tokens, experts]
         for logits in router_logits:
             scores = logits.softmax(-1).float()
             chosen = torch.zeros_like(scores).scatter(-1, scores.topk(self.per_token).indices, 1.0)
@@ -177,16 +179,16 @@ class RouterLoss:
 
 
 def router_loss(model: PreTrainedModel) -> tuple[RouterLoss | None, str | None]:
-    """The auxiliary loss that the config's `output_router_logits` asks for, as in transformers and a sentence on it."""
+    """Return the auxiliary loss if the config sets `output_router_logits`, as in transformers, and a note to print."""
     decoder = text_config(model.config)
     coefficient = getattr(decoder, "router_aux_loss_coef", None) or 0.0
     function = vars(sys.modules[type(model).__module__]).get("load_balancing_loss_func")
     arguments = list(inspect.signature(function).parameters) if function else []
     if not getattr(decoder, "output_router_logits", False):
-        what = f"router_aux_loss_coef {coefficient:g} takes no effect, as in transformers"
-        return None, f"{what}: the model's config has not output_router_logits" if coefficient else None
+        note = f"router_aux_loss_coef {coefficient:g} has no effect, as in transformers"
+        return None, f"{note}: the model's config does not set output_router_logits" if coefficient else None
     per_token = experts_per_token(model.config)
-    if not coefficient or per_token is None or "top_k" not in arguments[2:3]:  # Doge's differs
-        return None, "WARNING: output_router_logits takes no effect: transformers has no loss for the model's routers"
-    what = f"auxiliary loss of routers: {coefficient:g} times transformers' load balancing loss of each document"
-    return RouterLoss(coefficient, per_token), what
+    if not coefficient or per_token is None or "top_k" not in arguments[2:3]:  # Doge's loss takes other arguments
+        return None, "WARNING: output_router_logits has no effect: transformers has no loss for the model's routers"
+    note = f"auxiliary loss of routers: {coefficient:g} times transformers' load balancing loss of each document"
+    return RouterLoss(coefficient, per_token), note

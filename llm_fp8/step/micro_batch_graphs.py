@@ -1,23 +1,24 @@
-"""CUDA graphs of whole micro-batches (--cuda_graphs): forward and backward pass of the TE decoder, captured once and
-replayed. For micro-batches so small that the GPU ends a kernel before the host has launched the next one.
+"""CUDA graphs of whole micro-batches (--cuda_graphs): capture the TE decoder's forward and backward pass once and
+replay it. This pays for micro-batches so small that the GPU ends a kernel before the host has launched the next one.
 
-A graph repeats its kernels at the same addresses. What a micro-batch reads and writes therefore stays where it is:
+A graph repeats its kernels at the same addresses. The tensors of a micro-batch therefore have fixed addresses:
 
     tokens, labels, documents   copied to fixed tensors. The number of documents is fixed too: documents without tokens
-                                fill `cu_seqlens` up to one of `BUCKETS`, for each of which there are graphs
+                                fill `cu_seqlens` up to one of `BUCKETS`. Each bucket has its own graphs
     gradients                   allocated once and lent to the parameters as `.grad` in each step, since the step drops
-                                them. A first micro-batch begins them anew
-    weights in fp8              Transformer Engine's own: made in a first micro-batch that runs eagerly, cast again in
-                                place by every later one that is first
+                                `.grad`. The first micro-batch of a step zeroes or overwrites the gradients
+    weights in fp8              held by Transformer Engine: made in an eager first micro-batch, and cast again in place
+                                by the first micro-batch of each later step
     scales, amax histories      updated in place after each micro-batch, outside the graph: several GPUs reduce amax
-                                values for it, and one may replay a graph where another runs eagerly
+                                values for the update, and one may replay a graph while another runs eagerly
 
-So a first and a later micro-batch have a graph each, and on several GPUs a last one, in whose graph gradients are
-reduced. Eager micro-batches do the same at the same addresses, so both kinds may follow each other in a step, with the
-same bits. Where graphs hold communication, all ranks replay that of one bucket, the largest of theirs, or none does.
+So the first micro-batch of a step and later ones have separate graphs. On several GPUs the last one has another, which
+also reduces gradients. Eager micro-batches use the same addresses, so graphs and eager micro-batches may mix in a step
+and give the same bits. If graphs hold communication, either all ranks replay the graph of their largest bucket or none
+replays one.
 
-Graphs keep the memory of a micro-batch's activations. Where there is none beside it for an eager micro-batch or an
-evaluation, these drop all graphs first, which are captured again when they are next needed.
+Graphs keep the memory of a micro-batch's activations. If an eager micro-batch or an evaluation has no memory beside the
+graphs, it first drops all graphs. They are captured again when needed.
 """
 
 from __future__ import annotations
@@ -39,37 +40,37 @@ from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.torch_internals import local_of
 
 BUCKETS = (32, 64, 128, 256, 512, 1024, 1536, 2048)
-"""Numbers of documents for which there are graphs, as Transformer Engine plans cuDNN's attention for them."""
+"""Numbers of documents that have graphs: those for which Transformer Engine plans cuDNN's attention."""
 
-WORTH_GRAPHS = 0.15  # idle share of a step from which on micro-batches run as CUDA graphs
+WORTH_GRAPHS = 0.15  # idle share of a step from which micro-batches run as CUDA graphs
 
 RunMicroBatch: TypeAlias = Callable[[Batch, Tensor, bool, bool], Tensor]
 """Forward and backward of a batch: batch, the step's number of supervised tokens (0-dim, on the device), whether it is
-the step's first and last -> its losses, detached.
+the first of the step, whether it is the last -> losses of the batch, detached.
 """
 Graph: TypeAlias = Callable[[], None]  # replays the kernels
 Key: TypeAlias = tuple[int, bool, bool]  # bucket, and whether the micro-batch is the first and the last of its step
 
 
 def check_graphs(config: Config, mode: str, compute: str, attention_dropout: float) -> None:
-    """Raise `UserError` where micro-batches of a run with --cuda_graphs cannot be captured; `compute`: fp32, bf16..."""
+    """Raise `UserError` if --cuda_graphs cannot capture the run's micro-batches; `compute`: fp32, bf16 or fp16."""
     if compute != "bf16":
         raise UserError("--cuda_graphs needs a run that computes in bf16; use --mixed_precision bf16 or fp8.")
     if MODES[mode].engine == "fsdp" and config.optim.gradient_accumulation_steps > 1:
-        raise UserError(f"--cuda_graphs under --sharding_mode {mode} takes steps of one micro-batch; drop it.")
+        raise UserError(f"--cuda_graphs under --sharding_mode {mode} needs steps of one micro-batch; drop it.")
     if attention_dropout > 0:
         raise UserError("--cuda_graphs would repeat the random numbers of attention_dropout (config.json); drop it.")
 
 
 class Capture:
-    """Makes graphs, which share one pool of memory: they never run at the same time, and keep gradients alone in it."""
+    """Captures graphs in one shared memory pool: they never run at the same time and keep only gradients there."""
 
     def __init__(self) -> None:
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Callable[[], None]) -> Graph:
-        """The kernels that `work` launches; they do not run yet."""
-        gc.collect()  # a node of autograd left from an eager pass would draw that pass's stream into the capture
+        """Return a graph of the kernels that `work` launches, without running them."""
+        gc.collect()  # an autograd node left from an eager pass would draw that pass's stream into the capture
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as the one that reads NVML, may call CUDA meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -77,18 +78,18 @@ class Capture:
         return graph.replay
 
     def begin_anew(self) -> None:
-        """Free the memory of the graphs, of which none is left, and let the next ones have a pool of their own."""
+        """Free the pool, once all its graphs are deleted, and give the next graphs a new pool."""
         torch.cuda.synchronize()  # a replay may still run, on a stream that expandable segments do not wait for
         torch.cuda.empty_cache()
         self._pool = torch.cuda.graph_pool_handle()
 
 
 class MicroBatchGraphs:
-    """Runs this rank's micro-batches: each kind (`Key`) eagerly the first time, which compiles its kernels and lets
-    Transformer Engine allocate what it keeps, and from then on by its graph.
+    """Runs this rank's micro-batches. The first of each kind (`Key`) runs eagerly, which compiles kernels and
+    lets Transformer Engine allocate its buffers. The others replay a graph.
     """
 
-    makes_gradients = False  # eager passes make gradients themselves, and none is lent to them
+    makes_gradients = False  # True: eager passes make gradients themselves, and none is lent to parameters
 
     def __init__(
         self,
@@ -99,9 +100,9 @@ class MicroBatchGraphs:
         after_each: Callable[[], None],
         collective: bool,
     ) -> None:
-        """`parameters`: the trained ones. `overwritten`: those whose gradient the GEMMs of a first micro-batch
-        overwrite, where it is contiguous (`FusedWgradAccumulation.weights`). `after_each` is called after every
-        micro-batch and never captured. `collective`: whether graphs hold communication.
+        """`parameters`: trained parameters. `overwritten`: weights whose contiguous gradients the GEMMs of a first
+        micro-batch overwrite (`FusedWgradAccumulation.weights`). `after_each` is called after every micro-batch and is
+        never captured. `collective`: True if graphs hold communication.
         """
         self._run, self._capture, self._after_each = run, capture, after_each
         self._collective, self._parameters = collective, parameters
@@ -116,11 +117,11 @@ class MicroBatchGraphs:
         self._inputs: dict[int, Batch] = {}
         self._seen: set[Key] = set()
         self._graphs: dict[Key, Graph] = {}
-        self.drops_before_eager = False  # True: before eager passes, which have no memory beside them
-        self.may_capture = True  # False: what has no graph yet runs eagerly
+        self.drops_before_eager = False  # True if eager passes have no memory beside graphs
+        self.may_capture = True  # False: micro-batches without a graph run eagerly
 
     def __call__(self, batch: Batch, num_supervised: Tensor, first: bool, last: bool) -> Tensor:
-        """`RunMicroBatch` for a packed batch, on host or device; the next call overwrites the losses (fp32)."""
+        """Run a packed batch from host or device (`RunMicroBatch`); the next call overwrites the losses (fp32)."""
         if first and not self.makes_gradients:
             self._lend_gradients()
         self._num_supervised.copy_(num_supervised)
@@ -130,7 +131,7 @@ class MicroBatchGraphs:
         return self._losses
 
     def make_room(self) -> None:
-        """Drop the graphs where an eager pass, which comes next, has no memory beside them."""
+        """Drop the graphs if the eager pass that follows has no memory beside graphs."""
         if self._graphs and self.drops_before_eager:
             self._graphs.clear()
             self._capture.begin_anew()
@@ -142,8 +143,8 @@ class MicroBatchGraphs:
     def _run_or_replay(self, batch: Batch, first: bool, last: bool) -> None:
         bucket = bucket_of(batch)
         if self._collective:
-            of_all = largest(BUCKETS[-1] + 1 if bucket is None else bucket)
-            bucket = of_all if of_all in BUCKETS else None
+            largest_bucket = largest(BUCKETS[-1] + 1 if bucket is None else bucket)
+            bucket = largest_bucket if largest_bucket in BUCKETS else None
         if bucket is None:
             self.make_room()
             return self._eager(batch, first, last)
@@ -160,16 +161,16 @@ class MicroBatchGraphs:
             self._seen.add(key)
 
     def _capture_or_explain(self, work: Callable[[], None]) -> Graph:
-        """The graph of `work`. A capture that failed leaves the libraries in its middle: `UserError`, on every rank."""
+        """Capture `work`. If it fails, libraries are left in mid-capture, so raise `UserError` on every rank."""
         graph, failure = None, None
         try:
             graph = self._capture(work)
-        except RuntimeError as error:  # as torch raises those of CUDA, and that memory is out
-            failure = str(error.__context__ or error).partition("\n")[0]  # the first one; another ends the capture
+        except RuntimeError as error:  # an error of CUDA, or memory is exhausted
+            failure = str(error.__context__ or error).partition("\n")[0]  # not the later one from ending the capture
         failures = gathered(failure) if self._collective else [failure]
         if (failure := next(filter(None, failures), None)) is not None or graph is None:
-            what = f"no CUDA graph of a micro-batch could be captured ({failure})"
-            raise UserError(f"{what}; add --no_cuda_graphs, and continue with --resume_from latest.")
+            problem = f"a CUDA graph of a micro-batch could not be captured ({failure})"
+            raise UserError(f"{problem}; add --no_cuda_graphs, and continue with --resume_from latest.")
         return graph
 
     def _captured(self, inputs: Batch, first: bool, last: bool) -> None:
@@ -184,7 +185,7 @@ class MicroBatchGraphs:
         self._losses.copy_(losses)
 
     def _load(self, batch: Batch, bucket: int) -> Batch:
-        """Copy a batch into the fixed tensors of its bucket; returns these."""
+        """Copy a batch into the fixed tensors of its bucket and return the fixed batch."""
         tensors = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
         documents = tensors.pop("cu_seqlens")
         if bucket not in self._inputs:
@@ -196,14 +197,14 @@ class MicroBatchGraphs:
         for name, value in tensors.items():
             getattr(inputs, name).copy_(value, non_blocking=True)
         assert inputs.cu_seqlens is not None
-        inputs.cu_seqlens.fill_(batch.num_tokens)  # where the last document ends, all that follow begin and end
+        inputs.cu_seqlens.fill_(batch.num_tokens)  # documents without tokens begin and end where the last one ends
         inputs.cu_seqlens[: len(documents)].copy_(documents, non_blocking=True)
         return inputs
 
 
 class ShardedMicroBatchGraphs(MicroBatchGraphs):
-    """Graphs under fsdp_grad and fsdp_full, for steps of one micro-batch; FSDP2's collectives are in the graphs.
-    FSDP2 makes a step's gradients anew: those of the first graph are kept, and the other graphs copy theirs to them.
+    """Graphs under fsdp_grad and fsdp_full, for steps of one micro-batch. The graphs contain FSDP2's collectives. FSDP2
+    allocates gradients in each step: the first graph's gradients are kept, and other graphs copy theirs to them.
     """
 
     makes_gradients = True
@@ -215,25 +216,25 @@ class ShardedMicroBatchGraphs(MicroBatchGraphs):
 
     def _captured(self, inputs: Batch, first: bool, last: bool) -> None:
         self._eager(inputs, first, last)
-        made = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         if not self._gradients:
-            self._gradients = made
+            self._gradients = gradients
         else:
-            torch._foreach_copy_([local_of(each) for each in self._gradients], [local_of(each) for each in made])
+            torch._foreach_copy_([local_of(kept) for kept in self._gradients], [local_of(new) for new in gradients])
         for parameter in self._parameters:
             parameter.grad = None
 
 
 def bucket_of(batch: Batch) -> int | None:
-    """The smallest of `BUCKETS` that holds the documents of a packed batch; None where none does."""
+    """Return the smallest of `BUCKETS` that holds the documents of a packed batch; None if none does."""
     assert batch.cu_seqlens is not None
     num_documents = len(batch.cu_seqlens) - 1
     return next((bucket for bucket in BUCKETS if num_documents <= bucket), None)
 
 
 def memory_beside_graphs(extra_bytes: int = 0) -> tuple[float, bool]:
-    """GiB that graphs lack on the fullest GPU, if they need `extra_bytes` more than the steps so far, and whether eager
-    passes lack memory beside graphs, which keep as much as one for activations. Collective.
+    """Return the GiB that graphs lack on the fullest GPU if they need `extra_bytes` more than the steps so far, and
+    True if eager passes lack memory beside graphs. Graphs keep the memory of one pass's activations. Collective.
     """
     in_use, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated() + extra_bytes + RESERVE_GIB * GIB
     total = torch.cuda.get_device_properties().total_memory

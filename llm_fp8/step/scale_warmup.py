@@ -1,14 +1,14 @@
-"""Scales of delayed scaling before the first step.
+"""Compute the scales of delayed scaling before the first step.
 
-Delayed scaling takes a tensor's scale from the amax history of past passes; before the first pass the scale is 1. In
-backward that costs the gradient: the loss is a mean over tens of thousands of tokens, so gradients of activations lie
+Delayed scaling computes a tensor's scale from the amax history of past passes; before the first pass the scale is 1.
+With scale 1 gradients are lost: the loss is a mean over tens of thousands of tokens, so gradients of activations lie
 below 1e-5 and underflow in E5M2.
 
 So the first micro-batch runs forward and backward several times before training, and its gradients are dropped:
 
     pass 1         scales of weights, activations, and the output gradients of attention's projection and of fc2, which
                    come through the residual stream
-    pass 2         scales of the output gradients of qkv and fc1, which come out of those layers' dgrads and were zero
+    pass 2         scales of the output gradients of qkv and fc1, which come from those layers' dgrads and were zero
     pass 3 and on  the residual stream's gradient, to which the layers now contribute, grows from layer to layer
 
 With 32 layers nothing changes after the fifth pass (`tests/step/test_scale_warmup.py`).
@@ -27,14 +27,14 @@ PASSES = 5
 
 
 def warm_up_delayed_scales(model: TrainingModel, precision: Precision, batch: Batch, num_supervised: float) -> None:
-    """Run `batch` forward and backward `PASSES` times; weights and random state stay as they were, gradients None.
+    """Run `batch` forward and backward `PASSES` times. Weights and random state do not change; gradients end as None.
     `model` is sharded by FSDP, or not yet prepared by the strategy. `num_supervised`, the mean over processes of the
-    step's supervised tokens, sets the gradients' size. Collective where scales or parameters are shared by ranks.
+    step's supervised tokens, sets the gradients' size. Collective if ranks share scales or parameters.
     """
     device = batch.input_ids.device
     model.train()
 
-    # Each gradient is freed at once: all of them may be more than one rank holds in training (ZeRO 2 and 3).
+    # Free each gradient at once: all together may exceed what one rank holds in training (ZeRO 2 and 3).
     def drop_gradient(parameter: Tensor) -> None:
         parameter.grad = None
 

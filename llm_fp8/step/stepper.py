@@ -1,9 +1,9 @@
-"""The step of a run: micro-batches, their gradients, the update. The global batch is cut into micro-batches m = 1..M on
-each of R ranks; C counts the supervised tokens of all of them. With L_m the summed cross entropy of a micro-batch,
+"""The step of a run: micro-batches, their gradients, the update. The global batch is split into micro-batches m = 1..M
+on each of R ranks; C counts the supervised tokens of all of them. With L_m the summed cross entropy of a micro-batch,
 
     loss = (1 / C) * sum over ranks and m of L_m        gradient = d loss / d weights
 
-so the loss is the mean over supervised tokens however the batch is cut. Auxiliary losses are added to L_m. Where a
+so the loss is the mean over supervised tokens, however the batch is split. Auxiliary losses are added to L_m. If a
 sharding mode averages gradients over ranks, its strategy (llm_fp8.distributed) undoes the division.
 """
 
@@ -45,17 +45,17 @@ class StepClock:
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Seconds between two stamps that have been reached."""
+        """Return the seconds between two stamps that the device has reached."""
         return start.elapsed_time(end) / 1e3 if self._cuda else end - start
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """An optimizer step."""
+    """The result of an optimizer step."""
 
     learning_rate: float
-    values: dict[str, Tensor]  # 0-dim, on the device: `METRICS` by key, and token counts of all ranks (`StepTokens`)
-    rank_loss: Tensor  # this rank's part of the training loss
+    values: dict[str, Tensor]  # 0-dim, on the device: `METRICS` by key, token counts of all ranks (`StepTokens`)
+    rank_loss: Tensor  # this rank's share of the training loss
     row_ids: tuple[int, ...]
     start: Any
     end: Any
@@ -72,7 +72,7 @@ class Stepper:
     strategy: DistributedStrategy
     precision: Precision
     max_grad_norm: float
-    graphs: bool | None  # whether micro-batches run as CUDA graphs; None: from `take_graphs_if_idle` on
+    graphs: bool | None  # True if micro-batches run as CUDA graphs; None: `take_graphs_if_idle` decides
 
     def __post_init__(self) -> None:
         self.accelerator = self.strategy.accelerator
@@ -81,7 +81,7 @@ class Stepper:
         self.wgrad_accumulation = FusedWgradAccumulation(self.model, self.strategy)
         self.may_take_graphs = self.graphs is None
         self._graph_note = ""
-        self._drops_graphs = False  # whether eager passes have no memory beside graphs
+        self._drops_graphs = False  # True if eager passes have no memory beside graphs
         self._graphs = self._build_graphs() if self.graphs else None
 
     @property
@@ -91,29 +91,29 @@ class Stepper:
     def take_graphs_if_idle(
         self, profile: StepProfile, steps: list[dict[str, Any]], num_micro_batches: int, step: int, asks_again: bool
     ) -> str | None:
-        """Run micro-batches as CUDA graphs from the next step on, where that shortens steps; returns a sentence on it,
-        if anything changed. Collective.
+        """Run micro-batches as CUDA graphs from the next step on if that shortens steps; return a note unless nothing
+        changes. Collective.
 
-        `profile`: a recorded step's. `steps`, on the main rank: the records of those up to number `step`. `asks_again`:
-        a small idle share decides nothing yet.
+        `profile`: that of a recorded step. `steps`: records of the steps up to number `step`, on the main rank.
+        `asks_again`: a small idle share does not yet rule graphs out.
         """
         from llm_fp8.step.micro_batch_graphs import WORTH_GRAPHS, memory_beside_graphs
 
         sharded, gradients = self.strategy.shards_parameters, 0
-        if not sharded and num_micro_batches == 1:  # whose gradients came only as activations went
+        if not sharded and num_micro_batches == 1:  # until now, gradients took memory that activations freed
             gradients = sum(parameter.nbytes for parameter in self.parameters)
         idle, communication_s = gathered((profile.gpu_idle(steps), profile.exposed_communication_s))[0]
         lacking_gib, self._drops_graphs = memory_beside_graphs(gradients)
         if idle is None:
             return None
         share = idle["share"]
-        if not sharded:  # whose communication mostly waits for hosts, and is in the graphs
+        if not sharded:  # communication mostly waits for hosts, and graphs contain it
             share -= communication_s / idle["step_time_s"]
         self.may_take_graphs = share < WORTH_GRAPHS and asks_again
         if share < WORTH_GRAPHS or (sharded and num_micro_batches > 1):
             return None
         if lacking_gib:
-            consequence = f"--cuda_graphs would help, and might take {lacking_gib:.1f} GiB more than there are"
+            consequence = f"--cuda_graphs would help, but might need {lacking_gib:.1f} GiB more than the GPU has"
         else:
             self.begin_graphs()
             consequence = f"micro-batches run as CUDA graphs from step {step + 1} on"
@@ -121,7 +121,7 @@ class Stepper:
         return self._graph_note
 
     def summary(self) -> dict[str, Any]:
-        """The entry of summary.json on CUDA graphs."""
+        """Return the entry of summary.json on CUDA graphs."""
         return {"cuda_graphs": {"used": self.uses_graphs, "notes": [self._graph_note] if self._graph_note else []}}
 
     def begin_graphs(self) -> None:
@@ -131,7 +131,7 @@ class Stepper:
         self._graphs = self._build_graphs()
 
     def drop_graphs_if_memory_is_short(self) -> None:
-        """Let eager passes drop graphs where both have no memory; to be asked after a step of this run. Collective."""
+        """Let eager passes drop graphs if memory is too small for both. Call it after a step of the run. Collective."""
         if self._graphs is not None:
             from llm_fp8.step.micro_batch_graphs import memory_beside_graphs
 
@@ -139,12 +139,12 @@ class Stepper:
             self._graphs.drops_before_eager = self._drops_graphs
 
     def may_capture(self, may: bool) -> None:
-        """Let the next step capture graphs, which would show in a recording, or not."""
+        """Allow or forbid the next step to capture graphs: a capture would show in a recording."""
         if self._graphs is not None:
             self._graphs.may_capture = may
 
     def make_room(self) -> None:
-        """Drop the graphs where an eager pass, which comes next, has no memory beside them."""
+        """Drop the graphs if the eager pass that follows has no memory beside graphs."""
         if self._graphs is not None:
             self._graphs.make_room()
 
@@ -152,7 +152,7 @@ class Stepper:
         """Compute in bf16 from the next step on."""
         self.precision.end_fp8()
         if self._graphs is not None:
-            self._graphs = None  # with their gradients, before others are allocated
+            self._graphs = None  # free their gradients before new ones are allocated
             self._graphs = self._build_graphs()
 
     def _build_graphs(self) -> MicroBatchGraphs:
@@ -170,9 +170,9 @@ class Stepper:
         return graphs
 
     def take_step(self, batches: list[Batch], start: Any = None) -> StepResult:
-        """One optimizer step on this rank's micro-batches, which began at the stamp `start`."""
+        """Take an optimizer step on this rank's micro-batches; `start` is the stamp of its beginning."""
         accelerator, device, strategy = self.accelerator, self.accelerator.device, self.strategy
-        # Pinned, as the batches: a pageable copy would wait for all work queued on the GPU.
+        # Pinned like the batches: a pageable copy would wait for all work queued on the GPU.
         on_host = torch.tensor(count_tokens(batches), pin_memory=device.type == "cuda")
         tokens = accelerator.reduce(on_host.to(device, non_blocking=True), reduction="sum")
         num_supervised = tokens[2].clamp(min=1)
@@ -203,9 +203,9 @@ class Stepper:
         return StepResult(learning_rate, values, losses.sum(), rows, start, end)
 
     def micro_batch(self, batch: Batch, num_supervised: Tensor, first: bool | None, last: bool = True) -> Tensor:
-        """Forward and backward of a micro-batch; its losses, parts of the step's means, in the order of
-        `TrainingModel.loss_names` (fp32, detached). `first`: see `Precision.context`. After the `last` one of a step
-        ranks reduce gradients.
+        """Run forward and backward of a micro-batch. Return its shares of the step's mean losses, in the order of
+        `TrainingModel.loss_names` (fp32, detached). `first`: see `Precision.context`. In the `last` micro-batch of a
+        step ranks reduce gradients.
         """
         with self.strategy.micro_batch(self.model, last=last), self.wgrad_accumulation.micro_batch(last):
             with self.precision.context(first_microbatch=first):
@@ -218,6 +218,6 @@ class Stepper:
     def _micro_batch_by_old_scales(
         self, batch: Batch, num_supervised: Tensor, first: bool | None, last: bool = True
     ) -> Tensor:
-        """Run `micro_batch` with the same scales of delayed scaling in both passes: `update_scales` has to follow."""
+        """Run `micro_batch` with the same delayed scales in both passes; call `update_scales` afterwards."""
         with self.precision.put_off_scale_updates():
             return self.micro_batch(batch, num_supervised, first, last)

@@ -1,7 +1,7 @@
-"""Fused weight-gradient accumulation: the wgrad GEMMs of later micro-batches add to the gradients of earlier ones.
+"""Fused weight-gradient accumulation: the wgrad GEMMs of later micro-batches add to the earlier gradients.
 
-autograd adds a micro-batch's gradient to `.grad` with another kernel after the GEMM. That moves 6 bytes for each bf16
-element and needs memory for the new gradient. A GEMM can add by itself: D = A B + C with C and D the same buffer, the
+autograd adds a micro-batch's gradient to `.grad` with another kernel after the GEMM. This kernel moves 6 bytes per bf16
+element, and the new gradient needs memory. A GEMM can add by itself: D = A B + C with C and D the same buffer, the
 *main gradient* (Transformer Engine's `fuse_wgrad_accumulation`). A weight's gradient in a step of n micro-batches:
 
     step                             one process, DDP               FSDP2
@@ -12,8 +12,8 @@ element and needs memory for the new gradient. A GEMM can add by itself: D = A B
                                      autograd adds there            `main_grad`; `.grad` is then the shard
     4. clip, step, zero              `DistributedStrategy.step` uses and drops `.grad`
 
-`main_grad` exists in step 2 only, since it would keep the memory of dropped gradients. In bf16 the GEMM gives
-autograd's bits (H200, cuBLAS 13), because it rounds before it adds.
+`main_grad` exists in step 2 only, since it would keep dropped gradients in memory. In bf16 the GEMM gives the same bits
+as autograd (H200, cuBLAS 13), because it rounds before it adds.
 
 Transformer Engine 2.20 (module/linear.py, layernorm_linear.py, layernorm_mlp.py) reads `fuse_wgrad_accumulation` in the
 forward pass (a recomputed one too) and `main_grad` in the backward pass, and gives autograd None for the weight. With
@@ -37,19 +37,19 @@ class FusedWgradAccumulation:
     """Makes the wgrad GEMMs of TE's linear modules in `model` accumulate. autograd's hooks (DDP's) are not called."""
 
     def __init__(self, model: nn.Module, strategy: DistributedStrategy) -> None:
-        """`model` is what the strategy prepared."""
+        """`model`: as prepared by the strategy."""
         self._strategy, self._find_main_grad = strategy, strategy.main_grads(model)
         modules: list[Any] = [module for module in model.modules() if hasattr(module, "fuse_wgrad_accumulation")]
         trained = [(module, [w for w in linear_weights(module) if w.requires_grad]) for module in modules]
         self._trained = [(module, weights) for module, weights in trained if weights]
 
     def weights(self) -> list[Tensor]:
-        """The trained weights of these modules, each once. GEMMs accumulate only contiguous gradients."""
+        """Return the trained weights of these modules, each once. GEMMs accumulate only contiguous gradients."""
         return list(dict.fromkeys(weight for _, weights in self._trained for weight in weights))
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Enclose a micro-batch's passes; `last`: of its step. Afterwards gradients are where autograd puts them."""
+        """Enclose a micro-batch's passes; `last`: the last of its step. Gradients end up where autograd puts them."""
         if self._find_main_grad is None or self._strategy.reduces_by_hooks(last):
             yield
             return
@@ -66,7 +66,7 @@ class FusedWgradAccumulation:
 
     def _set_main_grads(self, module: Any, weights: list[Tensor], fused: list[tuple[Any, list[Tensor]]]) -> None:
         """Make `module` add to the main gradients of its weights, if it can for all of them, and append it to `fused`.
-        Inlined in `micro_batch`, whose locals live longer, it would keep released main gradients alive.
+        This is a function of its own because the locals of `micro_batch` would keep released main gradients alive.
         """
         if would_lose_main_grad(module):
             return
