@@ -1,1 +1,1 @@
-"""How one training is spread over processes: the choice of a mode (`sharding_mode`) and a strategy for each kind."""
+"""Distribute a training run over processes: process groups, and a strategy for each kind of sharding mode."""

@@ -1,4 +1,4 @@
-"""The strategy of a sharding mode, whose module is imported by the runs that need it."""
+"""Build the strategy of a sharding mode; import its module only in runs that need it."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from llm_fp8.utils.ranks import LaunchRanks
 
 
 def build_strategy(mode: str, config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -> DistributedStrategy:
-    """The strategy of a run and, in it, its only Accelerator, which of precision has fp16's gradient scaler alone."""
+    """Build the run's strategy with its only Accelerator, whose only part in precision is fp16's gradient scaler."""
     engine, parallel = MODES[mode].engine, config.parallel
     if engine == "deepspeed":
         from llm_fp8.distributed import deepspeed
 
         arguments = deepspeed.accelerator_arguments(config, mode, plan.compute_name, ranks.world_size)
     else:
-        # No rank changes buffers; gradients share the memory of the buckets that are all-reduced.
+        # No rank changes buffers. Gradients are views of the buckets that are all-reduced.
         ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
         # Without cpu=True Accelerate misreads processes that have no GPU.
         arguments = {"cpu": not torch.cuda.is_available(), "kwargs_handlers": [ddp]}
     accelerator = Accelerator(
         mixed_precision="fp16" if plan.effective == "fp16" else "no",
-        # Otherwise it would divide by a number of steps that it finds in the environment.
+        # Otherwise Accelerate divides the loss by a number of steps from the environment.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         **arguments,
     )
-    run = mode, accelerator, parallel
+    common_arguments = mode, accelerator, parallel
     if engine == "deepspeed":
-        return deepspeed.DeepSpeedStrategy(*run)
+        return deepspeed.DeepSpeedStrategy(*common_arguments)
     if engine == "copies":
-        return DistributedStrategy(*run, plain=config.always_graphs)
-    sharded = (*run, plan.compute_dtype, ranks.local_world_size)
+        return DistributedStrategy(*common_arguments, plain=config.always_graphs)
+    sharded = (*common_arguments, plan.compute_dtype, ranks.local_world_size)
     if parallel.fp8_params:
         from llm_fp8.distributed.fp8_params import Fp8ParamsStrategy
 

@@ -4,14 +4,14 @@ Each rank of a group computes embedding, linear layers and loss on 1 / C of ever
 Tokens of different ranks meet in attention only, where Transformer Engine passes keys and values round a ring
 (`cp_comm_type="p2p"`).
 
-Causal attention costs more towards the end of a document. So a document is padded to 2 C chunks of equal length
-(llm_fp8.data.collate), and rank r takes the chunks r and 2 C - 1 - r; with C = 2:
+Causal attention costs more towards the end of a document. To balance it, a document is padded to 2 C chunks of equal
+length (llm_fp8.data.collate), and rank r takes the chunks r and 2 C - 1 - r. With C = 2:
 
     tokens of a document    0 1 | 2 3 | 4 5 | 6 7
     rank                      0 |   1 |   1 |   0        rank 0 holds 0 1 6 7, rank 1 holds 2 3 4 5
 
-A sliced batch is always packed ("thd"), since Transformer Engine refuses masks of padded sequences here. The order of
-the chunks and the ring's limits (no sliding windows, no fp32) were read in Transformer Engine 2.20,
+A sliced batch is always packed ("thd"), since Transformer Engine refuses padding masks here. The order of the chunks
+and the ring's limits (no sliding windows, no fp32) come from Transformer Engine 2.20,
 attention/dot_product_attention/context_parallel.py (`AttnFuncWithCPAndKVP2P`, `get_thd_partitioned_indices`).
 """
 
@@ -47,8 +47,8 @@ class ContextGroup:
             layer.set_context_parallel_group(group, dist.get_process_group_ranks(group), stream)
 
     def split(self, batch: Batch) -> Batch:
-        """This rank's slice of a batch, packed [1, num_tokens / size]. The slices' counts add up to the batch's counts;
-        `cu_seqlens` and `max_seqlen` describe the unsplit documents, as attention takes them.
+        """Return this rank's slice of a batch, packed [1, num_tokens / size]. The counts of all slices add up to the
+        batch's counts. `cu_seqlens` and `max_seqlen` describe the unsplit documents, as attention expects.
         """
         cu_seqlens = batch.cu_seqlens
         if cu_seqlens is None:
@@ -76,7 +76,7 @@ class ContextGroup:
         )
 
     def on_its_own(self, batch: Batch) -> Batch:
-        """A slice as a packed batch that needs no group: each document's part becomes a document. For parity checks."""
+        """Turn a slice into a packed batch that needs no group: each document's part becomes a document. For parity."""
         assert batch.cu_seqlens is not None
         cu_seqlens = batch.cu_seqlens // self.size
         starts = torch.repeat_interleave(cu_seqlens[:-1].long(), cu_seqlens.diff().long())
@@ -89,12 +89,12 @@ class ContextGroup:
 
 
 def slice_index(cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
-    """The indices of the tokens of a packed sequence that `rank` of `size` takes: int64 [cu_seqlens[-1] / size]."""
+    """Return the token indices of a packed sequence for `rank` of `size`: int64 [cu_seqlens[-1] / size]."""
     bounds = cu_seqlens.long()
     lengths = bounds.diff()
     document = torch.repeat_interleave(torch.arange(len(lengths), device=bounds.device), lengths // size)
     offset = torch.arange(len(document), device=bounds.device) - (bounds[:-1] // size)[document]
     chunk = lengths[document] // (2 * size)
-    # A rank's tokens are chunk `rank` of the document, then chunk 2 * size - 1 - rank.
+    # A rank has chunk `rank` of the document, then chunk 2 * size - 1 - rank.
     chunks_before = torch.where(offset < chunk, rank, 2 * size - 2 - rank)
     return bounds[:-1][document] + offset + chunk * chunks_before

@@ -9,7 +9,7 @@ steps torch's AdamW on them; `prepare` returns this AdamW for the schedule. Stag
 micro-batch of a step, stages 2 and 3 in each.
 
 The file of --deepspeed_config determines how ZeRO communicates and stores. Batch, precision, optimizer, schedule and
-clipping come from the scripts' options. An entry that repeats them, or is "auto", is accepted; another is refused.
+clipping come from the scripts' options. An entry for these must be equal or "auto"; other values are refused.
 """
 
 from __future__ import annotations
@@ -44,43 +44,43 @@ _SET_ELSEWHERE = {
     "optimizer": "--learning_rate and --weight_decay",
     "scheduler": "--lr_scheduler and --num_warmup_steps",
 }
-"""Entry that would have no effect or a bad one -> the options to use instead."""
+"""Entry with no effect or a harmful one -> the options to use instead."""
 
 
 class _Plugin(DeepSpeedPlugin):
-    """Accelerate's plugin, hidden from transformers, which would otherwise shard parameters while it builds models."""
+    """Accelerate's plugin, hidden from transformers, or building a model with transformers would shard parameters."""
 
     def set_deepspeed_weakref(self) -> None:
         pass
 
 
 def accelerator_arguments(config: Config, mode: str, compute_name: str, num_processes: int) -> dict[str, Any]:
-    """The arguments of the `Accelerator` that trains with DeepSpeed, which is imported for this machine's device."""
+    """Return the arguments of an `Accelerator` for DeepSpeed; import DeepSpeed for this machine's device."""
     on_gpu = torch.cuda.is_available()
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_gpu else "cpu")
     DEEPSPEED.require(f"--sharding_mode {mode}")
     import deepspeed.ops
 
-    # DeepSpeed would compile this operator, for faster collectives on CPUs, unasked.
+    # Otherwise DeepSpeed compiles this operator, for faster collectives on CPUs, without being asked.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # torch 2.13 renamed collectives that DeepSpeed calls by their old names, and warns at every parameter.
+    # DeepSpeed calls collectives by names that torch 2.13 deprecated, so torch warns at every parameter.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     settings = deepspeed_settings(config, mode, compute_name, num_processes)
-    # Accelerate would read the last two from the environment.
+    # Otherwise Accelerate reads the last two from the environment.
     plugin = _Plugin(hf_ds_config=settings, zero3_init_flag=False, enable_msamp=False)
-    # With cpu=True Accelerate would leave DeepSpeed out; without a backend and GPUs it would see one process.
+    # With cpu=True Accelerate leaves DeepSpeed out. Without GPUs and a backend it sees only one process.
     group = InitProcessGroupKwargs(backend="nccl" if on_gpu else "gloo")
     return {"cpu": False, "deepspeed_plugin": plugin, "kwargs_handlers": [group]}
 
 
 def settings_file(options: ParallelConfig, mode: str) -> Path:
-    """The file that --deepspeed_config names, else the mode's own file."""
+    """Return the file that --deepspeed_config names, else the shipped file of the mode."""
     return Path(options.deepspeed_config or (SHIPPED / "configs").resolve() / f"ds_z{mode[-1]}.json")
 
 
 def deepspeed_settings(config: Config, mode: str, compute_name: str, num_processes: int) -> dict[str, Any]:
-    """DeepSpeed's settings: the file, completed by the run's values. Raises `UserError` where the two contradict.
-    `compute_name`: the dtype of everything that is not fp8, "fp32" or "bf16".
+    """Return DeepSpeed's settings: the file, completed by the run's values. Raise `UserError` if the two contradict.
+    `compute_name`: dtype of everything but fp8, "fp32" or "bf16".
     """
     path, stage = settings_file(config.parallel, mode), int(mode[-1])
     rows, steps = config.data.batch_size, config.optim.gradient_accumulation_steps
@@ -94,11 +94,11 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
         "fp16": {"enabled": False},
     }
     defaults: dict[str, Any] = {
-        # A check for overflow costs a synchronisation and a reduction in every step, and the loop checks its loss.
+        # The overflow check costs a synchronisation and a reduction per step, and the loop checks the loss anyway.
         "bf16": {"check_grad_overflow": False},
-        # Below stage 3 weights become views of one tensor; kernels need them aligned to load 16 bytes at a time.
+        # Below stage 3 weights become views of one tensor, which kernels need aligned to load 16 bytes at a time.
         "zero_optimization": {"parameter_alignment": True} if stage < 3 else {},
-        # DeepSpeed's own clock waits for the GPU in every micro-batch.
+        # DeepSpeed's clock waits for the GPU in every micro-batch.
         "timers": {"throughput": {"enabled": False}},
     }
     with reading("--deepspeed_config", path):
@@ -109,8 +109,8 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
 
 
 def _completed(settings: dict[str, Any], others: dict[str, Any], origin: str = "") -> dict[str, Any]:
-    """`settings` with the entries of `others` added, at any depth, but those that are "auto". Where `origin` names the
-    file of the settings, an entry with two different values raises `UserError`.
+    """Return `settings` with the entries of `others` added, at any depth, except "auto". If `origin` names the file of
+    the settings, raise `UserError` for an entry with two different values.
     """
     merged = dict(settings)
     for key, value in others.items():
@@ -125,7 +125,7 @@ def _completed(settings: dict[str, Any], others: dict[str, Any], origin: str = "
 
 
 _MASTER_WEIGHTS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition")
-"""Lists of this rank's flat fp32 weights in ZeRO's optimizers: stages 1 and 2, stage 3, stage 1 with fp32 gradients."""
+"""Attributes with this rank's flat fp32 weights in ZeRO: stages 1 and 2, stage 3, stage 1 with fp32 gradients."""
 
 
 class DeepSpeedStrategy(DistributedStrategy):
@@ -137,15 +137,15 @@ class DeepSpeedStrategy(DistributedStrategy):
         super().__init__(mode, accelerator, options)
         self.saved_by = f"--sharding_mode {mode} on {accelerator.num_processes} processes"
         self.stage = int(mode[-1])
-        self.caches_weight_casts = self.stage < 3  # stage 3 frees a gathered weight after use, and its cast with it
+        self.caches_weight_casts = self.stage < 3  # stage 3 frees gathered weights, and so their casts, after use
         # In stage 3 hooks gather weights before a module's backward pass. Transformer Engine saves the weights
         # themselves, so the recomputation needs such hooks too; only reentrant checkpoints run them.
         self.reentrant_te_checkpoints = self.stage == 3
         self.settings: dict[str, Any] = accelerator.state.deepspeed_plugin.deepspeed_config
-        self._zero: Any  # DeepSpeed's engine, which `prepare` sets
+        self._zero: Any  # DeepSpeed's engine, set by `prepare`
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, precision: Any = None) -> tuple[nn.Module, Any]:
-        """Return DeepSpeed's engine, which is called as the model, and its AdamW, which now holds master weights."""
+        """Return DeepSpeed's engine, to call in place of the model, and AdamW, which now holds master weights."""
         causal_lm: Any = model.model  # inside the module that returns the loss
         self.accelerator.gradient_accumulation_steps = self.settings["gradient_accumulation_steps"]  # or it warns
         with reading("--deepspeed_config", settings_file(self.options, self.mode), "it into DeepSpeed"):
@@ -161,7 +161,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         return self._zero, self._zero.basic_optimizer
 
     def main_grads(self, model: nn.Module) -> None:
-        """ZeRO has gradients of its own."""
+        """Return None: ZeRO manages gradients itself."""
 
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
@@ -172,7 +172,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._zero.backward(loss * self.accelerator.num_processes, scale_wrt_gas=False)
 
     def step(self, optimizer: Any, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-        """Clip and step. The norm is infinite where a gradient was not finite; the step may then have been skipped."""
+        """Clip and step. If a gradient is not finite, the norm is infinite and the step may have been skipped."""
         assert max_norm == self.settings["gradient_clipping"], "DeepSpeed clips to the norm that its settings name"
         self._zero.step()
         return torch.as_tensor(self._zero.get_global_grad_norm(), dtype=torch.float32, device=self.accelerator.device)
@@ -203,19 +203,20 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.accelerator.wait_for_everyone()
 
     def load_state(self, folder: Path, optimizer: Any) -> None:
-        """Restore what `save_state` wrote, bit for bit. Collective. Learning rate, weight decay and clipping stay those
-        of this run, which has as many ranks.
+        """Restore what `save_state` wrote on as many ranks, bit for bit. Learning rate, weight decay and clipping stay
+        those of this run. Collective.
         """
         options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-        how = {"tag": _TAG, "load_lr_scheduler_states": False, "custom_load_fn": _load_module_state}
-        assert self._zero.load_checkpoint(str(folder), **how)[0] is not None, f"DeepSpeed found nothing in {folder}"
+        load_arguments = {"tag": _TAG, "load_lr_scheduler_states": False, "custom_load_fn": _load_module_state}
+        loaded = self._zero.load_checkpoint(str(folder), **load_arguments)[0]
+        assert loaded is not None, f"DeepSpeed found nothing in {folder}"
         for group, group_options in zip(optimizer.param_groups, options, strict=True):
             group.update(group_options)
         self._zero.optimizer.clip_grad = self.settings["gradient_clipping"]
 
 
 def _load_module_state(src: dict[str, Tensor], dst: nn.Module) -> None:
-    """Load weights and buffers by name. TE's extra state is left out, since it is restored elsewhere."""
+    """Load weights and buffers by name, except TE's extra state, which is restored elsewhere."""
     weights = {name: value for name, value in src.items() if not name.endswith("_extra_state")}
     loaded = dst.load_state_dict(weights, strict=False)
     assert all(name.endswith("_extra_state") for name in [*loaded.missing_keys, *loaded.unexpected_keys]), loaded

@@ -1,16 +1,16 @@
 """--fp8_params: the decoder's linear weights stay in fp8 between steps and are all-gathered in fp8.
 
-Every such weight is sharded along dim 0. A rank holds its shard of the fp32 master weight with moments (12 bytes per
-element), from which checkpoints are written, and its fp8 shard (1 byte), which is all-gathered. Without the option
-shards are all-gathered in bf16 (2 bytes), and every rank casts the weight to fp8 in every micro-batch. All shards of a
-weight have one scale, in both recipes,
+Each of these weights is sharded along dim 0. A rank holds a shard of the fp32 master weight and its moments (12 bytes
+per element), which checkpoints store, and an fp8 shard (1 byte), which is all-gathered. Without the option shards are
+all-gathered in bf16 (2 bytes), and every rank casts the weight to fp8 in every micro-batch. In both recipes all shards
+of a weight share one scale,
 
     scale = largest fp8 number / amax of the master weight over all ranks
 
 computed after the step, with one collective for all weights. Checkpoints are the same with and without this option.
 
-FSDP2's extension point for tensor subclasses (`fsdp_pre_all_gather`) gathers Transformer Engine's (2.20) `Float8Tensor`
-shards as bytes. TE's own optimizer casts with the scale of past steps, or takes a collective per weight.
+FSDP2's extension point for tensor subclasses (`fsdp_pre_all_gather`) gathers the shards, Transformer Engine's (2.20)
+`Float8Tensor`, as bytes. TE's own optimizer casts with the scale of past steps, or needs a collective per weight.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from llm_fp8.utils.torch_internals import free_memory_, local_of, sharded_like
 
 
 class Fp8Weight(NamedTuple):
-    master: Parameter  # DTensor sharded along dim 0: fp32 and in the optimizer, or frozen and bf16
-    parameter: Parameter  # fp8, sharded likewise, in the module
+    master: Parameter  # DTensor sharded along dim 0: fp32 in the optimizer, or bf16 if frozen
+    parameter: Parameter  # the module's fp8 parameter, sharded like `master`
     quantizer: Any  # casts the master to the parameter
 
 
@@ -44,8 +44,8 @@ class Fp8Weights:
     """All fp8 weights of a model."""
 
     weights: list[Fp8Weight]
-    scales: Tensor  # fp32 [number of weights], which the quantizers read
-    target: float  # the number that a weight's amax is scaled to
+    scales: Tensor  # fp32 [number of weights], read by the quantizers
+    target: float  # number to which a weight's amax is scaled
     process_group: dist.ProcessGroup  # the ranks that share one copy of the model
 
     def hand_over_gradients(self) -> None:
@@ -60,19 +60,19 @@ class Fp8Weights:
         masters = [local_of(weight.master) for weight in self.weights]
         amax = torch.stack(torch._foreach_norm(masters, math.inf, dtype=torch.float32))
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.process_group)
-        # Not a Python number by a tensor, which torch computes by the reciprocal and rounds twice. An infinite amax
-        # gives 0, and so NaN.
+        # Divide tensor by tensor: torch divides a Python number by a tensor via the reciprocal and rounds twice. An
+        # infinite amax gives scale 0, and so NaN.
         scales = torch.where(amax > 0, torch.full_like(amax, self.target) / amax, 1.0)
-        # In place, since what FSDP gathered before refers to this tensor.
+        # In place, since weights that FSDP gathered before refer to this tensor.
         self.scales.copy_(scales.clamp(max=torch.finfo(torch.float32).max))
         for weight, master in zip(self.weights, masters, strict=True):
             weight.quantizer.update_quantized(master, local_of(weight.parameter))
 
 
 class Fp8ParamsStrategy(FsdpStrategy):
-    """FSDP whose weights are gathered in fp8: Transformer Engine's as fp8 parameters, others as their back end does."""
+    """FSDP that gathers weights in fp8: TE's weights as fp8 parameters, others in the form of their back end."""
 
-    _backend: Any = TEBackend()  # the run's, from `prepare` on
+    _backend: Any = TEBackend()  # set to the run's back end by `prepare`
     _weights: Fp8Weights | None = None
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, precision: Any = None) -> tuple[nn.Module, Any]:
@@ -98,15 +98,15 @@ class Fp8ParamsStrategy(FsdpStrategy):
 
 
 def keep_weights_in_fp8(model: nn.Module, precision: Precision) -> Fp8Weights | None:
-    """Give TE's fp8 modules in `model` fp8 parameters, whose masters are the parameters until now; None where there is
-    nothing to train. Frozen weights are cast once and freed.
+    """Give TE's fp8 modules in `model` fp8 parameters; the previous parameters become their masters. Return None if no
+    weight is trained: frozen weights are cast once and their masters freed.
 
     Collective. Call it before the first forward pass, in which FSDP2 reads its parameters.
     """
     recipe: Any = precision.plan.recipe
-    # The order of the modules is the same on every rank; a set has no order.
+    # Follow the order of `modules()`, which is the same on every rank; a set has no order.
     modules: list[Any] = [module for module in model.modules() if module in precision.fp8_modules]
-    # Not those that are in fp8 already, as frozen ones.
+    # Leave out modules that are in fp8 already, such as frozen ones.
     modules = [module for module in modules if not getattr(module, "primary_weights_in_fp8", True)]
     places = [(module, name) for module in modules for name in prepare_module(module, recipe)]
     if not places:
@@ -122,7 +122,7 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision) -> Fp8Weights | 
         master, recipe_quantizer = getattr(module, name), quantizer_of(module, name)
         parameter = _fp8_parameter(master, recipe_quantizer)
         setattr(module, name, parameter)
-        # This quantizer casts with a given scale, in both recipes. Its amax goes into delayed scaling's history.
+        # In both recipes this quantizer casts with a given scale. Its amax goes into delayed scaling's history.
         amax = recipe_quantizer.amax if isinstance(recipe_quantizer, Float8Quantizer) else unused
         quantizer = Float8Quantizer(scale, amax, recipe_quantizer.dtype, rowwise=True, columnwise=False)
         weights.append(Fp8Weight(master, parameter, quantizer))
@@ -130,15 +130,15 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision) -> Fp8Weights | 
     group.quantise_()
     if first.requires_grad:
         return group
-    for weight in weights:  # FSDP2 refers to them until the first forward pass
+    for weight in weights:  # FSDP2 refers to the masters until the first forward pass
         free_memory_(weight.master)
     return None
 
 
 @torch.no_grad()
 def _fp8_parameter(master: Any, quantizer: Any) -> Parameter:
-    """An fp8 parameter that is sharded like `master` and has undefined contents."""
-    # The transpose, which Hopper's backward pass needs, is made from the gathered weight.
+    """Return an fp8 parameter with undefined contents, sharded like `master`."""
+    # Hopper's backward pass needs the transpose, which is made from the gathered weight.
     quantizer.set_usage(rowwise=True, columnwise=False)
     quantizer.internal = False
     parameter = Parameter(sharded_like(quantizer(local_of(master)), master), requires_grad=master.requires_grad)
@@ -150,6 +150,6 @@ def _fp8_parameter(master: Any, quantizer: Any) -> Parameter:
 def _gather(
     pre_all_gather: Any, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: nn.Module, mp_policy: Any
 ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-    """`Float8Tensor.fsdp_pre_all_gather` without transposes, with which a recomputation would find the weight freed."""
+    """Call `Float8Tensor.fsdp_pre_all_gather` without transposes: with them, recomputation finds the weight freed."""
     tensors, (scale_inv, _, _, fp8_dtype) = pre_all_gather(mesh, orig_size, contiguous_orig_stride, module, mp_policy)
     return tensors, (scale_inv, True, False, fp8_dtype)

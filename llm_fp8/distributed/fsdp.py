@@ -1,12 +1,12 @@
 """FSDP2: every decoder layer is a unit whose parameters are sharded over ranks along their first dimension.
 
-    between steps    each rank keeps its shard of every parameter, in the dtype that --optimizer has, and its state
-    forward          a layer's shards are gathered in the compute dtype (bf16) just before it runs and freed after it
-    backward         gathered again; gradients are reduce-scattered in fp32, then cast to the shards' dtype
+    between steps    each rank keeps its shard of every parameter, in the dtype of --optimizer, and its optimizer state
+    forward          a layer's shards are gathered in the compute dtype (bf16) before the layer and freed after it
+    backward         shards are gathered again; gradients are reduce-scattered in fp32 and cast to the shards' dtype
     accumulation     each rank keeps unsharded fp32 gradients until the last micro-batch (see `wgrad_fusion`)
     fsdp_grad        gathers once a step, and keeps unsharded weights and their fp8 casts between micro-batches
 
-The embedding, the final norm and the lm_head form the outermost unit: a tied matrix must not be in two. torch's
+Embedding, final norm and lm_head form the outermost unit, since a tied matrix must not be in two units. torch's
 `fully_shard` is called directly: `Accelerator.prepare` maps the optimizer's parameters by address, and those on the
 meta device share one. Inputs of a unit are not cast (`cast_forward_inputs`): the rotary table has to stay fp32.
 """
@@ -34,7 +34,7 @@ from llm_fp8.utils.torch_internals import fsdp_entries, gathered_parameter, loca
 
 
 class FsdpStrategy(DistributedStrategy):
-    """The fsdp modes; fsdp_hybrid shards inside a host, over `ranks_per_host` ranks, and copies between hosts."""
+    """The fsdp modes. fsdp_hybrid shards over the `ranks_per_host` ranks of a host and replicates over hosts."""
 
     shards_parameters = True
 
@@ -43,10 +43,10 @@ class FsdpStrategy(DistributedStrategy):
     ) -> None:
         super().__init__(mode, accelerator, options)
         self.compute_dtype = dtype
-        # Casts outlive a micro-batch where the weights do; fp8 parameters are cast already.
+        # Casts outlive a micro-batch if the weights do; fp8 parameters need no cast.
         self.caches_weight_casts = mode == "fsdp_grad" and not options.fp8_params
         self._stream: torch.cuda.Stream | None = None
-        """The backward pass's, in whose memory gradients are reduced; None where they cannot be."""
+        """Stream of the backward pass, from whose memory gradients are reduced; None if that is impossible."""
         num_ranks = accelerator.num_processes
         shape = (num_ranks // ranks_per_host, ranks_per_host) if mode == "fsdp_hybrid" else (num_ranks,)
         names = ("replicate", "shard")[-len(shape) :]
@@ -89,12 +89,12 @@ class FsdpStrategy(DistributedStrategy):
         if self._stream is not None:  # a capture runs on another stream
             self._stream = torch.cuda.current_stream()
         model.set_requires_gradient_sync(last or self.options.sync_every_micro_batch)
-        # Weights change between steps alone, so gathered ones serve all micro-batches.
+        # Weights change only between steps, so gathered weights serve all micro-batches.
         model.set_reshard_after_backward(last or self.mode != "fsdp_grad")
         yield
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
-        """On the accelerator's device, which the collective needs."""
+        """Return the unsharded parameter on the accelerator's device, which the collective needs."""
         sharded: Any = self.master_of(parameter)[1]
         if (remainder := remainder_of(parameter)) is not None:
             sharded = sharded_like(join_master(local_of(sharded), local_of(remainder)), sharded)
@@ -102,20 +102,20 @@ class FsdpStrategy(DistributedStrategy):
 
 
 def units_of(model: nn.Module) -> Iterator[FSDPModule]:
-    """The outermost unit and the decoder layers."""
+    """Iterate over the outermost unit and the decoder layers."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def _reshard_without_backward(model: nn.Module, *_: Any) -> None:
-    """After a forward pass without gradients, free the unsharded parameters, which checkpoints would hold otherwise."""
+    """Free unsharded parameters after a forward pass without gradients; otherwise checkpoints would hold them."""
     if not torch.is_grad_enabled():
         for unit in units_of(model):
             unit.reshard()
 
 
 def unsharded_gradients(model: nn.Module) -> FindMainGrad:
-    """Find FSDP2's gradients of sharded weights between micro-batches, which are unsharded and fp32 on every rank; in
-    forward passes the gathered weight stands in for the sharded one.
+    """Return a function that finds FSDP2's accumulated gradient of a sharded weight: unsharded and fp32 on every rank.
+    In forward passes the gathered weight replaces the sharded one.
     """
     entries = {id(weight): entry for unit in units_of(model) for weight, entry in fsdp_entries(unit)}
 
@@ -123,7 +123,7 @@ def unsharded_gradients(model: nn.Module) -> FindMainGrad:
         gathered, accumulated = gathered_parameter(entries.get(id(weight)))
         if gathered is None:
             return weight, None
-        # FSDP2 has no fp32 gradient of its own where the compute dtype is fp32 too.
+        # FSDP2 accumulates no separate fp32 gradient if the compute dtype is fp32 too.
         return gathered, gathered.grad if accumulated is None else accumulated
 
     return find
@@ -133,13 +133,13 @@ class MemorySavingReduceScatter:
     """FSDP2's reduce-scatter of a unit's gradients, with buffers from the backward pass's memory.
 
     PyTorch's allocator keeps memory by CUDA stream. FSDP2 allocates a rank's gradient shards (4 / N bytes per parameter
-    on N ranks) on the reduce-scatter's stream. On `stream()`, that of the backward pass, they take the place of
-    activations and unsharded gradients: FSDP2 drops its references to these between its two allocations, and main
-    gradients are released at the first. None allocates where FSDP2 does: on CPUs, and under fsdp_hybrid, where a third
-    stream, unknown to the allocator, reads the shards.
+    on N ranks) on the reduce-scatter's stream. Allocated on `stream()`, that of the backward pass, the shards reuse the
+    memory of activations and unsharded gradients: FSDP2 drops its references to both between its two allocations, and
+    main gradients are released at the first. If `stream()` is None, allocation is as in FSDP2: on CPUs, and under
+    fsdp_hybrid, where a third stream, unknown to the allocator, reads the shards.
 
-    FSDP2 casts reduced shards to the parameters' dtype, on the reduce-scatter's stream too. So where that is bf16
-    (`adamw_master`, `adamw_8bit`) the output is allocated in it, and the cast is made here.
+    FSDP2 also casts reduced shards to the parameters' dtype on the reduce-scatter's stream. So if that dtype is bf16
+    (`adamw_master`, `adamw_8bit`), the output is allocated in bf16 and the cast is made here.
     """
 
     def __init__(self, unit: FSDPModule, stream: Callable[[], torch.cuda.Stream | None]) -> None:
@@ -166,7 +166,7 @@ class MemorySavingReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         casts = output_tensor.dtype != input_tensor.dtype
-        # As FSDP2's default does it; torch 2.13 renamed reduce_scatter_tensor.
+        # The collective of FSDP2's default; torch 2.13 renamed reduce_scatter_tensor.
         reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         output = torch.empty_like(output_tensor, dtype=input_tensor.dtype) if casts else output_tensor
         work = reduce_scatter(output=output, input=input_tensor, group=group, op=op, async_op=async_op)

@@ -25,7 +25,7 @@ _LOST_PEER = (
 
 
 def start_process_group(ranks: LaunchRanks) -> None:
-    """Join the other processes of the launch, if any. Raises `UserError` where this one has no GPU or meets nobody."""
+    """Join the other processes of the launch, if any. Raise `UserError` without a GPU or if the others are not met."""
     if not ranks.launched or dist.is_initialized():
         return
     end_with_parent()
@@ -43,7 +43,7 @@ def start_process_group(ranks: LaunchRanks) -> None:
         store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
         attempt = dist.PrefixStore(f"attempt-{ranks.restart_count}", store)
         dist.init_process_group(backend, timeout=TIMEOUT, store=attempt, rank=rank, world_size=size)
-    except RuntimeError as error:  # torch's DistError, gloo's plain one
+    except RuntimeError as error:  # DistError of torch, RuntimeError of gloo
         reason = str(error).splitlines()[0]
         raise UserError(f"rank {ranks.rank} did not meet the other processes ({reason}); see their logs.") from error
 
@@ -53,15 +53,15 @@ def device_of_process() -> torch.device:
 
 
 def end_process_group(accelerator: Accelerator, is_own: bool) -> None:
-    """Free what a run prepared, and end the group unless the run was started in it."""
-    # DDP goes first. As the last owner of the group it would hold the GIL and wait for gloo's threads, which need it.
+    """Free everything that a run prepared. End the group if the run started it (`is_own`)."""
+    # Free DDP first: as the last owner of the group it would hold the GIL while it waits for gloo's threads.
     accelerator.free_memory()
     if is_own and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def largest(value: int) -> int:
-    """The largest `value` of all ranks. Collective on the CPU, without a GPU synchronisation."""
+    """Return the largest `value` of all ranks. Collective on the CPU, without a GPU synchronisation."""
     tensor = torch.tensor([value])
     if dist.is_initialized():
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
@@ -69,7 +69,7 @@ def largest(value: int) -> int:
 
 
 def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The `value` of every rank, in the order of ranks. Collective."""
+    """Return the `value` of every rank, in rank order. Collective."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -78,8 +78,8 @@ def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def decided_by_main(decide: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Call `decide` on rank 0, and return its result on every rank, or raise what it raised: on the others a
-    `UserError`. Collective.
+    """Call `decide` on rank 0 and return its result on every rank. If it raises, rank 0 raises the same exception and
+    the other ranks a `UserError`. Collective.
     """
     result: Any = None
     reason: str | None = None

@@ -1,11 +1,11 @@
-"""How the training loop runs on several GPUs: the interface, whose base class is one process, or DDP.
+"""The interface of the training loop to its processes. The base class serves one process, or DDP.
 
 strategy.shard(model, layers)              FSDP: before weights are loaded
 model, optimizer = strategy.prepare(model, optimizer)
 for each step:
     for each micro-batch:
         with strategy.micro_batch(model, last=...):
-            strategy.backward(loss)        loss: this rank's part of the global mean, see llm_fp8.step.stepper
+            strategy.backward(loss)        loss: this rank's share of the global mean, see llm_fp8.step.stepper
     grad_norm = strategy.step(optimizer, parameters, max_norm)
 """
 
@@ -31,21 +31,21 @@ from llm_fp8.optim.optimizers import clip_and_step, initialize_state, optimizer_
 from llm_fp8.utils.torch_internals import materialize_
 
 FindMainGrad: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor | None]]
-"""A module's weight -> the tensor that its forward passes see in its place, and its gradient so far, if any."""
+"""A module's weight -> the tensor that forward passes use for the weight, and the gradient so far, if any."""
 
 
 class DistributedStrategy:
     """One process (mode 'single'), or several with a copy of the model each.
 
-    The copies are DDP's or `plain`: then the last micro-batch of a step averages the gradients itself. Captured graphs
-    need plain copies, since a replay runs no hooks of DDP.
+    The copies are wrapped in DDP, or `plain`: then the last micro-batch of a step averages gradients itself. Graphs
+    need plain copies, since a replay does not run DDP's hooks.
     """
 
     shards_parameters = False  # parameters are DTensors, and weights are loaded shard by shard
     caches_weight_casts = True  # fp8 casts of weights may serve several micro-batches
     reentrant_te_checkpoints = False  # recomputed TE layers need a backward pass of their own
-    saves_itself = False  # weights and optimizer state, by `save_state`, and not by name
-    saved_by = "any mode but DeepSpeed's"  # can resume from a checkpoint, with any number of processes
+    saves_itself = False  # True: `save_state` writes weights and optimizer state, instead of `state` by name
+    saved_by = "any mode but DeepSpeed's"  # the modes that can resume each other's checkpoints, on any number of ranks
 
     def __init__(self, mode: str, accelerator: Accelerator, options: ParallelConfig, plain: bool = False) -> None:
         self.mode, self.accelerator, self.options, self._is_plain = mode, accelerator, options, plain
@@ -57,32 +57,32 @@ class DistributedStrategy:
             self.context_group = ContextGroup(size, accelerator.process_index % size)
 
     def shard(self, model: nn.Module, layers: nn.ModuleList, later: Collection[nn.Module] = ()) -> None:
-        """Shard the parameters of `model`; `layers` are the decoder's. With `later`, and under FSDP, those on the meta
-        device get memory, contents undefined, those of the modules `later` only by `give_memory_`.
+        """Shard the parameters of `model`; `layers` are the decoder's. Under FSDP, or with `later`, give parameters on
+        the meta device memory with undefined contents. Modules in `later` get memory only from `give_memory_`.
         """
         self.layers = layers
         if later:
             materialize_(model, self.accelerator.device, self.accelerator.device, later)
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, precision: Any = None) -> tuple[nn.Module, Any]:
-        """The model to call and the optimizer to step. --fp8_params needs the `Precision` of `model`."""
+        """Return the model to call and the optimizer to step. --fp8_params needs the `Precision` of `model`."""
         if self._is_plain:
             return model, self.accelerator.prepare(optimizer, device_placement=[False])
         return self.accelerator.prepare(model, optimizer, device_placement=[True, False])
 
     def without_ddp(self, model: nn.Module) -> nn.Module:
-        """Leave DDP from the next step on, if the prepared `model` is in it; returns the model to call."""
+        """Leave DDP from the next step on if the prepared `model` uses it; return the model to call."""
         if not isinstance(model, DistributedDataParallel):
             return model
         self._is_plain = True
-        return model.module  # DDP's hooks go with it, when the first graph is captured at the latest
+        return model.module  # DDP's hooks end with DDP, at the latest when the first graph is captured
 
     def main_grads(self, model: nn.Module) -> FindMainGrad | None:
-        """How the GEMMs of a prepared `model` find the gradients to add to; None if they must not add."""
+        """Return how GEMMs of a prepared `model` find the gradients to add to; None if GEMMs must not add."""
         return lambda weight: (weight, weight.grad)
 
     def reduces_by_hooks(self, last: bool) -> bool:
-        """Return True if a micro-batch's gradients are reduced when autograd, and not a GEMM, has accumulated them."""
+        """Return True if autograd's hooks reduce a micro-batch's gradients: a GEMM that accumulates calls none."""
         return self._reduces(last) and self.accelerator.num_processes > 1 and not self._is_plain
 
     def _reduces(self, last: bool) -> bool:
@@ -90,7 +90,7 @@ class DistributedStrategy:
 
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
-        """Encloses forward and backward of a micro-batch; gradients are reduced in the `last` one of a step only."""
+        """Enclose forward and backward of a micro-batch. Reduce gradients only in the `last` one of a step."""
         if not self._is_plain:
             context = contextlib.nullcontext() if self._reduces(last) else self.accelerator.no_sync(model)
         elif last and self.accelerator.num_processes > 1:
@@ -102,53 +102,53 @@ class DistributedStrategy:
             yield
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of `loss`, this rank's part of a sum over ranks."""
-        # The reduction averages over ranks, which this factor undoes.
+        """Accumulate the gradients of `loss`, this rank's share of a sum over ranks."""
+        # This factor undoes the reduction's average over ranks.
         self.accelerator.backward(loss * self.accelerator.num_processes)
 
     def step(self, optimizer: Any, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-        """Clip to the global norm `max_norm` (0: none), step, drop the gradients; the norm before clipping, fp32."""
+        """Clip to the global norm `max_norm` (0: none), step, drop the gradients. Return the unclipped norm, fp32."""
         self.accelerator.unscale_gradients()  # fp16 only
         norm = clip_and_step(optimizer, parameters, max_norm)
         optimizer.zero_grad(set_to_none=True)
         return norm
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
-        """The unsharded parameter on every rank, in fp32 where it has a remainder; collective where it is sharded."""
+        """Return the unsharded parameter on every rank, in fp32 if it has a remainder. Collective if it is sharded."""
         remainder = remainder_of(parameter)
         return parameter.detach() if remainder is None else join_master(parameter.detach(), remainder)
 
     def master_of(self, parameter: Any) -> tuple[Any, Tensor]:
-        """The parameter that the optimizer holds for `parameter`, and its values, which a checkpoint holds."""
+        """Return the parameter that the optimizer holds for `parameter`, and its values for a checkpoint."""
         return parameter, parameter.detach()
 
     def state(self, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-        """Name -> live tensor of trained weights and optimizer; none in a mode that saves itself."""
+        """Return name -> live tensor of trained weights and optimizer; empty if the strategy `saves_itself`."""
         masters = {name: self.master_of(p) for name, p in model.named_parameters() if p.requires_grad}
         tensors = {f"model.{name}": values for name, (_, values) in masters.items()}
         state = optimizer_tensors(optimizer, [(name, master) for name, (master, _) in masters.items()])
         return tensors | {f"optimizer.{name}": tensor for name, tensor in state.items()}
 
     def state_bytes(self) -> int:
-        """Bytes that `save_state` writes on all ranks together."""
+        """Return the bytes that `save_state` writes on all ranks together."""
         return 0
 
     def save_state(self, folder: Path) -> None:
-        """Write weights and optimizer state in a mode that saves itself, synced to disk. Collective."""
+        """Write weights and optimizer state if the strategy `saves_itself`, synced to disk. Collective."""
 
     def load_state(self, folder: Path, optimizer: Any) -> None:
-        """Restore what `save_state` wrote, or prepare the tensors of `state` to be read. Collective."""
+        """Restore what `save_state` wrote, or allocate the tensors of `state` for reading. Collective."""
         initialize_state(optimizer)
 
     def after_load(self, model: nn.Module, optimizer: Any, step: int) -> None:
-        """Compute anew what is derived from weights and `step`, once the tensors of `state` were read. Collective."""
+        """Recompute everything derived from weights and `step`, after the tensors of `state` are read. Collective."""
         set_completed_steps(optimizer, step)
 
 
 @contextlib.contextmanager
 def averaged_over_ranks(model: nn.Module, layers: nn.ModuleList) -> Iterator[None]:
-    """Average the gradients of the enclosed backward pass of `model` over the ranks: those of a decoder layer while the
-    pass goes on below it, the others at the end.
+    """Average the gradients of the enclosed backward pass of `model` over the ranks. Reduce a decoder layer's gradients
+    while the pass continues below the layer, and all others at the end.
     """
     remaining = {id(parameter): parameter for parameter in model.parameters()}
     reductions: list[Any] = []
@@ -160,7 +160,7 @@ def averaged_over_ranks(model: nn.Module, layers: nn.ModuleList) -> Iterator[Non
 
     def watch(above: nn.Module, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if inputs[0].requires_grad:
-            # The pass has left `layer`. GEMMs write to a gradient without autograd, but none of `above` is to come.
+            # The pass has left `layer`. GEMMs write gradients without autograd, but those of `above` are all launched.
             inputs[0].register_hook(lambda gradient: reduce(above.parameters()))
 
     with contextlib.ExitStack() as hooks:
