@@ -20,10 +20,10 @@ os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
 
 def train(description: str, parallel: bool = False) -> int:
     """Parse the command line, train, and return the exit code; `parallel` adds the options of train_multi_gpu.py."""
-    from llm_fp8.config.parser import parse_launch  # here, where `run_script` says what is not installed
+    from llm_fp8.config.parser import parse_launch  # here, so that `run_script` reports a missing package
 
     config = parse_launch(sys.argv[1:], os.environ, description.split("\n\n")[0], parallel)
-    # After the parser: --help and mistakes answer without loading the rest.
+    # After parsing, so that --help and mistakes are answered without loading the rest.
     with importing():
         from llm_fp8.run.run import run_training
         from llm_fp8.run.timeline import RunResults

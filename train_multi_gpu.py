@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Fine-tune a Llama, Qwen or Mistral model on several GPUs, of one host or of many, in FP8, MXFP8 or BF16.
+"""Fine-tune a Llama, Qwen or Mistral model on several GPUs, of one host or several, in FP8, MXFP8 or BF16.
 
     torchrun --nproc_per_node=8 train_multi_gpu.py --model_name meta-llama/Llama-3.1-8B \\
         --dataset_name nvidia/OpenMathInstruct-2 --batch_size 8 --max_seq_length 1024 \\
         --use_te --mixed_precision fp8 --sharding_mode fsdp_full --use_wandb
 
-The training is that of train_fp8.py; the options it adds say how model and data are spread (docs/multi_gpu.md).
+It trains as train_fp8.py does; further options spread the model and the data over GPUs (docs/multi_gpu.md).
 `--batch_size` is per GPU.
 """
 

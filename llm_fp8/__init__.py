@@ -1,4 +1,4 @@
-"""Fine-tuning of Llama, Qwen and Mistral models in FP8, MXFP8 and BF16: what scripts and other programs share."""
+"""Fine-tuning of Llama, Qwen and Mistral models in FP8, MXFP8 and BF16; the names for other programs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _PLACES = {
     "fine_tune": "llm_fp8.run.fine_tune",
 }
 
-# What importing torchao says of kernels that nothing here uses; transformers imports it wherever it is installed.
+# Hide torchao's import warnings, about kernels unused here; transformers imports torchao if it is installed.
 for _logger, _start in {"torchao": "Failed to load ", "torch.utils._pytree": "%s is an Enum subclass"}.items():
     logging.getLogger(_logger).addFilter(lambda record, start=_start: not str(record.msg).startswith(start))  # type: ignore[misc]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what `_PLACES` names when it is asked for: `import llm_fp8` loads no torch."""
+    """Import a name in `_PLACES` when it is used, so that `import llm_fp8` does not load torch."""
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_PLACES[name]), name)

@@ -1,4 +1,4 @@
-"""`llm-fp8 COMMAND ...`: the programs under one name. A launcher starts them as `torchrun -m llm_fp8 train ...`."""
+"""The command `llm-fp8`, which runs the other programs. A launcher starts it as `torchrun -m llm_fp8 train ...`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from llm_fp8.utils.errors import OneSentenceParser
 from llm_fp8.utils.script import importing, run_script
 
 PROGRAMS = {
-    "train": ("train_fp8", "fine-tune; in a process that torchrun or accelerate launch started, on several GPUs"),
-    "verify": ("llm_fp8.tools.verify.cli", "whether this machine, or each host of a launch, is fit to train"),
-    "memory": ("llm_fp8.tools.memory", "whether a model fits a GPU, and with which options; no GPU needed"),
-    "compare": ("llm_fp8.tools.compare.cli", "bf16 and fp8 runs that differ in nothing else"),
-    "diagnose": ("llm_fp8.tools.diagnose.cli", "where a step's precision, time and memory go"),
-    "evaluate": ("llm_fp8.tools.evaluate", "the share of held-out problems that a model answers right"),
+    "train": ("train_fp8", "fine-tune; started by torchrun or accelerate launch, on several GPUs"),
+    "verify": ("llm_fp8.tools.verify.cli", "check whether this machine, or each host of a launch, is fit to train"),
+    "memory": ("llm_fp8.tools.memory", "estimate whether a model fits a GPU, and with which options; needs no GPU"),
+    "compare": ("llm_fp8.tools.compare.cli", "compare bf16 and fp8 runs that differ in nothing else"),
+    "diagnose": ("llm_fp8.tools.diagnose.cli", "show where a step's precision, time and memory go"),
+    "evaluate": ("llm_fp8.tools.evaluate", "measure the share of held-out problems that a model answers right"),
     "export-fp8": ("llm_fp8.tools.export_fp8", "write an exported model in fp8, as vLLM loads it"),
 }
-"""Command -> module whose `main()` reads `sys.argv` and returns the exit code, and what it does."""
+"""Command -> module whose `main()` reads `sys.argv` and returns the exit code, and help text."""
 
 
 def main() -> None:
@@ -36,8 +36,8 @@ def _run() -> int:
     )
     parser.add_argument("--version", action="version", version=f"llm-fp8 {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
-    for name, (_, what) in PROGRAMS.items():
-        commands.add_parser(name, help=what, add_help=False)
+    for name, (_, summary) in PROGRAMS.items():
+        commands.add_parser(name, help=summary, add_help=False)
     command = parser.parse_args(sys.argv[1:2]).command
     module = PROGRAMS[command][0]
     if command == "train" and "RANK" in os.environ:

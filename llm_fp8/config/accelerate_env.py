@@ -1,8 +1,8 @@
-"""`accelerate launch --config_file x.yaml script.py` turns the file into variables, which become options here.
+"""Settings of `accelerate launch --config_file x.yaml script.py`, which reach the script as environment variables.
 
-They are removed, since Accelerate itself would convert or shard the model by them. The launcher also exports entries
-that nobody wrote, so its defaults give way to a flag; any other flag that contradicts the file is an error. Read in
-Accelerate 1.15.
+They become options here, and the variables are removed: Accelerate itself would convert or shard the model by them.
+The launcher also exports entries that nobody wrote, so a flag overrides a recipe entry that has the launcher's default.
+Any other flag that contradicts the file is an error. The names and defaults are those of Accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PREFIX = "ACCELERATE_FP8_"
 LAUNCH_FILE = "accelerate's launch configuration"
 ENGINES = {"FSDP": "FSDP_", "DEEPSPEED": "ACCELERATE_DEEPSPEED_"}  # launcher's name -> prefix of its variables
 _PREFIXES = (*ENGINES.values(), PREFIX, "ACCELERATE_GRADIENT_", "ACCELERATE_DYNAMO_", "PARALLELISM_CONFIG_")
-READ = {  # variables that options come from -> the launcher's default
+READ = {  # variable that sets an option -> the launcher's default
     "ACCELERATE_FP8_BACKEND": "TE",
     "ACCELERATE_FP8_FORMAT": "HYBRID",
     "ACCELERATE_FP8_AMAX_HISTORY_LEN": "1024",
@@ -37,7 +37,7 @@ READ = {  # variables that options come from -> the launcher's default
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "None",
 }
-DEFAULTS = {  # the launcher's; a variable of `fp8_config` or of this table that is not in `READ` must have it
+DEFAULTS = {  # the launcher's; outside `READ`, a variable of this table or of `fp8_config` must have its default
     **READ,
     "ACCELERATE_FP8_MARGIN": "0",
     "ACCELERATE_FP8_INTERVAL": "1",
@@ -55,7 +55,7 @@ DEFAULTS = {  # the launcher's; a variable of `fp8_config` or of this table that
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
 }
 RECIPE_ENTRIES: dict[str, Any] = {"fp8_format": str.upper, "amax_history_len": int, "amax_compute_algo": str.lower}
-"""Option that an entry of fp8_config sets for some recipes -> function that reads its value."""
+"""Option that an entry of fp8_config sets for some recipes -> function that converts the entry's text."""
 
 
 def is_on(value: str) -> bool:
@@ -64,55 +64,55 @@ def is_on(value: str) -> bool:
 
 
 def is_default(variable: str, value: str) -> bool:
-    """Return True if a value is the launcher's default, which writes true as 1."""
+    """Return True if `value` is the launcher's default for `variable`; the launcher writes true as 1."""
     default = DEFAULTS.get(variable, "")
     return value.lower() == default.lower() or (is_on(value) and is_on(default))
 
 
 def _variable(option: str) -> str:
-    """Return the variable that sets one of `RECIPE_ENTRIES`."""
+    """Return the launcher's variable for an option in `RECIPE_ENTRIES`."""
     return PREFIX + option.removeprefix("fp8_").upper()
 
 
 def _key(variable: str) -> str:
-    """Return the name of a variable in the launcher's file."""
+    """Return the key that sets `variable` in the launcher's file."""
     return variable.replace(PREFIX, "fp8_config.").removeprefix("ACCELERATE_").removeprefix("DEEPSPEED_").lower()
 
 
-def _not_supported(what: str) -> UserError:
-    return UserError(f"{what} of {LAUNCH_FILE} is not supported here; change it (docs/multi_gpu.md).")
+def _not_supported(setting: str) -> UserError:
+    return UserError(f"{setting} of {LAUNCH_FILE} is not supported here; change it (docs/multi_gpu.md).")
 
 
 def apply_launch_settings(config: Config, environ: MutableMapping[str, str], user_options: Collection[str]) -> Config:
-    """Complete `config`, unchecked, with the requests of `accelerate launch`, and remove them from `environ`. An
-    unsupported request raises `UserError`, and so does one that contradicts one of `user_options`, which the user set.
+    """Return `config`, not yet checked, with the settings of `accelerate launch`; remove these from `environ`. Raise
+    `UserError` for an unsupported setting, and for one that contradicts an option in `user_options`, set by the user.
     """
     ranks = LaunchRanks.from_environment(environ)
-    is_ddp = "ACCELERATE_DYNAMO_BACKEND" in environ and ranks.world_size > 1  # the launcher sets it always
+    is_ddp = "ACCELERATE_DYNAMO_BACKEND" in environ and ranks.world_size > 1  # the launcher always sets it
     requests = _take(environ)
     values, flags = {**DEFAULTS, **requests}, config.options
     weak = {"fp8_params", *(name for name in RECIPE_ENTRIES if is_default(_variable(name), values[_variable(name)]))}
-    idle: list[str] = []
+    ignored: list[str] = []
     with reading(LAUNCH_FILE, "of this run", "an entry"):
         launched = {"sharding_mode": "ddp"} if is_ddp else {}
         launched |= _sharding(values)
         mode = launched.get("sharding_mode") if flags["sharding_mode"] == "auto" else flags["sharding_mode"]
-        launched |= _precision(requests, mode, flags["fp8_scenario"], idle)
-    for key in idle if ranks.rank == 0 else ():  # entries that the recipe has no use for
-        say(f"WARNING: {key} of {LAUNCH_FILE} does nothing here.")
+        launched |= _precision(requests, mode, flags["fp8_scenario"], ignored)
+    for key in ignored if ranks.rank == 0 else ():  # entries that the recipe ignores
+        say(f"WARNING: {key} of {LAUNCH_FILE} has no effect on this run.")
     overridden = launched.keys() & user_options
     for name in sorted(overridden - weak):
         flag, entry = flags[name], launched[name]
-        # The file switches FSDP or DeepSpeed on, the flag may say which form of it.
-        is_form = name == "sharding_mode" and (entry == "ddp" or flag.split("_")[0] == entry.split("_")[0])
-        if flag != entry and not is_form:
-            raise UserError(f"--{name} {flag} contradicts {LAUNCH_FILE}, which asks for {entry}; change one.")
+        # The file switches FSDP or DeepSpeed on; the flag may choose another mode of the same engine.
+        is_same_engine = name == "sharding_mode" and (entry == "ddp" or flag.split("_")[0] == entry.split("_")[0])
+        if flag != entry and not is_same_engine:
+            raise UserError(f"--{name} {flag} contradicts {LAUNCH_FILE}, which asks for {entry}; change one of them.")
     return config.with_options(**{name: value for name, value in launched.items() if name not in overridden})
 
 
 def _take(environ: MutableMapping[str, str]) -> dict[str, str]:
-    """Remove the launcher's variables from `environ` and return the requests; `UserError` for an unsupported one."""
-    environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # names of entries, for Accelerate's own checks
+    """Remove the launcher's variables from `environ`; return those that set options, or raise `UserError`."""
+    environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # a list of keys, for Accelerate's own checks
     requests = {"precision": environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower()}
     for engine in ("MEGATRON_LM", "PARALLELISM_CONFIG"):
         if is_on(environ.pop(f"ACCELERATE_USE_{engine}", "")):
@@ -121,7 +121,7 @@ def _take(environ: MutableMapping[str, str]) -> dict[str, str]:
     unused = tuple(prefix for engine, prefix in ENGINES.items() if not is_on(requests[engine]))
     unused += () if requests["precision"] == "fp8" else (PREFIX,)
     for variable in [name for name in environ if name.startswith(_PREFIXES)]:
-        value = environ.pop(variable)  # FSDP2 handles by itself what `DEFAULTS` does not list
+        value = environ.pop(variable)  # FSDP2 needs none of the variables that `DEFAULTS` lacks
         if variable in READ:
             requests[variable] = value
         elif variable.startswith(unused) or is_default(variable, value):
@@ -132,12 +132,12 @@ def _take(environ: MutableMapping[str, str]) -> dict[str, str]:
 
 
 def te_recipe(environ: Mapping[str, str]) -> str:
-    """Return the recipe that Accelerate takes for Transformer Engine."""
+    """Return the recipe that Accelerate uses with Transformer Engine."""
     return "mxfp8" if is_on(environ.get("ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING", "")) else chosen(DEFAULT, "te")
 
 
-def _precision(requests: Mapping[str, str], mode: str | None, scenario: str, idle: list[str]) -> dict[str, Any]:
-    """Return the options of precision for a run in `mode` and `scenario`; add entries without effect to `idle`."""
+def _precision(requests: Mapping[str, str], mode: str | None, scenario: str, ignored: list[str]) -> dict[str, Any]:
+    """Return the precision options for a sharding `mode` and an fp8 `scenario`; add ignored keys to `ignored`."""
     values = {**DEFAULTS, **requests}
     if values["precision"] != "fp8":
         return {} if values["precision"] == "no" else {"mixed_precision": values["precision"]}
@@ -157,14 +157,14 @@ def _precision(requests: Mapping[str, str], mode: str | None, scenario: str, idl
         variable = _variable(name)
         is_written = not is_default(variable, values[variable])
         if name not in recipe.options:
-            idle += [_key(variable)] * is_written
-        elif variable in requests and (is_written or recipe.scales_lag):  # defaults are delayed scaling's
+            ignored += [_key(variable)] * is_written
+        elif variable in requests and (is_written or recipe.scales_lag):  # the defaults are those of delayed scaling
             settings[name] = convert(values[variable])
     return settings
 
 
 def _sharding(values: Mapping[str, str]) -> dict[str, Any]:
-    """Return the options of sharding, accumulation and clipping."""
+    """Return the options for sharding, gradient accumulation and clipping."""
     settings: dict[str, Any] = {}
     if is_on(values["FSDP"]):
         reshards, offloads = is_on(values["FSDP_RESHARD_AFTER_FORWARD"]), is_on(values["FSDP_OFFLOAD_PARAMS"])

@@ -1,8 +1,8 @@
 """Every option of the training scripts, declared once, as a field of a frozen dataclass.
 
-The field gives its type, default, choices, help text, range and what it needs or excludes; from it come the command
-line, the keys of a `--config` YAML file, the checks (`llm_fp8.config.validation`) and the entries of `run.json`.
-Precedence, lowest first: the field's default, the YAML file, the command line.
+A field gives the type, default, choices, help text and range of its option, and the options it needs or excludes. The
+command line, the keys of a `--config` YAML file, the checks (`llm_fp8.config.validation`) and the entries of `run.json`
+are all derived from the fields. Precedence, lowest first: the field's default, the YAML file, the command line.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any, Literal
 from llm_fp8.utils.errors import UserError, reading
 
 EMBEDDED = "embedded"  # the model and the dataset in this repository
-SCRATCH_LEARNING_RATE = 1e-3  # for weights that start random: the embedded model, and any with --random_init
+SCRATCH_LEARNING_RATE = 1e-3  # for random initial weights: the embedded model, and any with --random_init
 LORA_LEARNING_RATE = 2e-4
-AUTO_BATCH_SIZE = 0  # value of --batch_size auto until the run has settled it
+AUTO_BATCH_SIZE = 0  # stands for --batch_size auto until the run has chosen a size
 
 ALL_LINEAR = "all-linear"  # value of --lora_targets for every linear layer but the lm_head
 EXPERTS = "experts"  # entry of --lora_targets for the weights of routed experts
 DECODER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Hugging Face's names of a decoder layer's linear layers, in the order in which they compute."""
+"""Hugging Face's names of a decoder layer's linear layers, in the order of computation."""
 
-COLUMN_NAMES = (  # of a dataset that training reads (`llm_fp8.data.rows`); --columns maps them to other names
+COLUMN_NAMES = (  # columns that training reads (`llm_fp8.data.rows`); --columns maps them to the dataset's names
     "problem", "generated_solution", "messages", "tools", "conversations", "instruction", "input",
     "output", "prompt", "completion", "text", "system", "system_prompt", "history", "functions", "chat_template_kwargs",
 )  # fmt: skip
@@ -47,14 +47,15 @@ def option(
 ) -> Any:
     """Declare a dataclass field that becomes a command-line option.
 
-    A condition is the name of an option that must be on, or its name, `=` and values with wildcards, separated by `|`;
-    sharding_mode is 'single' on one GPU. Conditions can be joined by ` and ` or by ` or `; one of them may be on the
-    option's own value. Without those in `needs` the option has no effect; `excludes` says why it cannot go with others.
-    `alias` is its name in transformers, where the meaning is exactly the same, `bare` the value of a number whose flag
-    stands alone; `bounds` are at_least, at_most, above and below.
-    `resume`: a resumed run refuses a change unless --allow_changed names the option. 'same': it changes the result;
-    'scales': also what delayed scaling's histories mean; 'total_steps', 'global_batch_size': the setting it decides,
-    which is what is compared. A change of 'evaluation' is reported.
+    A condition is NAME, an option that must be on, or NAME=PATTERN|PATTERN with wildcards for its value; sharding_mode
+    is 'single' on one GPU. ` and ` or ` or ` joins conditions; one may test the option's own value. The option has no
+    effect unless all of `needs` hold, and cannot be combined with a condition in `excludes`, which gives the reason.
+    `alias` is the option's name in transformers, if the meaning is exactly the same. `bare` is the value of a numeric
+    option whose flag has no number. `bounds` are at_least, at_most, above and below.
+    `resume` says what a change means for a resumed run, which refuses it unless --allow_changed names the option.
+    'same': the result changes. 'scales': the meaning of delayed scaling's histories changes too. 'total_steps' and
+    'global_batch_size': the run compares this setting, which the option helps to decide, instead of the option.
+    'evaluation': the change is only reported.
     """
     declared = {"help": help, "aliases": [f"--{alias}"] if alias else [], "bare": bare, "bounds": bounds}
     return field(default=default, metadata={**declared, "needs": needs, "excludes": excludes or {}, "resume": resume})
@@ -67,26 +68,28 @@ class ModelConfig:
     model_name: str = option(
         EMBEDDED, "Hub id or folder of a Llama, Qwen or Mistral model, or 'embedded'.", alias="model_name_or_path"
     )
-    use_te: bool = option(False, "Decoder layers of Transformer Engine modules (te_llama.py), on an NVIDIA GPU.")
+    use_te: bool = option(
+        False, "Build decoder layers from Transformer Engine modules (te_llama.py), on an NVIDIA GPU."
+    )
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = option(
         "auto",
-        "Attention; auto: flash-attn 2 if installed, else sdpa.",
+        "Attention kernels; auto: flash-attn 2 if installed, else sdpa.",
         excludes={"use_te": "it has its own attention"},
     )
-    chat_template: str | None = option(None, "Chat template, a file or its text (default: the tokenizer's).")
+    chat_template: str | None = option(None, "Chat template: a file, or the text itself (default: the tokenizer's).")
     random_init: bool = option(False, "Start from random weights of the model's architecture.")
     gradient_checkpointing: float | Literal["auto"] = option(
-        0, "Recompute every n-th layer (no number: all), a share as 0.5, or auto: the fewest that let it fit.", bare=1
+        0, "Recompute every n-th layer (no number: all), a share such as 0.5, or auto: as few as memory allows.", bare=1
     )
     cuda_graphs: bool | None = option(
         None,
-        "Replay micro-batches as CUDA graphs, which takes memory (default: auto, where the GPU is idle).",
+        "Replay micro-batches as CUDA graphs, which takes memory (default: auto, if the GPU would be idle).",
         needs=("use_te", "packing", "sharding_mode=single|ddp|fsdp_grad|fsdp_full"),
         excludes={
-            "fp8_recast_weights": "gradients begin anew only where casts are kept",
+            "fp8_recast_weights": "a step's gradients start from zero only if casts are kept",
             "sync_every_micro_batch": "gradients are reduced after the last micro-batch",
             "lora_dropout": "recomputed layers would draw other random numbers",
-            f"optimizer=adamw_fp32 and {WHOLE_MODEL}": "they are for bf16 parameters",
+            f"optimizer=adamw_fp32 and {WHOLE_MODEL}": "graphs need bf16 parameters",
         },
     )
 
@@ -105,48 +108,48 @@ class PrecisionConfig:
         "Transformer Engine, or torchao without --use_te (emulated on a CPU).",
         needs=(IN_FP8,),
         excludes={
-            "use_te": "those layers are Transformer Engine's",
+            "use_te": "its layers are Transformer Engine's",
             "sharding_mode=deepspeed_*": "DeepSpeed moves parameters of compiled modules",
             "lora_rank": "torchao computes gradients of frozen weights too",
-            "mixed_precision=auto": "Transformer Engine's modules are measured",
+            "mixed_precision=auto": "auto measures Transformer Engine's modules",
         },
         resume="same",
     )
     fp8_scenario: str = option(  # choices and help come from the table, in the parser
-        "default", "What this GPU lacks falls back to 'default' with a warning.", needs=(IN_FP8,)
+        "default", "A recipe that this GPU lacks falls back to 'default' with a warning.", needs=(IN_FP8,)
     )
     fp8_format: Literal["HYBRID", "E4M3"] | None = option(
         None, "E4M3, or HYBRID: E5M2 for gradients (default of delayed and current).", needs=(IN_FP8,), resume="scales"
     )
     amax_history_len: int | None = option(
-        None, "Passes in the history (default: 1024).", needs=(IN_FP8,), resume="scales", at_least=1
+        None, "Number of passes in the amax history (default: 1024).", needs=(IN_FP8,), resume="scales", at_least=1
     )
     amax_compute_algo: Literal["max", "most_recent"] | None = option(
-        None, "The amax of that history that sets the scale (default: max).", needs=(IN_FP8,), resume="same"
+        None, "Which amax of that history sets the scale (default: max).", needs=(IN_FP8,), resume="same"
     )
     fp8_bf16_modules: str = option(
         "",
-        "Modules in bf16, with commas: layers.0, layers.-4:, qkv, 0.mlp or patterns (layers.2?.*).",
+        "Modules to keep in bf16, with commas: layers.0, layers.-4:, qkv, 0.mlp or patterns (layers.2?.*).",
         needs=(IN_FP8,),
         resume="scales",
     )
     fp8_recast_weights: bool = option(
         False,
-        "Keep no fp8 casts of weights: two bytes per weight less, slower (one GPU and ddp).",
+        "Keep no fp8 casts of weights: saves two bytes per weight, but is slower (one GPU and ddp).",
         needs=(IN_FP8, WHOLE_MODEL),
         excludes={"fp8_backend=torchao": "torchao keeps no casts", "lora_rank": "frozen weights are cast once"},
         resume="same",
     )
     fp8_until: float = option(
         1.0,
-        "Share of the steps in fp8; the last ones run in bf16.",
+        "Share of the steps that run in fp8; the rest, at the end, run in bf16.",
         needs=(IN_FP8,),
-        excludes={"fp8_params": "weights are kept in fp8 alone"},
+        excludes={"fp8_params": "modules hold their weights only in fp8"},
         resume="same",
         above=0,
         at_most=1,
     )
-    fp8_strict: bool = option(False, "Stop where an fp8 recipe would fall back to another.", needs=(IN_FP8,))
+    fp8_strict: bool = option(False, "Stop instead of falling back to another fp8 recipe.", needs=(IN_FP8,))
 
 
 @dataclass(frozen=True)
@@ -156,34 +159,35 @@ class DataConfig:
     dataset_name: str = option(
         EMBEDDED, "Hub id (NAME:CONFIG), folder, file, pattern of files, or 'embedded'; several with commas."
     )
-    dataset_weights: str | None = option(None, "Shares of several datasets, as in 0.7,0.3 (default: all of each).")
+    dataset_weights: str | None = option(None, "Shares of several datasets, as in 0.7,0.3 (default: all rows of each).")
     eval_dataset_name: str | None = option(None, "Dataset to evaluate on (default: see --validation_split_name).")
     columns: str | None = option(
-        None, f"Columns by our names, as in problem=question (default: the same). Ours: {', '.join(COLUMN_NAMES)}."
+        None, f"Our names=the dataset's, as in problem=question (default: ours). Ours: {', '.join(COLUMN_NAMES)}."
     )
-    split_name: str | None = option(None, "Split to train on (default: train_1M where the dataset has it, else train).")
+    split_name: str | None = option(None, "Split to train on (default: train_1M if the dataset has it, else train).")
     validation_split_name: str | None = option(None, "Split to evaluate on (default: validation, else a share).")
     validation_fraction: float | None = option(
         None,
         "Share of the training problems to evaluate on; 0: none (default: 0.01, but at least 100 rows).",
-        excludes=dict.fromkeys(("eval_dataset_name", "validation_split_name"), "that says what to evaluate on"),
+        excludes=dict.fromkeys(("eval_dataset_name", "validation_split_name"), "that option sets the evaluation data"),
         at_least=0,
         below=1,
     )
     num_of_samples: int | None = option(None, "Use only the first rows of the split (default: all).", at_least=1)
     streaming: bool = option(False, "Read the dataset as a stream, without preparing it first.", needs=("max_steps",))
-    max_seq_length: int = option(1024, "Tokens of a sequence; see --overlong for longer samples.", at_least=1)
+    max_seq_length: int = option(1024, "Tokens per sequence; see --overlong for longer samples.", at_least=1)
     batch_size: int = option(
         8,
-        "Sequences of a micro-batch per GPU, or auto: as many as fit.",
+        "Sequences per micro-batch and GPU, or auto: as many as fit.",
         alias="per_device_train_batch_size",
         resume="global_batch_size",
     )
     packing: bool | None = option(None, "Pack whole samples into full sequences (default: on with --use_te).")
-    train_on_prompt: bool = option(False, "Take the loss on the prompt too, not on the solution only.")
-    overlong: Literal["drop", "truncate"] = option("drop", "What happens to a sample longer than max_seq_length.")
+    train_on_prompt: bool = option(False, "Compute the loss on the prompt too, not only on the solution.")
+    overlong: Literal["drop", "truncate"] = option("drop", "Drop or truncate samples longer than --max_seq_length.")
     chat_template_kwargs: str | None = option(
-        None, "JSON of the chat template's variables, as in '{\"enable_thinking\": false}'; a row's column wins."
+        None,
+        "JSON of the chat template's variables, as in '{\"enable_thinking\": false}'; a row's column overrides it.",
     )
 
     @property
@@ -193,7 +197,7 @@ class DataConfig:
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """The object in --chat_template_kwargs; `UserError` where it is none."""
+        """The object in --chat_template_kwargs; raises `UserError` if it is not an object."""
         with reading("--chat_template_kwargs", self.chat_template_kwargs, "JSON", "Give an object."):
             return dict(json.loads(self.chat_template_kwargs or "{}").items())
 
@@ -215,12 +219,12 @@ class OptimConfig:
     max_steps: int | None = option(None, "Optimizer steps, in place of --num_epochs.", resume="total_steps", at_least=1)
     learning_rate: float = option(
         1e-5,
-        f"Peak (default: 1e-5, {LORA_LEARNING_RATE:g} for LoRA, {SCRATCH_LEARNING_RATE:g} for random weights).",
+        f"Peak rate (default: 1e-5, {LORA_LEARNING_RATE:g} for LoRA, {SCRATCH_LEARNING_RATE:g} for random weights).",
         resume="same",
         at_least=0,
     )
     gradient_accumulation_steps: int = option(1, "Micro-batches per step.", resume="global_batch_size", at_least=1)
-    merge_micro_batches: bool = option(True, "Run as many micro-batches of a step as one as fit the GPU's memory.")
+    merge_micro_batches: bool = option(True, "Merge micro-batches of a step, as many as fit GPU memory.")
     num_warmup_steps: int = option(100, "Steps of linear warm-up, at most a tenth of all.", resume="same", at_least=0)
     lr_scheduler: Literal["linear", "cosine", "constant"] = option(
         "cosine", "Shape of the learning rate after warm-up.", alias="lr_scheduler_type", resume="same"
@@ -232,11 +236,11 @@ class OptimConfig:
         "auto",
         "adamw_fp32: 16 bytes a parameter; adamw_master: bf16 with master weights, 12; adamw_8bit: bf16, stochastic "
         "rounding, 6; auto: adamw_master on GPUs in bf16 or fp8, adamw_fp32 elsewhere and under DeepSpeed.",
-        excludes={"optimizer=adamw_8bit|adamw_master and sharding_mode=deepspeed_*": "it has its own master weights"},
+        excludes={"optimizer=adamw_8bit|adamw_master and sharding_mode=deepspeed_*": "DeepSpeed has master weights"},
     )
     offload_optimizer: float = option(
         0.0,
-        "Share of adamw_master's state in host memory, 0 to 1; on one GPU, or under ddp.",
+        "Share of adamw_master's state to keep in host memory, 0 to 1; on one GPU or under ddp.",
         needs=("optimizer=auto|adamw_master", WHOLE_MODEL),
         excludes={"lora_rank": "frozen weights have no optimizer state"},
         at_least=0,
@@ -250,40 +254,40 @@ class RunConfig:
     """Output, reports, evaluation and checkpoints of the run."""
 
     output_dir: str | None = option(None, "Folder of the run (default: a new one under runs/).")
-    dry_run: bool = option(False, "Prepare the data, print counts, steps and memory, and end.")
+    dry_run: bool = option(False, "Prepare the data, print counts, steps and memory, and exit.")
     resume_from: str | None = option(None, "'latest', or a checkpoint folder to continue from (default: start anew).")
-    allow_changed: str | None = option(None, "Options that resuming changes (default: none).", needs=("resume_from",))
+    allow_changed: str | None = option(None, "Options that may have changed (default: none).", needs=("resume_from",))
     save_every: int | None = option(
         None,
-        "Steps between checkpoints, besides one every 30 minutes; 0: none (default: every 30 minutes).",
+        "Steps between checkpoints, in addition to one every 30 minutes; 0: none (default: every 30 minutes).",
         alias="save_steps",
         at_least=0,
     )
-    save_total_limit: int = option(2, "Checkpoints kept, besides that of --keep_best.", at_least=1)
+    save_total_limit: int = option(2, "Checkpoints to keep, not counting that of --keep_best.", at_least=1)
     export: bool = option(True, "Write the final weights as a Hugging Face checkpoint with tokenizer and model card.")
     eval_every: int = option(
         0, "Steps between evaluations; 0: at the end only.", alias="eval_steps", resume="evaluation", at_least=0
     )
     keep_best: bool = option(
-        False, "Keep and export the checkpoint of the lowest eval loss.", needs=("eval_every",), resume="evaluation"
+        False, "Keep and export the checkpoint with the lowest eval loss.", needs=("eval_every",), resume="evaluation"
     )
     early_stopping_patience: int = option(
         0,
-        "Evaluations without a lower eval loss that end the run; 0: never.",
+        "End the run after this many evaluations without a lower eval loss; 0: never.",
         needs=("eval_every",),
         resume="evaluation",
         at_least=0,
     )
     eval_batches: int | None = option(None, "Batches per evaluation (default: all).", resume="evaluation", at_least=1)
-    certify: bool | None = option(None, "Exit with 1 if other kernels run than requested (default: on with a GPU).")
+    certify: bool | None = option(None, "Exit with 1 unless the requested kernels run (default: on with a GPU).")
     log_every: int = option(10, "Optimizer steps between log lines.", alias="logging_steps", at_least=1)
-    use_wandb: bool = option(False, "Log to Weights & Biases; WANDB_RUN_GROUP and its like hold.")
+    use_wandb: bool = option(False, "Log to Weights & Biases; its variables, such as WANDB_RUN_GROUP, apply.")
     report_to: str = option("none", "Accelerate's trackers to log to, as in wandb,tensorboard,mlflow.")
     wandb_project: str | None = option(
         None, "Project in W&B and other trackers (default: WANDB_PROJECT, else llm-fp8).", needs=("use_wandb",)
     )
     wandb_run_name: str | None = option(
-        None, "Name of the run there (default: the tracker makes one up).", needs=("use_wandb",)
+        None, "Name of the run in trackers (default: the tracker chooses one).", needs=("use_wandb",)
     )
 
     @property
@@ -306,18 +310,18 @@ class LoraConfig:
         0, "Rank of adapters; 0: none.", excludes={"sharding_mode=deepspeed_*": "use ddp or FSDP"}, at_least=0
     )
     lora_alpha: float | None = option(
-        None, "Adapters are scaled by this over --lora_rank (default: twice the rank).", needs=("lora_rank",), above=0
+        None, "Scale adapters by this divided by --lora_rank (default: twice the rank).", needs=("lora_rank",), above=0
     )
     lora_dropout: float = option(0.0, "Dropout before adapters.", needs=("lora_rank",), at_least=0, below=1)
     lora_targets: str = option(
         ALL_LINEAR,
-        "Layers with an adapter, as q_proj,experts, or all but lm_head and routed experts.",
+        "Layers that get an adapter, as in q_proj,experts; all-linear: all but lm_head and routed experts.",
         needs=("lora_rank",),
     )
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The names in --lora_targets, in order; `UserError` where there is none, or all-linear beside other layers."""
+        """The names in --lora_targets, in order; raises `UserError` for no names, or all-linear with other layers."""
         names = names_in(self.lora_targets)
         if not names or (ALL_LINEAR in names and not {*names} <= {ALL_LINEAR, EXPERTS}):
             raise UserError(f"--lora_targets must name layers, as in q_proj,v_proj, or be {ALL_LINEAR}[,{EXPERTS}].")
@@ -336,17 +340,17 @@ ShardingMode = Literal[
 
 @dataclass(frozen=True)
 class Mode:
-    """How a sharding mode spreads a model over N GPUs.
-    Bytes are per parameter on one GPU, of weights, gradients and optimizer state between micro-batches: with
-    `adamw_master` 12 in ddp, 12 / N + 2 (unsharded bf16 weights) in fsdp_grad and 12 / N in fsdp_full. fsdp modes have
-    4 more while gradients are accumulated, unless --sync_every_micro_batch reduces them at once.
+    """Properties of a sharding mode, which spreads a model over N GPUs.
+    Bytes count weights, gradients and optimizer state per parameter on one GPU between micro-batches. `adamw_master`
+    takes 12 in ddp, 12 / N + 2 (for unsharded bf16 weights) in fsdp_grad and 12 / N in fsdp_full. The fsdp modes take
+    4 more while gradients accumulate, unless --sync_every_micro_batch reduces them at once.
     """
 
     engine: Literal["copies", "fsdp", "deepspeed"]  # every GPU has a copy, or FSDP2 or DeepSpeed shards it
-    unsharded_bytes: int = 0  # on every GPU beside its shard
+    unsharded_bytes: int = 0  # on every GPU, in addition to its shard
     sharded_bytes: int | None = None
-    """Bytes that are divided by N, where the engine keeps master weights and state; None: those of --optimizer."""
-    on_host: bool = False  # weights and optimizer state are in the memory of the host
+    """Bytes to divide by N if the engine keeps master weights and optimizer state; None: --optimizer sets them."""
+    on_host: bool = False  # weights and optimizer state are in host memory
 
     @property
     def holds_masters(self) -> bool:
@@ -378,16 +382,16 @@ class ParallelConfig:
         "auto: the first of ddp, fsdp_grad and fsdp_full that fits.",
     )
     sync_every_micro_batch: bool = option(
-        False, "Reduce gradients after each micro-batch, for less memory.", needs=("sharding_mode=ddp|fsdp_*",)
+        False, "Reduce gradients after each micro-batch, which saves memory.", needs=("sharding_mode=ddp|fsdp_*",)
     )
     fp8_params: bool = option(
         False,
-        "Gather the decoder's weights in fp8, half the bytes of bf16; with --use_te, keep them so.",
+        "Gather decoder weights in fp8, half the bytes of bf16; with --use_te, modules hold them in fp8.",
         needs=(IN_FP8, "use_te or fp8_backend=torchao", "sharding_mode=fsdp_grad|fsdp_full|fsdp_hybrid"),
         excludes={
             "fp8_backend=torchao and sharding_mode=fsdp_hybrid": "use fsdp_grad or fsdp_full",
-            "optimizer=adamw_master|adamw_8bit": "it keeps fp32 weights",
-            "mixed_precision=auto": "the bf16 that is measured would gather in fp8 too",
+            "optimizer=adamw_master|adamw_8bit": "--fp8_params keeps fp32 weights",
+            "mixed_precision=auto": "the measured bf16 run would gather in fp8 too",
         },
     )
     context_parallel_size: int = option(
@@ -395,9 +399,9 @@ class ParallelConfig:
         "GPUs that share the tokens of a sequence.",
         needs=("use_te", "sharding_mode=fsdp_*"),
         excludes={
-            "mixed_precision=no": "attention over several GPUs takes bf16",
-            "mixed_precision=auto": "what is measured is one GPU's work",
-            "cuda_graphs": "a graph cannot take turns in a ring",
+            "mixed_precision=no": "attention over several GPUs runs in bf16",
+            "mixed_precision=auto": "auto measures the work of one GPU",
+            "cuda_graphs": "a graph cannot contain the exchange between GPUs",
         },
         at_least=1,
     )
@@ -405,9 +409,9 @@ class ParallelConfig:
         None, "DeepSpeed's JSON file (default: configs/ds_z1.json to ds_z3.json).", needs=("sharding_mode=deepspeed_*",)
     )
     async_save: bool = option(
-        False, "Write checkpoints in the background.", excludes={"sharding_mode=deepspeed_*": "it writes its own"}
+        False, "Write checkpoints in the background.", excludes={"sharding_mode=deepspeed_*": "DeepSpeed writes them"}
     )
-    empty_cache_freq: int = option(0, "Steps after which cached GPU memory is returned; 0: never.", at_least=0)
+    empty_cache_freq: int = option(0, "Steps between releases of cached GPU memory; 0: never.", at_least=0)
 
     @property
     def num_slices(self) -> int:
@@ -433,11 +437,11 @@ class Config:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Every option by its name."""
+        """Values of all options by name."""
         return {name: value for section in vars(self).values() for name, value in vars(section).items()}
 
     def with_options(self, **options: Any) -> Config:
-        """Return a copy with other values of these options."""
+        """Return a copy with these options replaced."""
         sections = {
             name: dataclasses.replace(section, **{key: options[key] for key in vars(section) if key in options})
             for name, section in vars(self).items()
@@ -446,7 +450,7 @@ class Config:
 
     @property
     def always_graphs(self) -> bool:
-        """True if every micro-batch runs as a CUDA graph or beside the graphs."""
+        """True if --cuda_graphs is on, so that the run captures graphs whether or not the GPU would be idle."""
         return bool(self.model.cuda_graphs)
 
     @property
@@ -456,24 +460,24 @@ class Config:
 
     @property
     def trains_adapters(self) -> bool:
-        """True if adapters are trained beside layers of a model whose own weights are frozen."""
+        """True if the run trains adapters and the model's own weights are frozen."""
         return self.lora.lora_rank > 0
 
     @property
     def draws_weights(self) -> bool:
-        """True if the run starts from random weights that no checkpoint has."""
+        """True if the run starts from random weights, not from a checkpoint."""
         return self.model.random_init or self.model.model_name == EMBEDDED
 
     @property
     def default_learning_rate(self) -> float:
-        """The peak of a run without --learning_rate."""
+        """Peak learning rate of a run without --learning_rate."""
         if self.draws_weights:
             return SCRATCH_LEARNING_RATE
         return LORA_LEARNING_RATE if self.trains_adapters else self.optim.learning_rate
 
 
 def names_in(listed: str | None) -> tuple[str, ...]:
-    """Return the names between an option's commas, each once."""
+    """Return the comma-separated names of an option, each once."""
     return tuple(dict.fromkeys(name.strip() for name in (listed or "").split(",") if name.strip()))
 
 
@@ -488,7 +492,7 @@ FIELDS = {each.name: each for section in SECTIONS.values() for each in dataclass
 RESUME = {name: each.metadata["resume"] for name, each in FIELDS.items() if each.metadata["resume"]}
 """Option -> what it means for a resumed run (see `option`)."""
 SETTINGS = {name: name if kind in ("same", "scales") else kind for name, kind in RESUME.items() if kind != "evaluation"}
-"""Option -> the setting, itself or what it decides, that a resumed run compares."""
+"""Option -> the setting that a resumed run compares: the option itself or what it helps to decide."""
 
 OTHER_NAMES = {  # other trainers' options that do not resemble ours, or mean something else -> advice
     "accumulate_grad_batches grad_accum grad_accum_steps": "use --gradient_accumulation_steps",
@@ -503,7 +507,7 @@ OTHER_NAMES = {  # other trainers' options that do not resemble ours, or mean so
     "data_files data_path train_data train_dataset train_file": "use --dataset_name",
     "dataset_text_field": "use --columns text=NAME",
     "deepspeed": "use --sharding_mode deepspeed_2 or --deepspeed_config",
-    "eval_batch_size per_device_eval_batch_size": "evaluation has the --batch_size of training",
+    "eval_batch_size per_device_eval_batch_size": "evaluation uses --batch_size",
     "fsdp": "use --sharding_mode",
     "gpus n_gpus nproc_per_node num_gpus": "use torchrun --nproc_per_node with train_multi_gpu.py",
     "hub_model_id push_to_hub": "upload final/ with 'hf upload'",

@@ -1,4 +1,4 @@
-"""The command line and the `--config` file: from words to a `Config`."""
+"""Parser of the command line and the `--config` file, which returns a `Config`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER
 
 
 class _ShortHelp(argparse.HelpFormatter):
-    """Help of the most used options alone."""
+    """Formatter of the help for the most used options only."""
 
     def add_argument(self, action: argparse.Action) -> None:
         if action.dest in (*MOST_USED, "help", "help_all", "config"):
@@ -47,7 +47,7 @@ def number_or_auto(word: str) -> int:
 
 
 def number_or_share_or_auto(word: str) -> float | str:
-    """Read a --gradient_checkpointing: every n-th layer, a share of them, all or none, or 'auto'."""
+    """Read a --gradient_checkpointing: n for every n-th layer, a share, a boolean for all or none, or 'auto'."""
     with contextlib.suppress(ValueError):
         return int(true_or_false(word))
     return word if word == "auto" else int(word) if word.isdecimal() else number(float, at_least=0, at_most=1)(word)
@@ -59,7 +59,7 @@ def true_or_false(word: str) -> bool:
 
 
 def true_or_false_or_auto(word: str) -> bool | None:
-    """Read a boolean, or 'auto' as None: the run decides."""
+    """Read a boolean, or 'auto' as None, so that the run decides."""
     return None if word == "auto" else true_or_false(word)
 
 
@@ -70,7 +70,7 @@ def with_underscores(word: str) -> str:
 
 
 def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hint: Any) -> None:
-    """Add `--name value` and its alias. A boolean can be a bare flag, and has `--no_name` unless it is off anyway."""
+    """Add `--name value` and its alias. A boolean may be a bare flag, with `--no_name` unless the default is False."""
     kind = next(each for each in get_args(hint) if each is not NoneType) if NoneType in get_args(hint) else hint
     text, bare, bounds = (field.metadata[key] for key in ("help", "bare", "bounds"))
     if field.default is not None and "(default:" not in text:
@@ -81,10 +81,10 @@ def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hi
     elif kind is bool:
         value, bare = {"type": true_or_false_or_auto if NoneType in get_args(hint) else true_or_false}, True
     elif kind is str:
-        value = {"type": os.path.expanduser}  # no shell replaces `~` in a file or after `=`
+        value = {"type": os.path.expanduser}  # the shell does not expand `~` in a YAML file or after `=`
     if bare is not None:
         value |= {"nargs": "?", "const": bare}
-    # Without a default, the parsed options are the typed ones.
+    # No defaults: the parsed options are those that were typed.
     place: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": field.name}
     group.add_argument(f"--{field.name}", *field.metadata["aliases"], help=text, **value, **place)
     if kind is bool and field.default is not False:
@@ -92,7 +92,7 @@ def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hi
 
 
 class OptionsParser(OneSentenceParser):
-    """The command line of train_fp8.py, or with `parallel` of train_multi_gpu.py, which adds `ParallelConfig`."""
+    """Parser of the options of train_fp8.py; `parallel` adds `ParallelConfig`, for train_multi_gpu.py."""
 
     full_help = "--help_all"
 
@@ -123,15 +123,15 @@ class OptionsParser(OneSentenceParser):
 
     def hint(self, option: str) -> str:
         name = option.lstrip("-").replace("-", "_")
-        if instead := [what for names, what in OTHER_NAMES.items() if name in names.split()]:
-            return f" ({option}: {instead[0]})"
+        if advice := [text for names, text in OTHER_NAMES.items() if name in names.split()]:
+            return f" ({option}: {advice[0]})"
         if name in {each.name for each in dataclasses.fields(ParallelConfig)}:
-            return " (options of sharding belong to train_multi_gpu.py)"
+            return " (train_multi_gpu.py has the sharding options)"
         return super().hint(f"--{name}")
 
 
 def words_of(options: Mapping[str, Any]) -> list[str]:
-    """Return options (None: not set) as command-line words, to be parsed and checked like typed ones."""
+    """Return options that are not None as command-line words, to be parsed and checked like typed ones."""
     return [f"--{name}={_word(value)}" for name, value in options.items() if value is not None]
 
 
@@ -142,7 +142,7 @@ def _word(value: Any) -> str:
 
 
 def _loader(*kinds: str) -> type[yaml.SafeLoader]:
-    """Return a YAML loader that converts scalars of these `kinds` and leaves all others text."""
+    """Return a YAML loader that converts scalars of these `kinds` and leaves all others as text."""
     rows = yaml.SafeLoader.yaml_implicit_resolvers.items()
     resolvers = {first: [(tag, form) for tag, form in row if tag.split(":")[-1] in kinds] for first, row in rows}
     return type("Loader", (yaml.SafeLoader,), {"yaml_implicit_resolvers": resolvers})
@@ -163,8 +163,8 @@ def parse_config(argv: list[str], prog: str = "train_fp8.py", parallel: bool = F
 def parse_launch(
     argv: list[str], environ: MutableMapping[str, str], description: str | None = None, parallel: bool = False
 ) -> Config:
-    """Parse a command line as `parse_config` does, and apply what `accelerate launch` asks for. Its variables, and
-    those that an earlier launch left over, are removed from `environ`. `UserError` if script and launch do not fit.
+    """Parse a command line as `parse_config` does, then apply the settings of `accelerate launch`. Remove its variables
+    and those left by an earlier launch from `environ`. Raise `UserError` if the script does not fit the launch.
     """
     parser = OptionsParser(parallel, description=description)
     typed, names = _read(argv, parser)
@@ -182,19 +182,19 @@ def parse_launch(
         changed = {name: value for name, value in config.options.items() if value != typed.options[name]}
         parser.parse_args(words_of(changed))
     if not parallel and (ranks.world_size > 1 or config.parallel.sharding_mode != "auto"):
-        raise UserError("train_fp8.py is one process; use train_multi_gpu.py, or unset WORLD_SIZE, ACCELERATE_USE_*.")
+        raise UserError("train_fp8.py runs one process; use train_multi_gpu.py, or unset WORLD_SIZE, ACCELERATE_USE_*.")
     check_options(config)
     return config
 
 
 def _read(argv: list[str], parser: OptionsParser) -> tuple[Config, frozenset[str]]:
-    """Parse the options without checking them; return them, and the names of those typed or in the YAML file."""
+    """Parse the options without checking them; return them and the names of those typed or in the YAML file."""
     path = parser.parse_known_args(argv)[0].config
     words, names = list[str](), list[str]()
     if path:
         with reading("--config", path, "YAML", "Give a file of 'option: value' lines."):
             content = Path(path).expanduser().read_bytes()
-            # An option's own type reads its text; what an object holds has the types of JSON.
+            # Options stay text, which their own types read; values inside an object get JSON's types.
             texts, typed = (yaml.load(content, loader) or {} for loader in (_TEXTS, _JSON))
             words = words_of(texts | {name: each for name, each in typed.items() if isinstance(each, dict)})
             names = [name.value for name, _ in getattr(yaml.compose(content), "value", [])]
@@ -202,9 +202,9 @@ def _read(argv: list[str], parser: OptionsParser) -> tuple[Config, frozenset[str
     flags = parser._option_string_actions
     names = [getattr(flags.get(with_underscores(f"--{name}")), "dest", name) for name in names]
     if twice := [name for name in names if names.count(name) > 1]:
-        parser.error(f"it has '{twice[0]}' twice; leave one")
-    if parser.parse_args(words).config is not None:  # alone, so that an error names the file
-        parser.error("it names another --config, which is not read")
+        parser.error(f"it sets '{twice[0]}' twice; remove one")
+    if parser.parse_args(words).config is not None:  # parsed alone, so that an error names the file
+        parser.error("it names another --config, which is not read; remove it")
     parser.origin = ""
     options = vars(parser.parse_args([*words, *argv]))
     config = Config().with_options(**options)

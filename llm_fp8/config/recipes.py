@@ -1,6 +1,5 @@
-"""The table of fp8 recipes, which everything reads. To add a recipe, add a row: plain data, so that `--help` reads it
-without torch. `llm_fp8.precision` resolves the names of classes and functions, which are those of Transformer Engine
-2.20 and torchao 0.18.
+"""The table of fp8 recipes. To add a recipe, add a row. Rows are plain data, so that `--help` reads them without torch.
+Classes and functions are named as in Transformer Engine 2.20 and torchao 0.18; `llm_fp8.precision` resolves the names.
 """
 
 from __future__ import annotations
@@ -11,42 +10,42 @@ from typing import Any, Literal
 
 Backend = Literal["te", "torchao"]
 
-DEFAULT = "default"  # value of --fp8_scenario that stands for the back end's:
+DEFAULT = "default"  # value of --fp8_scenario for the back end's default recipe:
 DEFAULTS: Mapping[Backend, str] = {"te": "delayed", "torchao": "tensorwise"}
 EMULATING: tuple[Backend, ...] = ("torchao",)  # back ends that emulate fp8 without a GPU
-FP8_SIZE_MULTIPLE = 16  # of an fp8 GEMM's sizes
+FP8_SIZE_MULTIPLE = 16  # divides each dimension of an fp8 GEMM
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How tensors are scaled when they are cast to fp8."""
+    """A method of scaling tensors for their cast to fp8."""
 
     backend: Backend
     summary: str
     recipe_class: str
-    """Transformer Engine's class in `transformer_engine.common.recipe`, or torchao's name. The certificate compares it
-    with the recipe that modules report."""
-    token_multiple: int = FP8_SIZE_MULTIPLE  # of a micro-batch's tokens, along which the wgrad GEMM runs
-    size_multiple: int = FP8_SIZE_MULTIPLE  # of both sizes of a weight; a layer with another one stays in bf16
-    options: tuple[str, ...] = ()  # as the recipe's class calls them
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of keywords; they replace the class's own
-    availability: str = "is_fp8_available"  # function of TE that says whether a GPU has it, and why not
-    capability: tuple[int, int] = (8, 9)  # the lowest that has it, for a GPU that is only assumed
-    scales_lag: bool = False  # scales come from earlier passes, so there are none before the first
-    fp32_scales_on_hopper: bool = False  # not powers of two, the class's default: halves fp8's cost in quality
+    """Class in `transformer_engine.common.recipe`, or torchao's name for the recipe. The certificate compares it with
+    the recipe that modules report."""
+    token_multiple: int = FP8_SIZE_MULTIPLE  # for a micro-batch's tokens, the wgrad GEMM's inner dimension
+    size_multiple: int = FP8_SIZE_MULTIPLE  # for both dimensions of a weight; other layers stay in bf16
+    options: tuple[str, ...] = ()  # named as in the recipe's class
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments that replace the class's defaults
+    availability: str = "is_fp8_available"  # TE's function that says whether a GPU supports it, and why not
+    capability: tuple[int, int] = (8, 9)  # lowest that supports it, to judge a GPU that is not present
+    scales_lag: bool = False  # scales come from earlier passes, so the first pass has none
+    fp32_scales_on_hopper: bool = False  # instead of the class's powers of two: halves fp8's loss of quality
     one_scale_per_weight: bool = False  # as --fp8_params requires
-    gemms_in_fp8: int = 3  # of a trained weight's fprop, dgrad and wgrad
-    has_fp8_peak: bool = True  # its GEMMs are held against the GPU's fp8 peak rate; False for fp4
+    gemms_in_fp8: int = 3  # how many of a trained weight's fprop, dgrad and wgrad run in fp8
+    has_fp8_peak: bool = True  # compare its GEMMs with the GPU's fp8 peak rate; False for fp4
     saved_bytes_per_element: float | None = None
-    """Bytes that a GEMM input saved for the backward pass takes per element, scales included; None where it is not
-    measured, and then nothing estimates a run's memory."""
+    """Bytes per element of a GEMM input saved for the backward pass, scales included. None: not measured, so a run's
+    memory is not estimated."""
     saves_fc2_input_twice: bool = False  # LayerNormMLP saves both layouts of its second GEMM's input
 
 
 RECIPES: dict[str, Recipe] = {
     "delayed": Recipe(
         "te",
-        "one scale per tensor from the amax history of past steps; fastest, a spike beyond it is clipped",
+        "one scale per tensor from the amax history of past steps; fastest, but a spike beyond it is clipped",
         "DelayedScaling",
         options=("fp8_format", "amax_history_len", "amax_compute_algo"),
         defaults={"amax_history_len": 1024, "amax_compute_algo": "max", "margin": 0},
@@ -56,7 +55,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "current": Recipe(
         "te",
-        "one scale per tensor from the tensor itself, for one more pass over it",
+        "one scale per tensor from the tensor itself, at the cost of one more pass over it",
         "Float8CurrentScaling",
         options=("fp8_format",),
         one_scale_per_weight=True,
@@ -102,25 +101,25 @@ RECIPE_OPTIONS = tuple(dict.fromkeys(name for recipe in RECIPES.values() for nam
 
 
 def recipe_names(backend: Backend | None = None) -> tuple[str, ...]:
-    """Return the recipes of a backend, or all, in the table's order."""
+    """Return the names of a back end's recipes, or of all recipes, in the table's order."""
     return tuple(name for name, recipe in RECIPES.items() if backend in (None, recipe.backend))
 
 
 def chosen(scenario: str, backend: Backend) -> str:
-    """Return the recipe that a value of --fp8_scenario names."""
+    """Return the name of the recipe for a value of --fp8_scenario."""
     return DEFAULTS[backend] if scenario == DEFAULT else scenario
 
 
 def row_of(name: str | None) -> Recipe:
-    """Return the row of a recipe; for None or another name that of a run without fp8."""
+    """Return the row of a recipe; for None or an unknown name, the row of a run without fp8."""
     return RECIPES.get(name or "", NO_RECIPE)
 
 
 def precision_name(mixed_precision: str, scenario: str | None) -> str:
-    """Name a --mixed_precision and --fp8_scenario for people: 'no' is 'fp32'."""
+    """Return the display name of a --mixed_precision and --fp8_scenario; 'no' becomes 'fp32'."""
     return f"fp8 {scenario}" if mixed_precision == "fp8" else {"no": "fp32"}.get(mixed_precision, mixed_precision)
 
 
 def recipe_words(name: str) -> tuple[str, ...]:
-    """Return the options of a run in this recipe."""
+    """Return the command-line words that select this recipe."""
     return ("--mixed_precision", "fp8", "--fp8_backend", RECIPES[name].backend, "--fp8_scenario", name)

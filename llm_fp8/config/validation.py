@@ -12,11 +12,11 @@ from llm_fp8.utils.errors import UserError, did_you_mean, reading
 
 
 def check_declared(config: Config, mode: str | None = None) -> None:
-    """Raise `UserError` for an option that its field's `needs` or `excludes` forbid. `mode` is the sharding
-    mode that 'auto' came to, 'single' on one GPU; until it is known, what depends on it passes.
+    """Raise `UserError` for an option that the `needs` or `excludes` of its field forbid. `mode` is the sharding mode
+    that 'auto' chose, 'single' on one GPU. Conditions on the mode pass until it is known.
     """
     values = {**config.options, "packing": config.packing, "sharding_mode": mode or config.parallel.sharding_mode}
-    values["use_wandb"] = bool(config.run.trackers)  # W&B's options hold for every tracker
+    values["use_wandb"] = bool(config.run.trackers)  # W&B's options apply to every tracker
 
     def holds(condition: str) -> bool:
         if " or " in condition:
@@ -38,18 +38,18 @@ def check_declared(config: Config, mode: str | None = None) -> None:
                 raise UserError(f"{words} needs {_flags(condition, name)}; add it or drop --{name}.")
         for condition, why in field.metadata["excludes"].items():
             if holds(condition):
-                raise UserError(f"{words} cannot go with {_flags(condition, name)}: {why}; drop one of them.")
+                raise UserError(f"{words} cannot be combined with {_flags(condition, name)}: {why}; drop one of them.")
 
 
 def _flags(condition: str, name: str) -> str:
-    """Write a condition of the option `name` as on the command line, without its own value."""
+    """Return a condition of the option `name` as on the command line, without tests of its own value."""
     parts = [f"--{part}" for part in condition.split(" and ") if not part.startswith(f"{name}=")]
     words = " and ".join(parts).replace(" or ", " or --").replace("=", " ").replace("|", " or ")
     return words.replace("--sharding_mode single or", "one GPU or --sharding_mode")
 
 
 def check_options(config: Config) -> None:
-    """Raise `UserError` for options that no machine could run with."""
+    """Raise `UserError` for options that cannot run on any machine."""
     check_declared(config)
     _check_recipe(config)
     _check_names(config)
@@ -65,12 +65,12 @@ def check_options(config: Config) -> None:
 
 
 def _check_recipe(config: Config) -> None:
-    """Check that --fp8_scenario is one of the backend's, and that it takes the options that are given."""
+    """Check that the back end has the recipe, and that the recipe takes the options that are set."""
     precision = config.precision
     backend, scenario = precision.fp8_backend, precision.fp8_scenario
     if scenario not in (DEFAULT, *recipe_names(backend)):
-        able = ", ".join(recipe_names(backend))
-        raise UserError(f"--fp8_scenario {scenario} is not of --fp8_backend {backend}; use one of {able}.")
+        available = " or ".join(recipe_names(backend))
+        raise UserError(f"--fp8_scenario {scenario} is not available with --fp8_backend {backend}; use {available}.")
     recipe_name = chosen(scenario, backend)
     recipe = RECIPES[recipe_name]
     for name in RECIPE_OPTIONS:
@@ -78,23 +78,23 @@ def _check_recipe(config: Config) -> None:
             raise UserError(f"--{name} has no effect with --fp8_scenario {recipe_name}; drop one of them.")
     if config.parallel.fp8_params:
         if not recipe.one_scale_per_weight:
-            able = ", ".join(name for name, row in RECIPES.items() if row.one_scale_per_weight)
-            raise UserError(f"--fp8_params cannot go with --fp8_scenario {recipe_name}, only with {able}.")
+            supported = ", ".join(name for name, row in RECIPES.items() if row.one_scale_per_weight)
+            raise UserError(f"--fp8_params does not support --fp8_scenario {recipe_name}, only {supported}.")
         if config.trains_adapters and config.draws_weights and config.run.export:
-            raise UserError("--fp8_params keeps random weights of a frozen model in fp8 alone; add --no_export.")
+            raise UserError("--fp8_params keeps a frozen model's random weights only in fp8; add --no_export.")
 
 
 def _check_names(config: Config) -> None:
-    """Check the names and numbers that are written with commas."""
+    """Check the options that list names or numbers with commas."""
     data, targets = config.data, config.lora.targets
     with reading("--dataset_weights", data.dataset_weights, "numbers", "Give shares, as in 0.7,0.3."):
         weights = data.weights or []
     if not all(0 < weight < math.inf for weight in weights):
         raise UserError(f"--dataset_weights {data.dataset_weights} must be above 0, as in 0.7,0.3.")
-    theirs = set(data.column_names.values())
-    if data.columns is not None and ("" in theirs or len(theirs) != len(data.columns.split(","))):
+    dataset_columns = set(data.column_names.values())
+    if data.columns is not None and ("" in dataset_columns or len(dataset_columns) != len(data.columns.split(","))):
         raise UserError(f"--columns '{data.columns}' must be pairs, as in problem=question,generated_solution=answer.")
-    layers = (*options.DECODER_LINEARS, ALL_LINEAR) if config.model.use_te else ()  # else the model's own, seen later
+    layers = (*options.DECODER_LINEARS, ALL_LINEAR) if config.model.use_te else ()  # else checked with the model
     settings = dict.fromkeys([*options.SETTINGS, *options.SETTINGS.values()])
     for flag, names, known in (
         ("--columns", data.column_names, options.COLUMN_NAMES),
@@ -105,7 +105,8 @@ def _check_names(config: Config) -> None:
             raise UserError(f"{flag}: '{unknown[0]}' is not among {', '.join(known)}{did_you_mean(unknown[0], known)}.")
 
 
-def check_tokens(config: Config, multiple: int, whose: str) -> None:
+def check_tokens(config: Config, multiple: int, purpose: str) -> None:
+    """Raise `UserError` unless `multiple` divides the tokens of a micro-batch on one GPU, as `purpose` requires."""
     data, size = config.data, config.parallel.context_parallel_size
     if data.batch_size * data.max_seq_length % (size * multiple) != 0:
-        raise UserError(f"--batch_size times --max_seq_length must be a multiple of {size * multiple} for {whose}.")
+        raise UserError(f"--batch_size times --max_seq_length must be a multiple of {size * multiple} for {purpose}.")

@@ -1,4 +1,4 @@
-"""Exceptions that end a script with a sentence instead of a traceback, and the conversion of bad input to one."""
+"""Exceptions that end a script with a sentence instead of a traceback, and a context manager that raises one for bad input."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ class UserError(Exception):
 
 
 class FailedCheck(Exception):
-    """A check of the program failed though the options are right: a sentence that scripts print; exit code 1."""
+    """A check that failed although the options are right: a sentence that scripts print; exit code 1."""
 
 
 @contextlib.contextmanager
 def reading(flag: str, name: object, what: str = "it", advice: str = "") -> Iterator[None]:
     """Turn an error of a library or the file system in the block into a `UserError`, "{flag} {name}: cannot read {what}
-    (its words). {advice}". A `UserError`, exhausted memory, a full disk, a killed worker and signals pass unchanged.
+    (error). {advice}". `UserError`, `FailedCheck`, exhausted memory, a full disk, a killed worker and signals pass on.
     """
     try:
         yield
-    except BaseException as error:  # tokenizers panics in Rust with an exception that is no `Exception`
+    except BaseException as error:  # a Rust panic in tokenizers is not an `Exception`
         kind, cause = type(error).__name__, error.__cause__ or error.__context__
-        if isinstance(cause, KeyboardInterrupt):  # as `datasets` hides it while it waits for its workers
+        if isinstance(cause, KeyboardInterrupt):  # `datasets` hides it while waiting for workers
             raise cause from None
         is_full = isinstance(error, OSError) and error.errno in FULL_DISK
         passes = isinstance(error, (UserError, FailedCheck)) or is_out_of_memory(error) or is_full or lost_worker(error)
         if passes or not (isinstance(error, Exception) or kind == "PanicException"):
             raise
-        words = " ".join(str(error).split())[:300] or kind
-        raise UserError(f"{flag} {name}: cannot read {what} ({kind}: {words}). {advice}".rstrip()) from error
+        text = " ".join(str(error).split())[:300] or kind
+        raise UserError(f"{flag} {name}: cannot read {what} ({kind}: {text}). {advice}".rstrip()) from error
 
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -50,15 +50,15 @@ _NO_MEMORY = f"out ?of ?memory|_STATUS_ALLOC_FAILED|resource allocation failed|c
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if type or text show that memory of a GPU or the host is exhausted; CUDA's libraries differ."""
+    """Return True if the type or text of `error` means that GPU or host memory is full; CUDA's libraries differ."""
     matches = re.search(_NO_MEMORY, f"{type(error).__name__}: {error}", re.IGNORECASE) is not None
     return isinstance(error, MemoryError) or (isinstance(error, Exception) and matches)
 
 
 def lost_worker(error: BaseException) -> str | None:
-    """Return a sentence if the error says that a worker process of `datasets` is gone; None for another error."""
+    """Return a sentence if `error` means that a worker process of `datasets` is gone; None for another error."""
     is_lost = "abruptly died" in str(error) or type(error).__module__ == "multiprocess.context"
-    advice = "free memory, or start fewer of them (taskset -c 0-3 python ...)"
+    advice = "free memory, or use fewer processes (taskset -c 0-3 python ...)"
     killed = "a process that reads or tokenises the data was killed, as Linux does when memory runs out"
     return f"{killed}: {advice}" if is_lost else None
 
@@ -69,15 +69,15 @@ def existing_part(path: Path) -> Path:
 
 
 def reason_not_written(error: OSError) -> str | None:
-    """Return the system's words for a file that cannot be written (full disk, permission); None for another error."""
+    """Return the system's message if a file cannot be written (full disk, permission); None for another error."""
     refusals = (*FULL_DISK, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
     return os.strerror(error.errno) if error.errno in refusals else None
 
 
 def listed(names: Iterable[str]) -> str:
-    """List the first few of `names`, for a message."""
-    every = list(names)
-    return ", ".join(every[:4]) + (f" and {len(every) - 4} more" if len(every) > 4 else "")
+    """Return the first four of `names` and how many others there are, for a message."""
+    all_names = list(names)
+    return ", ".join(all_names[:4]) + (f" and {len(all_names) - 4} more" if len(all_names) > 4 else "")
 
 
 def did_you_mean(wrong: str, known: Iterable[object]) -> str:
@@ -89,8 +89,8 @@ def did_you_mean(wrong: str, known: Iterable[object]) -> str:
 
 
 def _resembles(wrong: str, name: str) -> bool:
-    """Return True if `name` has each word of `wrong`, perhaps longer, and at most two more, or is spelt much alike."""
-    words, parts = (re.findall(r"[a-z]+|\d+", each) for each in (wrong, name))
+    """Return True if the spelling is close, or if each word of `wrong` begins a word of `name` (two more at most)."""
+    words, parts = (re.findall(r"[a-z]+|\d+", text) for text in (wrong, name))
     has_words = all(any(part.startswith(word) for part in parts) for word in words)
     alike = difflib.SequenceMatcher(None, wrong, name).ratio() > 0.85
     return alike or (has_words and len(parts) <= len(words) + 2)
@@ -100,7 +100,7 @@ _BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt
 
 
 def number(kind: type, **bounds: float) -> Callable[[str], Any]:
-    """Return an option's type: a number within `bounds`, as at_least=1; an integer always has an upper bound."""
+    """Return an option's type: a number within `bounds`, such as at_least=1; by default an integer is below 2^31."""
 
     def read(word: str) -> Any:
         value = kind(word)
@@ -117,14 +117,14 @@ positive = number(int, at_least=1)
 
 
 class OneSentenceParser(argparse.ArgumentParser):
-    """A command line parser that reports a mistake in one sentence, a `UserError`, without listing all options."""
+    """A command-line parser that raises a one-sentence `UserError` for a mistake, without listing all options."""
 
     full_help = "--help"
-    origin = ""  # prefix of an error about words that are not from the command line
+    origin = ""  # prefix of an error about words from elsewhere than the command line
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # The shell replaces no `~` after `=`, and a folder of that name would be made.
+        # The shell does not expand `~` after `=`: a folder named `~` would be made.
         self.register("type", Path, lambda word: Path(os.path.expanduser(word)))
 
     def error(self, message: str) -> NoReturn:
@@ -133,8 +133,8 @@ class OneSentenceParser(argparse.ArgumentParser):
             words = [word.partition("=")[0] for word in message.split() if re.match("--?[a-z]", word)]
             message += "".join(dict.fromkeys(map(self.hint, words)))
         elif choice := re.match(r"argument (\S+?)[:/].*invalid choice: '(.*?)'", message):
-            of = [action for action in self._actions if choice[1] in (*action.option_strings, action.metavar)]
-            message += "".join(did_you_mean(choice[2], action.choices or ()) for action in of)
+            actions = [action for action in self._actions if choice[1] in (*action.option_strings, action.metavar)]
+            message += "".join(did_you_mean(choice[2], action.choices or ()) for action in actions)
         message = re.sub(r"invalid (\w+_\w+) value:", lambda kind: f"must be {kind[1].replace('_', ' ')}, not", message)
         raise UserError(f"{self.origin}{message}; '{self.prog} {self.full_help}' lists the options.")
 

@@ -1,7 +1,7 @@
-"""The private names of transformers (read in 5.17 and 5.23), datasets (5.2) and Accelerate (1.15) that are used here.
-A plain model trains without them: each is imported, or looked up, only by what needs it.
+"""Private names of transformers (read in 5.17 and 5.23), datasets (5.2) and Accelerate (1.15) that this package uses.
+Each is imported, or looked up, only by the feature that needs it, so a plain model trains without them.
 
-name                                                          noticed by
+name                                                          test that notices a change
 config._attn_implementation                                   tests/models/test_build.py
 model_class._supports_flash_attn                              tests/models/test_build.py
 auto_class._model_mapping                                     tests/models/test_build.py
@@ -27,7 +27,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 
 def chosen_attention(config: PretrainedConfig) -> str:
-    """Return the attention implementation that a built model runs, by transformers' name."""
+    """Return transformers' name of the attention implementation that a built model runs."""
     return str(getattr(config.get_text_config(decoder=True), "_attn_implementation", "unknown"))
 
 
@@ -46,8 +46,8 @@ def runs_grouped_gemms(module: Any) -> bool:
 
 
 def grouped_linear(inputs: Tensor, weights: Tensor, offsets: Tensor, is_transposed: bool) -> Tensor:
-    """Multiply `inputs` [rows, in], grouped by `offsets` (int32 [experts], the ends of groups), by `weights`
-    [experts, out, in], or [experts, in, out] if they are transposed: [rows, out].
+    """Multiply each expert's group of rows in `inputs` [rows, in] by the expert's matrix in `weights` [experts, out,
+    in], or [experts, in, out] if `is_transposed`. Return [rows, out]. `offsets`, int32 [experts], are the groups' ends.
     """
     from transformers.integrations.moe import _grouped_linear
 
@@ -55,27 +55,27 @@ def grouped_linear(inputs: Tensor, weights: Tensor, offsets: Tensor, is_transpos
 
 
 def renaming_on_load(model: PreTrainedModel) -> Callable[[str], str]:
-    """Return a function from names in the files to the model's, where `from_pretrained` only renames a tensor."""
+    """Return a function from names in the files to names in the model, for tensors that loading only renames."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
-    renamings = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
+    renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
 
     def renamed(name: str) -> str:
-        for one in renamings:
-            name, _ = one.rename_source_key(name)
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
         return name
 
     return renamed
 
 
 def ignored_on_save(model: PreTrainedModel) -> set[str]:
-    """Return the names of tensors that its files leave out."""
+    """Return the names of tensors that the model's files leave out."""
     return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
 def ignored_on_load(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return regular expressions of stored names that it passes over."""
+    """Return regular expressions for stored names that loading ignores."""
     return tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
 
 
@@ -85,13 +85,13 @@ def gated(experts: Any, hidden: Tensor) -> Tensor:
 
 
 def fingerprint(dataset: Any) -> str:
-    """The hash by which datasets caches what is made of `dataset`; one that is new each time where it has none."""
+    """Return the hash under which datasets caches results from `dataset`; if it has none, a new one each time."""
     return getattr(dataset, "_fingerprint", None) or uuid.uuid4().hex
 
 
 @contextlib.contextmanager
 def fresh_accelerate() -> Iterator[None]:
-    """Let Accelerate see a new process in the block, and what it knew before afterwards."""
+    """Reset Accelerate's state in the block, as in a new process, and restore the state afterwards."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     with contextlib.ExitStack() as stack:

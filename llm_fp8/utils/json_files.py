@@ -1,5 +1,5 @@
-"""JSON files that survive a crash and that every reader accepts. Each is written beside its place and renamed over it.
-JSON has no NaN or infinity; they are the strings "NaN", "Infinity" and "-Infinity", which are read as floats again.
+"""JSON files that survive a crash and that every reader accepts. A file is written under another name, then renamed.
+JSON lacks NaN and infinity: the strings "NaN", "Infinity" and "-Infinity" replace them, and are read as floats again.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def write_json_atomic(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, flag: str = "the file") -> dict[str, Any]:
-    """Read the object of a JSON file, NaN and infinity as floats; a file without one raises `UserError` with `flag`."""
+    """Return the object in a JSON file, NaN and infinity as floats; `UserError`, which names `flag`, for others."""
     with reading(flag, path, "a JSON object"):
         return with_floats({**json.loads(path.read_text(encoding="utf-8"))})
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Read the objects of a JSONL file, as `read_json`; `UserError` with the number of a line without one."""
+    """Return the objects in a JSONL file, as `read_json` does; `UserError`, with the line's number, for other lines."""
     records = []
     with reading("the file", path), path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
@@ -65,12 +65,12 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def writable(word: str) -> Path:
-    """Convert an option to an output file: make its folder, and refuse at once a file that cannot be written."""
+    """Return the path of an output file and make its folder; ArgumentTypeError if the file cannot be written."""
     path = Path(word).expanduser()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists() or (path.is_file() and os.access(path, os.W_OK)):  # no folder, device or pipe
-            with tempfile.TemporaryFile(dir=path.parent):  # to root `os.access` allows everything, /proc too
+        if not path.exists() or (path.is_file() and os.access(path, os.W_OK)):  # not a folder, device or pipe
+            with tempfile.TemporaryFile(dir=path.parent):  # `os.access` allows root everything, even /proc
                 return path
     raise argparse.ArgumentTypeError(f"{path} cannot be written; give a file in a folder that can")
 
@@ -87,5 +87,5 @@ def write_text_atomic(path: Path, text: str) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        error.filename = str(path)  # a full disk names none
+        error.filename = str(path)  # the error of a full disk names no file
         raise

@@ -1,4 +1,4 @@
-"""Installed packages, those that only some options need, and where this repository lies."""
+"""Installed packages, optional packages, and the folders of this repository."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ REPOSITORY = Path(__file__).resolve().parents[2]  # of the installed package, te
 SHIPPED = REPOSITORY / "llm_fp8" / "config" / "shipped"  # configs/, requirements: links here, files in a wheel
 _IN_REPOSITORY = (REPOSITORY / "requirements.txt").is_file()
 FOLDER = "" if _IN_REPOSITORY else f"{SHIPPED}/"
-"""Folder of the requirements files, as it stands in a command that is meant to be copied."""
+"""Folder of the requirements files, as printed in commands that the user copies."""
 BASE_REQUIREMENTS, GPU_REQUIREMENTS = f"{FOLDER}requirements.txt", f"{FOLDER}requirements-gpu.txt"
 VERIFY = "python scripts/verify_fp8.py" if _IN_REPOSITORY else "llm-fp8 verify"
 USED = (
     "torch transformer-engine transformer-engine-torch accelerate deepspeed transformers datasets tokenizers "
     "huggingface-hub safetensors flash-attn peft torchao wandb"
 ).split()
-"""Packages whose versions are recorded, where they are installed."""
+"""Packages whose versions are recorded if they are installed."""
 
 
 def package_version(name: str) -> str | None:

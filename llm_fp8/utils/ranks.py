@@ -1,4 +1,4 @@
-"""Rank of this process, agreement of ranks without a process group (by torchrun's store), and their end."""
+"""Rank of this process, agreement between ranks through torchrun's store (without a process group), and their end."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from llm_fp8.utils.errors import UserError
 
 @dataclass(frozen=True)
 class LaunchRanks:
-    """This process among those that the launcher started."""
+    """Place of this process among those that a launcher started."""
 
     rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
-    restart_count: int = 0  # by torchrun (--max-restarts)
-    launched: bool = False  # by a launcher, perhaps as the only process
+    restart_count: int = 0  # restarts by torchrun (--max-restarts)
+    launched: bool = False  # True if a launcher started this process, even as the only one
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> LaunchRanks:
-        """Read torchrun's variables; `UserError` for a number that no launcher sets, as the ranks would never meet."""
+        """Read torchrun's variables; `UserError` for a number that no launcher sets, since ranks would wait forever."""
 
         def whole(name: str, default: int, most: int = 2**31, least: int = 0) -> int:
             word = environ.get(name, str(default))
             if not (word.isdecimal() and least <= int(word) <= most):
-                advice = "start the program with torchrun, or unset what a launch left over"
+                advice = "start the program with torchrun, or unset it if an earlier launch left it"
                 raise UserError(f"{name} '{word}' must be a whole number from {least} to {most}; {advice}.")
             return int(word)
 
@@ -55,8 +55,8 @@ def _launcher_store():  # type: ignore[no-untyped-def]
 
 
 def first_to_end() -> bool:
-    """Return True for the first process of a launch that ends (it prints the reason), or if the order is unknown."""
-    with contextlib.suppress(RuntimeError, ValueError):  # the launcher is gone (DistError), or its port is no number
+    """Return True in the first process of a launch to end, which prints the reason, or if the order is unknown."""
+    with contextlib.suppress(RuntimeError, ValueError):  # the launcher is gone (DistError), or its port is not a number
         if (store := _launcher_store()) is not None:
             return store.add(f"llm_fp8/ended/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1) == 1
     return True
@@ -69,5 +69,5 @@ def agree_on(name: str, value: str) -> str:
 
 
 def end_with_parent() -> None:
-    """Let the kernel send SIGTERM to this process when the one that started it is gone: no rank may train on alone."""
+    """Make the kernel send SIGTERM to this process when its parent ends, so that no rank trains on alone."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

@@ -1,5 +1,5 @@
-"""How a script starts (before the import of torch: variables that CUDA's libraries read once, imports without garbage
-collection, a clock of its phases), prints, and ends: with an exit code, and a sentence where an error explains itself.
+"""Start, output and end of a script: variables that CUDA's libraries read once, to be set before torch is imported;
+imports without garbage collection; a clock of phases; printing; exit codes, and one sentence for an expected error.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from llm_fp8.utils.ranks import first_to_end
 IMPORTED_S = time.perf_counter()
 
 CUDA_DEFAULTS = {
-    # Growing segments leave less unusable memory between blocks of many sizes.
+    # Expandable segments leave less unusable memory between blocks of different sizes.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    # Transformer Engine multiplies fp32 matrices in TF32 otherwise: fp32 would not be fp32.
+    # Otherwise Transformer Engine multiplies fp32 matrices in TF32.
     "NVIDIA_TF32_OVERRIDE": "0",
 }
 
@@ -34,7 +34,7 @@ EXIT_INTERRUPTED, EXIT_OUTPUT_CLOSED = 130, 141
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import in the block without garbage collections (5 s instead of 7), and exclude the objects from later ones."""
+    """Import in the block without garbage collections (5 s instead of 7), and exempt the objects from later ones."""
     gc.disable()
     try:
         yield
@@ -44,11 +44,11 @@ def importing() -> Iterator[None]:
 
 
 class PhaseClock:
-    """Seconds of wall time by phase (`phases_s` in summary.json); the first begins at `begun_s` (time.perf_counter)."""
+    """Wall time of phases in seconds (`phases_s` in summary.json); the first begins at `start_s` (perf_counter)."""
 
-    def __init__(self, begun_s: float | None = None) -> None:
+    def __init__(self, start_s: float | None = None) -> None:
         self.seconds: dict[str, float] = {}
-        self._reached_s = time.perf_counter() if begun_s is None else begun_s
+        self._reached_s = time.perf_counter() if start_s is None else start_s
 
     def end(self, phase: str) -> None:
         now_s = time.perf_counter()
@@ -57,13 +57,13 @@ class PhaseClock:
 
 
 on_closed_pipe: Callable[[], object] | None = None
-"""Callback of a run with work to save, for the end of the output's reader. While it is None, failed prints raise."""
+"""Callback of a run that has to save work when the reader of its output ends. If it is None, failed prints raise."""
 
 
 @contextlib.contextmanager
 def surviving_closed_output() -> Iterator[None]:
-    """Print in the block. Send this and all later output to /dev/null once the terminal is gone or, if `on_closed_pipe`
-    is set, once the reader of a pipe (`| tee`) is gone or a log's disk is full.
+    """Survive failed prints in the block: send all later output to /dev/null if the terminal is gone and, with
+    `on_closed_pipe` set, also if the reader of a pipe (`| tee`) is gone or a log's disk is full.
     """
     try:
         yield
@@ -79,7 +79,7 @@ def surviving_closed_output() -> Iterator[None]:
 
 
 def closed_outputs() -> list[int]:
-    """List the descriptors, of 1 and 2, whose terminal or reader is gone."""
+    """Return those of the descriptors 1 and 2 whose terminal or reader is gone."""
     poll = select.poll()
     for descriptor in (1, 2):
         poll.register(descriptor, 0)
@@ -87,7 +87,7 @@ def closed_outputs() -> list[int]:
 
 
 def discard_output(descriptors: Iterable[int]) -> None:
-    """Point these descriptors to /dev/null, so that a later flush cannot fail; terminals that live stay."""
+    """Point these descriptors to /dev/null, so that a later flush cannot fail; leave live terminals alone."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in descriptors:
         if not os.isatty(descriptor):
@@ -96,11 +96,11 @@ def discard_output(descriptors: Iterable[int]) -> None:
 
 
 def open_missing_output() -> None:
-    """Open /dev/null for descriptors that are closed at the start (`>&-`): an opened file would get their output."""
+    """Open /dev/null for standard streams closed at the start (`>&-`): else a file opened later gets their output."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
-    sys.stdout, sys.stderr = (each or open(os.devnull, "w") for each in (sys.stdout, sys.stderr))
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
 
 
 @surviving_closed_output()
@@ -110,7 +110,7 @@ def say(text: str) -> None:
 
 
 def quiet_libraries() -> None:
-    """Leave the console to the run's own lines; on a terminal, bars of downloads and of tokenising stay."""
+    """Silence the libraries on the console; on a terminal, bars of downloads and tokenisation stay."""
     import datasets
     import huggingface_hub
     import transformers
@@ -118,25 +118,25 @@ def quiet_libraries() -> None:
     huggingface_hub.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it prints errors that it raises, too
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it also prints errors that it raises
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
 
 
 def _in_one_sentence(error: Exception) -> str | None:
-    """Return the sentence for an error that ends a script; None for one that only its traceback explains."""
+    """Return the sentence for an error that ends a script; None if only the traceback explains the error."""
     if isinstance(error, (errors.UserError, errors.FailedCheck)):
         return str(error)
-    words = " ".join(str(error).split())[:100]
+    text = " ".join(str(error).split())[:100]
     if errors.is_out_of_memory(error):
         torch, where, peak = sys.modules.get("torch"), "this host", ""
-        if torch is not None and torch.cuda.is_initialized() and not re.search(errors.NO_HOST_MEMORY, words, re.I):
+        if torch is not None and torch.cuda.is_initialized() and not re.search(errors.NO_HOST_MEMORY, text, re.I):
             where, peak = "the GPU", f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at the peak; "
-        advice = "lower --batch_size, or add --gradient_checkpointing; 'llm-fp8 memory' says what fits"
-        return f"{where} is out of memory ({peak}{words}): {advice}."
+        advice = "lower --batch_size, or add --gradient_checkpointing; 'llm-fp8 memory' shows what fits"
+        return f"{where} is out of memory ({peak}{text}): {advice}."
     if isinstance(error, ImportError) and not str(error.name).startswith(("llm_fp8", "te_llama", "train_")):
-        fix = "take that of .venv (scripts/quickstart.sh makes it), or run: pip install -r requirements.txt"
-        return f"the Python {sys.executable} lacks what this program needs ({words}); {fix}"
+        fix = "use that of .venv (scripts/quickstart.sh creates it), or run: pip install -r requirements.txt"
+        return f"the Python {sys.executable} lacks what this program needs ({text}); {fix}"
     if isinstance(error, OSError) and (error.filename or error.errno in errors.FULL_DISK):
         if reason := errors.reason_not_written(error):
             return f"{error.filename or 'a cache (HF_HOME or TMPDIR)'}: {reason}."
@@ -145,19 +145,19 @@ def _in_one_sentence(error: Exception) -> str | None:
 
 def run_script(main: Callable[[], int]) -> None:
     """Run `main`, which imports what it needs, and exit with its code. If `_in_one_sentence` explains an error, one
-    process of the launch prints that, and the code is 2, or 1 for a `FailedCheck`; 130 on Ctrl-C, 141 on a closed pipe.
+    process of the launch prints that; the code is 2, or 1 for a `FailedCheck`. Ctrl-C gives 130, a closed pipe 141.
     """
     open_missing_output()
     if not faulthandler.is_enabled():
         faulthandler.enable(file=2)  # `sys.stderr` may have no descriptor
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the console's encoding lacks
-    code, last_words = 0, ""
+    code, closing_line = 0, ""
     try:
         code = main()
         sys.stdout.flush()
     except KeyboardInterrupt:
-        code, last_words = EXIT_INTERRUPTED, "interrupted"
+        code, closing_line = EXIT_INTERRUPTED, "interrupted"
     except Exception as error:
         sentence = _in_one_sentence(error)
         if isinstance(error, BrokenPipeError) and closed_outputs():
@@ -166,9 +166,9 @@ def run_script(main: Callable[[], int]) -> None:
             raise
         else:
             code = errors.EXIT_FAILED_CHECK if isinstance(error, errors.FailedCheck) else errors.EXIT_USER_ERROR
-            last_words = f"error: {sentence}" if first_to_end() else ""
-    if last_words:
-        with contextlib.suppress(OSError):  # nobody may read them
-            print(last_words, file=sys.stderr, flush=True)
+            closing_line = f"error: {sentence}" if first_to_end() else ""
+    if closing_line:
+        with contextlib.suppress(OSError):  # the reader may be gone
+            print(closing_line, file=sys.stderr, flush=True)
     discard_output(closed_outputs())
     sys.exit(code)

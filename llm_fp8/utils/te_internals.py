@@ -1,6 +1,6 @@
-"""Import of Transformer Engine, preparations for it, and its private names, which no other file uses. Read in 2.20.
+"""Import of Transformer Engine, and its private names (read in 2.20), which no other file uses.
 
-name                                                   noticed by
+name                                                   test that notices a change
 module._is_fsdp2                                       tests/step/test_wgrad_fusion_gpu.py
 layernorm_mlp._get_act_func_supported_list             tests/kernels/test_swiglu_gpu.py
 dot_product_attention._attention_backends              tests/tools/verify
@@ -24,17 +24,17 @@ from unittest.mock import patch
 from llm_fp8.utils.packages import TRANSFORMER_ENGINE
 
 if TYPE_CHECKING:
-    from torch import nn  # which may not load: Transformer Engine is imported to see whether it does
+    from torch import nn  # for types only: it may fail to load, which `require_te` reports
 
 
 def require_te(why: str) -> Any:
-    """Import and return `transformer_engine.pytorch`; a `UserError` that starts with `why` where that fails."""
+    """Import and return `transformer_engine.pytorch`; raise a `UserError` that starts with `why` if that fails."""
     prefer_torchs_cudnn()
     return TRANSFORMER_ENGINE.require(why)
 
 
 def forget_delayed_scales() -> None:
-    """Reset Transformer Engine's global state between models: it would go on reducing the old model's amax."""
+    """Reset Transformer Engine's global state between models, or it would go on reducing the old model's amax."""
     if "transformer_engine" in sys.modules:
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -42,9 +42,9 @@ def forget_delayed_scales() -> None:
 
 
 def prefer_torchs_cudnn() -> None:
-    """Let Transformer Engine, not yet imported, load torch's cuDNN, not an older one of the system: with two versions
-    it silently takes the unfused attention (2.7 times slower on an H200). A CUDNN_HOME or CUDNN_PATH that is set stays.
-    All libraries are loaded, since the first would look for the others in the system's folders.
+    """Make Transformer Engine, if not yet imported, load torch's cuDNN and not an older one of the system: with two
+    versions it silently uses unfused attention (2.7 times slower on an H200). A CUDNN_HOME or CUDNN_PATH that is set
+    stays. Load all of cuDNN's libraries, since the first would look for the others in the system's folders.
     """
     if "transformer_engine" in sys.modules or os.environ.get("CUDNN_HOME") or os.environ.get("CUDNN_PATH"):
         return
@@ -58,10 +58,10 @@ def prefer_torchs_cudnn() -> None:
 
 
 def keep_weight_casts(model: nn.Module, keep: bool) -> None:
-    """Let modules keep fp8 casts of their weights for later passes, or cast anew, as for weights that FSDP2 shards."""
+    """Make modules keep fp8 casts of weights for later passes, or cast in every pass, as if FSDP2 sharded them."""
     for module in model.modules():
         if hasattr(type(module), "is_fsdp2"):
-            module._is_fsdp2 = not keep  # type: ignore[assignment]  # they look for FSDP2 once
+            module._is_fsdp2 = not keep  # type: ignore[assignment]  # modules look for FSDP2 only once
 
 
 def forget_weight_casts(modules: Iterable[Any]) -> None:
@@ -71,16 +71,16 @@ def forget_weight_casts(modules: Iterable[Any]) -> None:
 
 
 def would_lose_main_grad(module: Any) -> bool:
-    """Return True for a LayerNormLinear that drops its fp8 casts: it raises instead of adding to a main gradient."""
+    """Return True for a LayerNormLinear that drops its fp8 casts, since it raises when it adds to a main gradient."""
     casts_anew = getattr(module, "is_fsdp2", False) and getattr(module, "fp8", False)
     return type(module).__name__ == "LayerNormLinear" and casts_anew and not module.primary_weights_in_fp8
 
 
 def add_activation(name: str, backward_and_cast: Callable[..., Any]) -> None:
-    """Add an activation to LayerNormMLP: "swiglu" with a backward pass that also casts."""
+    """Add an activation `name` to LayerNormMLP: "swiglu" with a backward pass that also casts to fp8."""
     from transformer_engine.pytorch.module import layernorm_mlp
 
-    # A function of the recipe: name -> (forward, backward, backward with bias gradient and cast, or None).
+    # table(recipe) is a dict: name -> (forward, backward, backward with bias gradient and cast, or None).
     table = layernorm_mlp._get_act_func_supported_list
     if name in table(None):
         return
@@ -95,7 +95,7 @@ def add_activation(name: str, backward_and_cast: Callable[..., Any]) -> None:
 
 @contextlib.contextmanager
 def put_off_scale_updates() -> Iterator[None]:
-    """Let passes in the block record their amax but update no scale of delayed scaling; `update_scales` does it."""
+    """Make passes in the block record their amax without updating delayed scaling's scales; see `update_scales`."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     nothing = staticmethod(lambda forward=True: None)
@@ -104,7 +104,7 @@ def put_off_scale_updates() -> Iterator[None]:
 
 
 def update_scales() -> None:
-    """Take the largest amax over the ranks and update scales and histories, of the forward and backward passes."""
+    """Take the maximum of each amax over the ranks; update scales and histories of forward and backward passes."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     for forward in (True, False):
@@ -120,5 +120,5 @@ def attention_backend() -> str | None:
 
 
 def make_rowwise_only(weight: Any) -> None:
-    """Let later casts of an fp8 weight make no transpose."""
+    """Stop later casts of an fp8 weight from making a transpose."""
     weight._quantizer.set_usage(rowwise=True, columnwise=False)

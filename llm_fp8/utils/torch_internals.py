@@ -1,7 +1,7 @@
-"""The private names of torch and torchao that this project uses, read in torch 2.11 and 2.13; no other file knows them.
-A plain model trains without all but `_apply`, which classes are meant to override. `forward` is wrapped here too.
+"""Private names of torch and torchao that this package uses, read in torch 2.11 and 2.13; no other file uses them.
+A plain model needs only `_apply`, which classes are meant to override. `forward` is wrapped here too.
 
-    name                                                  noticed by (else AttributeError)
+    name                                                  test that notices a change (else AttributeError)
     DTensor._local_tensor                                 tests/models/test_model.py
     nn.Module._apply                                      tests/models/test_model.py
     torch._dynamo.config.optimize_ddp                     tests/precision/test_torchao.py
@@ -29,21 +29,21 @@ from torch.distributed.tensor import DTensor
 
 
 def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
-    """From now on `module.forward(*args, **kwargs)` is `wrapper(the forward until now, *args, **kwargs)`: hooks cannot
-    enclose a forward pass, and a module around it would change parameters' names. The last wrapper is outermost: first
-    autocast off for modules kept in bf16 (`Precision.attach`), then recomputation, so in the precision of the first
-    pass. FSDP2 and torch.compile act on the module around both.
+    """Replace `module.forward(*args, **kwargs)` by `wrapper(the old forward, *args, **kwargs)`. Hooks cannot enclose a
+    forward pass, and a module around it would change the names of parameters. The last wrapper is outermost.
+    `Precision.attach` comes first and turns autocast off for modules kept in bf16; recomputation follows, so it repeats
+    the precision of the first pass. FSDP2 and torch.compile act on the module, around both.
     """
     module.forward = functools.partial(wrapper, module.forward)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor itself, or the tensor; `to_local()` of a Parameter is a view in 2.13."""
+    """Return this rank's shard of a DTensor, or the tensor; `to_local()` of a Parameter returns a view in 2.13."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_like(local: Tensor, tensor: DTensor) -> DTensor:
-    """Make a DTensor placed as `tensor`; `local` is this rank's shard."""
+    """Return a DTensor placed and shaped like `tensor`, with `local` as this rank's shard."""
     return DTensor.from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
@@ -52,8 +52,8 @@ def sharded_like(local: Tensor, tensor: DTensor) -> DTensor:
 def materialize_(
     model: nn.Module, parameter_device: torch.device, buffer_device: torch.device, later: Iterable[nn.Module] = ()
 ) -> None:
-    """Move DTensors to `parameter_device`, other parameters and buffers to `buffer_device`; those on the meta device
-    get memory, contents undefined, those of the modules `later` only by `give_memory_`.
+    """Move DTensors to `parameter_device`, other parameters and buffers to `buffer_device`. Meta tensors get memory with
+    undefined contents, but parameters of the modules in `later` get memory only from `give_memory_`.
     """
     without_memory = {id(parameter) for module in later for parameter in module.parameters(recurse=False)}
 
@@ -73,29 +73,29 @@ def free_memory_(tensor: Tensor) -> None:
 
 
 def give_memory_(tensor: Tensor) -> None:
-    """Give `tensor`, or this rank's shard of it, memory where it has none; contents undefined."""
+    """Give `tensor`, or this rank's shard of it, memory with undefined contents if it has none."""
     local = local_of(tensor)
     if local.untyped_storage().size() == 0:
         local.untyped_storage().resize_(local.numel() * local.element_size())
 
 
 def compile_without_ddp_cuts() -> None:
-    """Keep torch.compile from cutting graphs at DDP's buckets: with recomputation it cannot."""
+    """Keep torch.compile from splitting graphs at DDP's buckets, which fails with recomputation."""
     importlib.import_module("torch._dynamo").config.optimize_ddp = False
 
 
 def ignore_in_ddp(module: nn.Module, names: list[str]) -> None:
-    """Let DDP around `module` neither send nor reduce the parameters of these names."""
+    """Make DDP around `module` neither send nor reduce the parameters with these names."""
     module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
 
 
 def unwrapped_by_torchao(local: Any) -> Tensor:
-    """The fp32 tensor in a weight that torchao casts when FSDP2 gathers it."""
+    """Return the fp32 tensor in a weight that torchao casts when FSDP2 gathers the weight."""
     return local._tensor
 
 
 def fsdp_entries(unit: Any) -> Iterator[tuple[Tensor, Any]]:
-    """The sharded parameters of an FSDP2 unit, as their modules have them between steps, each with FSDP2's record."""
+    """Yield the sharded parameters of an FSDP2 unit, as modules hold them between steps, each with FSDP2's record."""
     state = unit._get_fsdp_state()
     for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
         for entry in getattr(group, "fsdp_params", ()):
@@ -104,5 +104,5 @@ def fsdp_entries(unit: Any) -> Iterator[tuple[Tensor, Any]]:
 
 
 def gathered_parameter(entry: Any) -> tuple[Tensor | None, Tensor | None]:
-    """The gathered weight of FSDP2's `entry`, from the first forward pass on, and its accumulated fp32 gradient."""
+    """Return the gathered weight of FSDP2's `entry`, None before a forward pass, and its accumulated fp32 gradient."""
     return getattr(entry, "_unsharded_param", None), getattr(entry, "unsharded_accumulated_grad", None)
