@@ -12,7 +12,7 @@ logits and three fp32 tensors of 3.9 GiB at once. Here the gradient overwrites t
                   pass. grad_W is summed over chunks in fp32 (4 V h bytes), so chunks pay only for T well above 2 h.
 
 The GEMMs run in `compute_dtype`. Softmax, loss and sums are computed in fp32 (fp64 for fp64 inputs), by Transformer
-Engine's Triton kernels where it is installed, else by torch in blocks of rows. The gradient with respect to the logits
+Engine's Triton kernels if it is installed, else by torch in blocks of rows. The gradient with respect to the logits
 is rounded to `compute_dtype`.
 """
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORE_INDEX = -100  # label of a position that takes no part in the loss
-_ROWS_PER_BLOCK = 1024  # the torch implementation makes an fp32 copy of so many (0.5 GiB for V = 128,256)
+_ROWS_PER_BLOCK = 1024  # the torch implementation copies this many to fp32 at a time (0.5 GiB for V = 128,256)
 LOGITS_BUDGET_GIB = 4.0  # 16,384 tokens of a 128k vocabulary in bf16 are 3.9 GiB
 
 
@@ -53,7 +53,7 @@ def linear_cross_entropy_sum(
         hidden: `[..., h]`, floating point, the output of the last norm.
         weight: `[V, h]`, the lm_head's weight, which may be the embedding's (tied).
         labels: `[...]`, int64 on the device of `hidden`, already shifted (labels[t] is the token after t).
-        softcap: c, where the logits are c tanh(z / c) of the GEMM's output z (Gemma).
+        softcap: c of Gemma's logits c tanh(z / c), z being the GEMM's output.
         chunk_tokens: the number of rows of logits that exist at a time. Default: `default_chunk_tokens`.
         compute_dtype: the dtype of GEMMs and logits, also under autocast. Default: the dtype of `hidden`.
     """
@@ -69,7 +69,7 @@ def linear_cross_entropy_sum(
 
 
 class _OneChunk(torch.autograd.Function):
-    """Keeps all logits; the backward pass overwrites them by their gradient."""
+    """Function that keeps all logits; the backward pass overwrites them with their gradient."""
 
     @staticmethod
     def forward(
@@ -95,7 +95,7 @@ class _OneChunk(torch.autograd.Function):
 
 
 class _ManyChunks(torch.autograd.Function):
-    """Keeps the logits of one chunk at a time; the forward pass forms the gradients for a grad_output of 1."""
+    """Function that keeps the logits of one chunk at a time; its forward pass forms the gradients for grad_output 1."""
 
     @staticmethod
     def forward(
@@ -143,7 +143,7 @@ class _ManyChunks(torch.autograd.Function):
 
 
 def use_triton(logits: Tensor) -> bool:
-    """Return True if Transformer Engine's kernels take these: contiguous bf16 or fp32 logits on a GPU."""
+    """Return True if Transformer Engine's kernels accept the contiguous `logits`: bf16 or fp32, on a GPU."""
     on_gpu = logits.is_cuda and logits.dtype in (torch.bfloat16, torch.float32) and logits.numel() > 0
     return on_gpu and importlib.util.find_spec("transformer_engine") is not None
 
@@ -176,8 +176,8 @@ def losses_and_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
 
 
 def to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor, cap: float | None) -> None:
-    """Overwrite `logits [T, V]` by the 0-dim grad_output times (softmax - one_hot(label)), or by 0 in ignored rows;
-    with a `cap`, by the gradient with respect to the input of `cap_`.
+    """Overwrite `logits [T, V]` with the 0-dim grad_output times (softmax - one_hot(label)), ignored rows with 0. If
+    there is a `cap`, the result is the gradient with respect to the input of `cap_`.
     """
     slope = None if cap is None else (logits / cap).square_().neg_().add_(1)  # of tanh, from its results
     if use_triton(logits):
@@ -211,5 +211,5 @@ def to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output
 
 
 def cap_(logits: Tensor, cap: float | None) -> Tensor:
-    """Overwrite `logits` by cap tanh(logits / cap); None leaves them."""
+    """Overwrite `logits` with cap tanh(logits / cap); leave them if `cap` is None."""
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

@@ -82,7 +82,7 @@ def _rotate(
 def _positions_in_documents(
     tokens: tl.tensor, cu_seqlens_pointer: tl.tensor, num_documents: tl.tensor, num_bisections: tl.tensor
 ) -> tl.tensor:
-    """Each token's position in its document, where cu_seqlens[low] <= token < cu_seqlens[high], by bisection."""
+    """Return each token's position in its document, by bisection: cu_seqlens[low] <= token < cu_seqlens[high]."""
     low = tl.zeros_like(tokens)
     high = low + num_documents
     for _ in range(num_bisections):
@@ -239,7 +239,7 @@ class _SplitRope(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         angles, cu_seqlens = ctx.saved_tensors
         *shape, _, head_dim = gradients[0].shape
-        fused_gradient = gradients[0].new_empty(*shape, head_dim * sum(each.shape[-2] for each in gradients))
+        fused_gradient = gradients[0].new_empty(*shape, head_dim * sum(gradient.shape[-2] for gradient in gradients))
         _launch(fused_gradient, gradients, angles, cu_seqlens, backward=True)
         return fused_gradient, None, None, None, None
 
@@ -247,13 +247,13 @@ class _SplitRope(torch.autograd.Function):
 def split_rope(
     fused: Tensor, angles: Tensor, num_heads: int, num_kv_heads: int, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v, contiguous, of the dtype of `fused`; differentiable with respect to `fused`, once.
+    """Return contiguous q, k and v in the dtype of `fused`; differentiable once with respect to `fused`.
 
     Args:
-        fused: bf16, fp16 or fp32 on a GPU. Packed: [T, (num_heads + 2 num_kv_heads) d]. Padded: [B, S, the same],
-            where a token's position is its column.
+        fused: bf16, fp16 or fp32 on a GPU. Packed: [T, W] with W = (num_heads + 2 num_kv_heads) d. Padded: [B, S, W];
+            a token's position is its index in S.
         angles: contiguous fp32 [positions, 1, 1, rotary_dim], both halves of a row equal, rotary_dim even and <= d;
             columns from rotary_dim on are copied. A position beyond the table gives NaN.
-        cu_seqlens: contiguous int32 [n + 1] on the same GPU, the documents' starts, then T. None: padded.
+        cu_seqlens: contiguous int32 [n + 1] on the same GPU, the starts of the documents, then T. None: padded.
     """
     return _SplitRope.apply(fused, angles, num_heads, num_kv_heads, cu_seqlens)

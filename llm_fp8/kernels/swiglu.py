@@ -1,8 +1,8 @@
 """SwiGLU's backward pass inside Transformer Engine's LayerNormMLP, with the cast of its result to fp8.
 
-LayerNormMLP's table of activations has a function for both, but not for SwiGLU, whose gradient is written in bf16 and
-read twice: to cast it, and to sum it for a bias that our MLPs do not have. `fuse_swiglu_backward` adds such a function:
-delayed scaling runs the kernel `dswiglu_cast`, other recipes run Transformer Engine's two steps without the sum.
+LayerNormMLP's table of activations has functions that do both, but none for SwiGLU. It writes SwiGLU's gradient in
+bf16 and reads it twice: to cast it, and to sum it for a bias that our MLPs do not have. `fuse_swiglu_backward` adds a
+function: delayed scaling runs the kernel `dswiglu_cast`, other recipes Transformer Engine's two steps without the sum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def fuse_swiglu_backward(mlp: nn.Module) -> None:
 
 
 def _backward_and_cast(gradient: Tensor, gate_and_up: Tensor, quantizer: Any) -> tuple[None, Any]:
-    """Return no bias gradient, and the quantised gradient [T, 2 f] of fc1's output from `gradient` [T, f]."""
+    """Return None (no bias gradient) and the quantised gradient [T, 2 f] of fc1's output, from `gradient` [T, f]."""
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.constants import DType
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer

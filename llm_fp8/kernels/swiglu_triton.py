@@ -89,8 +89,8 @@ def dswiglu_cast(
 
         d_gate = dy up s (1 + gate (1 - s))          d_up = dy gate s
 
-    Returns the gradient as contiguous `fp8_dtype` (e5m2 or e4m3fn) [T, 2 f], the same transposed [2 f, T], and
-    1 / `scale`, fp32 [1]. Raises ValueError on shapes that do not fit.
+    Returns the gradient as contiguous `fp8_dtype` (e5m2 or e4m3fn) [T, 2 f], its transpose [2 f, T], and
+    1 / `scale`, fp32 [1]. Raises ValueError for shapes that do not fit.
 
     Args:
         gradient: contiguous bf16, fp16 or fp32 [T, f]: dy, the gradient with respect to SwiGLU's output.

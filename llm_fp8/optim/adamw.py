@@ -3,16 +3,15 @@
 `MasterAdamW` (--optimizer adamw_master) stores fp32 master weights in two bytes beside bf16 weights (`adamw_master`).
 `EightBitAdamW` (--optimizer adamw_8bit) stores 8-bit moments and rounds weights stochastically (`adamw_8bit_codes`).
 
-`update_with_torch_` takes the step of one tensor, and `adamw_triton` computes the same on a GPU. Step t is computed in
-fp32, in the order of torch.optim.AdamW (Loshchilov and Hutter, arXiv 1711.05101), with g the gradient times
-`gradient_scale`:
+`update_with_torch_` updates one tensor; `adamw_triton` computes the same on a GPU. Step t is computed in fp32, in the
+order of torch.optim.AdamW (Loshchilov and Hutter, arXiv 1711.05101), with g the gradient times `gradient_scale`:
 
     m = m + (1 - beta1) (g - m)
     v = beta2 v + (1 - beta2) g^2
     x = (1 - lr weight_decay) x - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
 The last line uses the new moments before they are rounded for storage. Transformer Engine's
-`FusedAdam(store_param_remainders=True)` copies a bf16 m to fp32 where v is fp32.
+`FusedAdam(store_param_remainders=True)` is not used: it copies a bf16 m to fp32 if v is fp32.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK, SMALLEST_ENCODED, Key, ro
 from llm_fp8.utils.torch_internals import local_of
 
 Params: TypeAlias = Iterable[Parameter] | Iterable[dict[str, Any]]
-CHUNK_ELEMENTS = 2**18  # updated at a time, for fp32 temporaries of a few MiB; a multiple of CODE_BLOCK
+CHUNK_ELEMENTS = 2**18  # updated at a time, so fp32 temporaries take a few MiB; a multiple of CODE_BLOCK
 State = Mapping[str, Tensor]  # name of a state tensor -> the tensor, for one parameter
 Coefficients = Mapping[str, float]
 
 
 def coefficients_of(group: Mapping[str, Any]) -> Coefficients:
-    """Return the coefficients of a parameter group's step, in fp64; they are rounded to fp32 where they are used."""
+    """Return the coefficients of a parameter group's step, in fp64; they are rounded to fp32 on use."""
     (beta1, beta2), step, lr = group["betas"], group["step"], group["lr"]
     return {
         "decay": float(1 - lr * group["weight_decay"]),
@@ -85,8 +84,8 @@ def update_with_torch_(
     weight: Tensor, gradient: Tensor, state: State, gradient_scale: Tensor | None, coefficients: Coefficients, key: Key
 ) -> None:
     """Take one step of one contiguous tensor in place, on any device; the reference for the Triton kernel.
-    Moments are bf16 or fp32, or codes where `state` has scales. An fp32 `weight` is its own master. A bf16 `weight` is
-    rounded to nearest where `state` has a remainder, else stochastically with the random bits of `key`.
+    Moments are bf16 or fp32, or codes if `state` has scales. An fp32 `weight` is its own master. A bf16 `weight` is
+    rounded to nearest if `state` has a remainder, else stochastically with the random bits of `key`.
     """
     weight, gradient = weight.view(-1), gradient.view(-1)
     state, decay = {name: tensor.view(-1) for name, tensor in state.items()}, coefficients["decay"]
@@ -94,7 +93,7 @@ def update_with_torch_(
         chunk = slice(start, start + CHUNK_ELEMENTS)
         blocks = slice(chunk.start // CODE_BLOCK, chunk.stop // CODE_BLOCK)
         part = weight[chunk]
-        part_state = {name: each[blocks if "scale" in name else chunk] for name, each in state.items()}
+        part_state = {name: tensor[blocks if "scale" in name else chunk] for name, tensor in state.items()}
         m = _load_moment(part_state, "exp_avg", signed=True)
         v = _load_moment(part_state, "exp_avg_sq", signed=False)
         m, v, update = moments_and_update(gradient[chunk], gradient_scale, m, v, coefficients)
@@ -117,7 +116,7 @@ class GroupedAdamW(Optimizer):
     """
 
     def __init__(self, params: Params, seed: int | None = None, **adamw_arguments: Any) -> None:
-        """Set torch's lr, betas, eps and weight_decay from `adamw_arguments`; a subclass has the use of `seed`."""
+        """Set torch's lr, betas, eps and weight_decay from `adamw_arguments`; only subclasses use `seed`."""
         self.seed = seed
         self.gradient_scale: Tensor | None = None
         defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "step": 0}
@@ -128,7 +127,7 @@ class GroupedAdamW(Optimizer):
         raise NotImplementedError
 
     def _key(self, step: int, number: int, parameter: Parameter) -> Key:
-        """Return the key of the random bits for `parameter`, number `number`; only stochastic rounding uses it."""
+        """Return the random bits' key for `parameter`, with index `number`; only stochastic rounding uses it."""
         return 0, 0
 
     def _update_(self, parameter: Parameter, weight: Tensor, *arguments: Any) -> None:
@@ -139,7 +138,7 @@ class GroupedAdamW(Optimizer):
         update_(weight, *arguments)
 
     def state_of(self, parameter: Parameter) -> dict[str, Tensor]:
-        """Return the state of a parameter, and create it first where it is missing."""
+        """Return the state of a parameter; create it if it is missing."""
         if parameter not in self.state:
             self.state[parameter] = self._new_state(parameter)
         return self.state[parameter]
@@ -183,13 +182,13 @@ class MasterAdamW(GroupedAdamW):
 
 
 class EightBitAdamW(GroupedAdamW):
-    """AdamW with 8-bit moments and stochastic rounding. A sharded parameter has fp32 moments if its rows are no whole
-    blocks, since blocks would straddle shards. All ranks pass the same `seed` (default: 0) for the random bits.
+    """AdamW with 8-bit moments and stochastic rounding. A sharded parameter has fp32 moments if a row is not a whole
+    number of blocks, since blocks would straddle shards. All ranks pass the same `seed` (default: 0) for random bits.
     """
 
     def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:
         sharded, count = isinstance(parameter, DTensor), parameter.numel()
-        unit = count // parameter.shape[0] if sharded else count  # what must be whole blocks
+        unit = count // parameter.shape[0] if sharded else count  # must be a whole number of blocks
         encoded = count >= SMALLEST_ENCODED and unit % CODE_BLOCK == 0
         state = {}
         for name in ("exp_avg", "exp_avg_sq"):

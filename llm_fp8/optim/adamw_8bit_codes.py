@@ -1,24 +1,25 @@
 """The format of `EightBitAdamW`: six bytes per parameter, with 8-bit moments and stochastic rounding.
 
-    state of a parameter      dtype    bytes   what
+    state of a parameter      dtype    bytes   meaning
     (the parameter)           bf16     2       stochastically rounded, so unbiased
     exp_avg, exp_avg_sq       uint8    1 + 1   codes of m and v, in the parameter's shape
     exp_avg_scale, ..._sq_..  fp32     1 / 32  one scale per 256 elements each
 
-A tensor keeps fp32 moments where it has fewer than 4,096 elements or 256 does not divide their number. fp32 parameters
+A tensor keeps fp32 moments if it has fewer than 4,096 elements or 256 does not divide their number. fp32 parameters
 are rounded to nearest. torchao's `AdamW8bit(bf16_stochastic_round=True)` (0.18) has the same format. For 14.8 billion
 parameters on an H200 its step takes 199 ms, and casts and clipping 249 ms; ours takes 88 ms in all
 (`speed_table_14b_torchao_adamw.json`).
 
 **Codes** form a dynamic map of 256 numbers (Dettmers et al., arXiv 2110.02861; `torchao/optim/quant_utils.py`), with
-one scale per 256 elements: seven decades from 1e-7 to 1, each with twice the codes of that below, equally spaced.
+one scale per 256 elements. Each of its seven decades from 1e-7 to 1 has twice the codes of the decade below, equally
+spaced.
 
     signed      -0.993 ... -5.5e-7   0   5.5e-7 ... 0.993    1     1, 2, ..., 64 codes in a decade, of either sign
     unsigned                         0   3.25e-7 ... 0.996   1     2, 4, ..., 128 codes in a decade
 
-Unlike in torchao, unsigned code 0 decodes to the largest number that it stands for, 1.6e-7 of the scale. v is a
-square, so a gradient 1/2,500 of its block's largest would otherwise have v = 0 and m > 0, and AdamW would divide by eps
-alone. The scale is the block's amax, at least 1e-12. A number x gets the code nearest to x * (1 / scale).
+Unlike in torchao, unsigned code 0 decodes to the largest number that it encodes, 1.6e-7 of the scale. v is a square,
+so a gradient 1/2,500 of its block's largest would otherwise have v = 0 and m > 0, and AdamW would divide by eps alone.
+The scale is the block's amax, at least 1e-12. A number x gets the code nearest to x * (1 / scale).
 
 **Stochastic rounding** adds 16 random bits below a bf16 number's last bit and truncates. Elements 2i and 2i + 1 use the
 halves of x, computed modulo 2^32: a Weyl sequence through the mixer "lowbias32" of Chris Wellons' hash-prospector
@@ -61,7 +62,7 @@ def code_values(signed: bool) -> Tensor:
 
 def code_limits(values: Tensor) -> Tensor:
     """Return the least number that gets each code: fp32 [256], -inf for code 0.
-    As in torchao, x takes the upper of two neighbouring codes where its distance from the lower one is at least half of
+    As in torchao, x takes the upper of two neighbouring codes if its distance from the lower one is at least half of
     their spacing, both in fp32. This limit is within 8 units in the last place of their mean.
     """
     lower, upper = values[:-1], values[1:]
@@ -96,7 +97,7 @@ def encode(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def rounding_key(seed: int, step: int, number: int) -> Key:
-    """Hash a parameter's number and a step to the key of its random bits."""
+    """Return the key of a parameter's random bits, a hash of the seed, the step and the parameter's number."""
     digest = hashlib.blake2b(f"{seed} {step} {number}".encode(), digest_size=8).digest()
     return struct.unpack("<ii", digest)
 
@@ -113,6 +114,6 @@ def rounding_bits(key: Key, start: int, count: int, device: torch.device) -> Ten
 
 
 def round_stochastically(numbers: Tensor, random: Tensor) -> Tensor:
-    """Round fp32 `numbers` to bf16, away from zero where adding `random` (int32, 0 to 65535) carries; NaN stays NaN."""
+    """Round fp32 `numbers` to bf16, away from zero if adding `random` (int32, 0 to 65535) carries; NaN stays NaN."""
     bits = numbers.view(torch.int32).clamp(max=LARGEST_BITS)
     return ((bits + random) >> 16).to(torch.int16).view(torch.bfloat16)

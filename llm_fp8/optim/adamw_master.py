@@ -1,6 +1,6 @@
-"""The format of `MasterAdamW`: bf16 parameters, and two bytes more that make the fp32 master weight exact.
+"""The format of `MasterAdamW`: bf16 parameters, and two more bytes that complete an exact fp32 master weight.
 
-    state of a parameter   dtype    bytes   what
+    state of a parameter   dtype    bytes   meaning
     (the parameter)        bf16     2       the master weight rounded to nearest: what the model computes with
     remainder              int16    2       the master weight's lower 16 bits
     exp_avg                bf16     2       m, the running mean of gradients
@@ -14,14 +14,15 @@ bf16 is the upper half of fp32, so an fp32 number x with the bits b splits into 
 
     b = ((weight - (1 if remainder < 0 else 0)) << 16) | (remainder & 0xFFFF)
 
-because the addition carries into the upper half exactly where the remainder is negative as int16. The GPU's NaN,
+because the addition carries into the upper half exactly if the remainder is negative as int16. The GPU's NaN,
 0x7FFFFFFF, would carry into the sign and give a weight of -0, so every NaN is split as 0x7FC00000, whose weight is NaN.
 
-**The lower bits of a bf16 checkpoint begin at random.** A master weight that begins as a bf16 number shows the model no
-update below half a unit in the last place: of updates of 1e-4 to the weights of SmolLM2-135M (RMS) the rounded weights
-show 33%, of 1e-5 3.6%. From a random place between the two halfway points all of an update is shown on average, and the
-first step's weights are the checkpoint's still. So it is with the fp32 parameters of FSDP2, which gathers them in bf16
-or fp8 (--fp8_params). Others stay as loaded: what casts fp32 weights to fp8, and what is no GEMM's weight, reads fp32.
+**The lower bits of a bf16 checkpoint begin at random.** If a master weight begins as a bf16 number, the model sees no
+update below half a unit in the last place: rounded weights of SmolLM2-135M show 33% of updates of 1e-4 (RMS), and 3.6%
+of updates of 1e-5. If it begins at random between the two halfway points, the model sees all of an update on average,
+and the first step still uses the checkpoint's weights. FSDP2's fp32 parameters begin at random too, as FSDP2 gathers
+them in bf16 or fp8 (--fp8_params). Other fp32 parameters stay as loaded: casts to fp8, and operations that are not
+GEMMs, read them in fp32.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from torch import Tensor
 from llm_fp8.utils.torch_internals import local_of
 
 FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE = torch.bfloat16, torch.float32
-PART_ELEMENTS = 2**26  # whose lower bits are drawn at a time, for temporaries of a GiB
+PART_ELEMENTS = 2**26  # drawn at a time, so that temporaries take a GiB
 
 
 def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
     """Join a bf16 `weight` and an int16 `remainder` to the fp32 master weight, on the weight's device."""
     lower = remainder.to(weight.device).to(torch.int32)
-    upper = weight.view(torch.int16).to(torch.int32) + (lower >> 15)  # minus one where the remainder is negative
+    upper = weight.view(torch.int16).to(torch.int32) + (lower >> 15)  # minus one if the remainder is negative
     return ((upper << 16) | (lower & 0xFFFF)).view(torch.float32)
 
 
@@ -62,18 +63,18 @@ def remainder_of(parameter: Tensor) -> Tensor | None:
 
 
 def draw_remainder(weight: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw the lower bits, int16, of a master weight whose nearest bf16 number is `weight`; 0 where that is zero."""
+    """Draw the lower bits, int16, of a master weight whose nearest bf16 number is `weight`; 0 for a weight of 0."""
     drawn = torch.randint(-32767, 32768, weight.shape, dtype=torch.int16, device=weight.device, generator=generator)
     return drawn.masked_fill_(weight == 0, 0)
 
 
 @torch.no_grad()
 def draw_lower_bits_(parameters: Iterable[Tensor], seed: int) -> None:
-    """Draw the lower bits of fp32 parameters, or of this rank's shards, where they hold bf16 numbers."""
+    """Draw the lower bits of those elements of fp32 parameters, or of this rank's shards, that are bf16 numbers."""
     for number, parameter in enumerate(parameters):
-        whole = local_of(parameter)
-        generator = torch.Generator(whole.device).manual_seed(seed + number)
-        for part in torch.atleast_1d(whole).chunk(1 + whole.numel() // PART_ELEMENTS):
+        local = local_of(parameter)
+        generator = torch.Generator(local.device).manual_seed(seed + number)
+        for part in torch.atleast_1d(local).chunk(1 + local.numel() // PART_ELEMENTS):
             weight = part.to(torch.bfloat16)
             drawn = join_master(weight, draw_remainder(weight, generator))
             part.copy_(torch.where(weight.float() == part, drawn, part))

@@ -6,12 +6,12 @@ new step or learning rate recompiles nothing: coefficients are fp32 arguments an
 
 With 8-bit state the kernel moves only 10 bytes per element, so its instructions count (about 117 per element). A warp
 takes a block of 256 elements and reduces its amax. Each conversion of an element is one look-up in a table of 256
-numbers in shared memory, and a code is found without a search.
+numbers in shared memory, without a search for the code.
 
 Take x >= 0. In each decade codes are equally spaced, so the position of x among the codes is a line in x. A decade's
 slope is 0.2 of the slope below it, and neighbouring lines meet at the decade's edge, so the position is the least of
-seven lines. It errs by at most 0.25 of a code, at the edges and below the code of 1, and by rounding. The position less
-0.5, rounded down, is therefore the code or the code before it; one comparison with the exact limit between the two
+seven lines. Its error is at most 0.25 of a code, at the edges and below the code of 1, plus rounding. Therefore the
+position minus 0.5, rounded down, is the code or the code before it; one comparison with the exact limit between the two
 decides. Adding 1.5 * 2^23 rounds to an integer, in the sum's lower bits. A negative x has the complement of -x's code.
 """
 
@@ -53,7 +53,7 @@ def _decode(codes: tl.tensor, scale: tl.tensor, values: tl.tensor) -> tl.tensor:
 @triton.jit
 def _encode(numbers: tl.tensor, limits: tl.tensor, SIGNED: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Encode fp32 numbers as uint8 codes [BLOCKS * 256] and scales [BLOCKS]; `limits` [256]: see `code_limits`."""
-    # The bits of magnitudes, as integers, have the order of the numbers, with NaN, which tl.max would ignore, on top.
+    # As integers, the bits of magnitudes sort like the numbers, with NaN on top; tl.max of floats would ignore NaN.
     magnitude = numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     magnitude = tl.reshape(magnitude, (numbers.shape[0] // _CODE_BLOCK, _CODE_BLOCK))
     scale = tl.maximum(
@@ -82,7 +82,7 @@ def _encode(numbers: tl.tensor, limits: tl.tensor, SIGNED: tl.constexpr) -> tupl
 
 @triton.jit
 def _random_bits(offsets: tl.tensor, first_key: tl.tensor, second_key: tl.tensor) -> tl.tensor:
-    """Draw the bits of `adamw_8bit_codes.rounding_bits`: int32 from 0 to 65535 for each offset."""
+    """Return the bits of `adamw_8bit_codes.rounding_bits`: int32 from 0 to 65535 for each offset."""
     x = (offsets >> 1).to(tl.uint32) * _PAIR_STEP + first_key.to(tl.uint32)
     x = (x ^ (x >> 16)) * _FIRST_FACTOR
     x = (x ^ (x >> 15) ^ second_key.to(tl.uint32)) * _SECOND_FACTOR

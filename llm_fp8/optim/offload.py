@@ -1,15 +1,15 @@
-"""`MasterAdamW` with state in host memory (--offload_optimizer); the GPU updates it with the same function and bits.
+"""`MasterAdamW` with state in host memory (--offload_optimizer); the GPU updates it as `MasterAdamW` does, bit for bit.
 
-Only the step reads and writes eight of adamw_master's twelve bytes per parameter: the remainder, m and v. They stay in
+The remainder, m and v, eight of adamw_master's twelve bytes per parameter, are used only in the step. They stay in
 pinned host memory and pass through three fixed buffers on the GPU, in pieces of `PIECE_ELEMENTS`:
 
-    copy in     1   2   3   4   5 ...     has its own stream; it fills a buffer after the buffer was copied out
+    copy in     1   2   3   4   5 ...     has its own stream; it fills a buffer once the last contents are out
     update          1   2   3   4 ...     runs in the step's stream, with weights and gradients on the GPU
     copy out            1   2   3 ...     has its own stream, since the bus carries both directions at once
 
-At its end the step's stream waits for the last copy out. On a CPU torch's streams do nothing. Parameters are offloaded
-whole, the largest first, so that copies are few and long. Other libraries step on the CPU instead, with other bits, and
-keep 16 bytes per parameter there, not 8.
+At the end of a step its stream waits for the last copy out. On a CPU torch's streams do nothing. Whole parameters are
+offloaded, the largest first, so that copies are few and long. Other libraries compute the step on the CPU, with other
+bits, and keep 16 bytes per parameter there instead of 8.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def pinned_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor
         status = int(torch.cuda.cudart().cudaHostRegister(zeros.data_ptr(), zeros.nbytes, 0))
         if status != 0:
             gib = zeros.nbytes / 2**30
-            raise UserError(f"--offload_optimizer: CUDA error {status} on pinning {gib:.1f} GiB of memory; lower it.")
+            raise UserError(f"--offload_optimizer: CUDA error {status} on pinning {gib:.1f} GiB; lower the share.")
         weakref.finalize(zeros, _unpin, zeros.data_ptr())
     return zeros
 
@@ -63,7 +63,7 @@ def _unpin(address: int) -> None:
 
 
 class StatePipeline:
-    """Passes state from the host through fixed buffers on `device`; each holds `num_elements` elements."""
+    """Pipeline of state from the host through fixed buffers on `device`; each holds `num_elements` elements."""
 
     def __init__(self, device: torch.device, num_elements: int) -> None:
         self._cuda: Any = torch.get_device_module(device)  # torch.cuda, or torch.cpu, which has the same names
@@ -73,7 +73,7 @@ class StatePipeline:
             for _ in range(NUM_BUFFERS)
         ]
         self._copies_in, self._copies_out = self._cuda.Stream(device), self._cuda.Stream(device)
-        # The first events: earlier users of the buffers' memory are done.
+        # The first events wait for earlier users of the buffers' memory.
         self._emptied = [self._cuda.current_stream().record_event() for _ in self._buffers]
 
     def update_(self, state: State, update_: Callable[[State], object]) -> None:

@@ -35,7 +35,7 @@ Groups = list[dict[str, Any]]
 
 
 def parameter_groups(named_parameters: NamedParameters, weight_decay: float) -> Groups:
-    """Group trainable parameters, each tied one once: matrices (embeddings too) decay, norms and biases do not."""
+    """Group trainable parameters, tied ones once. Matrices (also embeddings) decay; norms and biases do not."""
     unique = dict.fromkeys(parameter for _, parameter in named_parameters if parameter.requires_grad)
     matrices = [parameter for parameter in unique if parameter.ndim > 1]
     norms_and_biases = [parameter for parameter in unique if parameter.ndim <= 1]
@@ -50,7 +50,7 @@ def adamw_arguments(config: OptimConfig) -> dict[str, Any]:
 
 def _adamw_fp32(groups: Groups, config: OptimConfig, draws_lower_bits: bool) -> Optimizer:
     if draws_lower_bits:
-        sharded = (each for group in groups for each in group["params"] if isinstance(each, DTensor))
+        sharded = (weight for group in groups for weight in group["params"] if isinstance(weight, DTensor))
         draw_lower_bits_(sharded, config.seed)
     return torch.optim.AdamW(groups, fused=True, **adamw_arguments(config))
 
@@ -74,13 +74,13 @@ def _adamw_8bit(groups: Groups, config: OptimConfig, draws_lower_bits: bool) -> 
 
 @dataclass(frozen=True)
 class OptimizerRow:
-    """An optimizer as a run sees it. Bytes are per trainable parameter, without casts and activations."""
+    """Properties of an optimizer. Bytes are per trainable parameter, without casts and activations."""
 
     parameter_dtype: torch.dtype  # of trainable parameters and their gradients; fp32 works with every optimizer
     state_bytes: float
     build: Callable[[Groups, OptimConfig, bool], Optimizer]
-    """Takes parameter groups, and True to let master weights begin between bf16 numbers; see `adamw_master`."""
-    keeps_lower_bits: bool = False  # the state has the bits of an fp32 master weight that a bf16 parameter lacks
+    """Function of parameter groups, options, and True to draw lower bits of master weights (see `adamw_master`)."""
+    keeps_lower_bits: bool = False  # the state has the lower bits of fp32 master weights, which bf16 parameters lack
 
     @property
     def total_bytes(self) -> float:
@@ -115,7 +115,7 @@ def not_optimised(model: nn.Module, optimizer: Optimizer) -> list[str]:
 
 
 def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-    """Clip gradients to the global L2 norm `max_norm` (0: never) and step; return the norm before, in fp32."""
+    """Clip gradients to the global L2 norm `max_norm` (0: never) and step; return the norm before clipping, in fp32."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     # torch's `clip_grad_norm_` accumulates in the gradients' dtype, which in bf16 is off by up to 0.4 %.
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32)))
@@ -163,7 +163,7 @@ def bytes_on_host(optimizer: Optimizer) -> int:
 
 
 def set_completed_steps(optimizer: Optimizer, step: int) -> None:
-    """Let a `GroupedAdamW` go on after `step` steps; torch's AdamW counts them in its state."""
+    """Make a `GroupedAdamW` continue after `step` steps; torch's AdamW counts steps in its state."""
     for group in unwrap(optimizer).param_groups:
         if "step" in group:
             group["step"] = step

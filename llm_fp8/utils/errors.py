@@ -1,4 +1,4 @@
-"""Exceptions that end a script with a sentence instead of a traceback, and a context manager that raises one for bad input."""
+"""Exceptions that end a script with a sentence instead of a traceback, and a context manager that raises them."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ def sharded_like(local: Tensor, tensor: DTensor) -> DTensor:
 def materialize_(
     model: nn.Module, parameter_device: torch.device, buffer_device: torch.device, later: Iterable[nn.Module] = ()
 ) -> None:
-    """Move DTensors to `parameter_device`, other parameters and buffers to `buffer_device`. Meta tensors get memory with
-    undefined contents, but parameters of the modules in `later` get memory only from `give_memory_`.
+    """Move DTensors to `parameter_device`, other parameters and buffers to `buffer_device`. Meta tensors get memory,
+    contents undefined, but parameters of the modules in `later` get memory only from `give_memory_`.
     """
     without_memory = {id(parameter) for module in later for parameter in module.parameters(recurse=False)}
 
