@@ -63,7 +63,7 @@ def option(
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Model, its source, and how it is built."""
+    """Model, its source and its construction."""
 
     model_name: str = option(
         EMBEDDED, "Hub id or folder of a Llama, Qwen or Mistral model, or 'embedded'.", alias="model_name_or_path"
@@ -154,7 +154,7 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Text, and how it becomes batches."""
+    """Datasets and their conversion to batches."""
 
     dataset_name: str = option(
         EMBEDDED, "Hub id (NAME:CONFIG), folder, file, pattern of files, or 'embedded'; several with commas."
@@ -354,7 +354,7 @@ class Mode:
 
     @property
     def holds_masters(self) -> bool:
-        """True if the engine keeps fp32 master weights beside the model's parameters."""
+        """True if the engine keeps fp32 master weights in addition to the model's parameters."""
         return self.sharded_bytes is not None
 
 

@@ -49,13 +49,13 @@ def write_json_atomic(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, flag: str = "the file") -> dict[str, Any]:
-    """Return the object in a JSON file, NaN and infinity as floats; `UserError`, which names `flag`, for others."""
+    """Return the object in a JSON file, NaN and infinity as floats; otherwise a `UserError` names `flag`."""
     with reading(flag, path, "a JSON object"):
         return with_floats({**json.loads(path.read_text(encoding="utf-8"))})
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the objects in a JSONL file, as `read_json` does; `UserError`, with the line's number, for other lines."""
+    """Return the objects in a JSONL file, as `read_json` does; `UserError` gives the number of a bad line."""
     records = []
     with reading("the file", path), path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):

@@ -55,7 +55,7 @@ def _launcher_store():  # type: ignore[no-untyped-def]
 
 
 def first_to_end() -> bool:
-    """Return True in the first process of a launch to end, which prints the reason, or if the order is unknown."""
+    """Return True if this process ends first in its launch (and prints the reason), or if the order is unknown."""
     with contextlib.suppress(RuntimeError, ValueError):  # the launcher is gone (DistError), or its port is not a number
         if (store := _launcher_store()) is not None:
             return store.add(f"llm_fp8/ended/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1) == 1

@@ -34,7 +34,7 @@ EXIT_INTERRUPTED, EXIT_OUTPUT_CLOSED = 130, 141
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import in the block without garbage collections (5 s instead of 7), and exempt the objects from later ones."""
+    """Import in the block without garbage collections (5 s instead of 7), and exempt new objects from later ones."""
     gc.disable()
     try:
         yield
@@ -145,7 +145,7 @@ def _in_one_sentence(error: Exception) -> str | None:
 
 def run_script(main: Callable[[], int]) -> None:
     """Run `main`, which imports what it needs, and exit with its code. If `_in_one_sentence` explains an error, one
-    process of the launch prints that; the code is 2, or 1 for a `FailedCheck`. Ctrl-C gives 130, a closed pipe 141.
+    process of the launch prints the sentence. Codes: 2 for an error, 1 `FailedCheck`, 130 Ctrl-C, 141 closed pipe.
     """
     open_missing_output()
     if not faulthandler.is_enabled():

@@ -71,7 +71,7 @@ def forget_weight_casts(modules: Iterable[Any]) -> None:
 
 
 def would_lose_main_grad(module: Any) -> bool:
-    """Return True for a LayerNormLinear that drops its fp8 casts, since it raises when it adds to a main gradient."""
+    """Return True for a LayerNormLinear that drops its fp8 casts: such a module cannot add to a main gradient."""
     casts_anew = getattr(module, "is_fsdp2", False) and getattr(module, "fp8", False)
     return type(module).__name__ == "LayerNormLinear" and casts_anew and not module.primary_weights_in_fp8
 
