@@ -111,7 +111,7 @@ def apply_launch_settings(config: Config, environ: MutableMapping[str, str], use
 
 
 def _take(environ: MutableMapping[str, str]) -> dict[str, str]:
-    """Remove the launcher's variables from `environ`; return those that set options. `UserError` if unsupported."""
+    """Remove the launcher's variables from `environ`; return those that set options (`UserError` if unsupported)."""
     environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # a list of keys, for Accelerate's own checks
     requests = {"precision": environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower()}
     for engine in ("MEGATRON_LM", "PARALLELISM_CONFIG"):

@@ -145,7 +145,8 @@ def _in_one_sentence(error: Exception) -> str | None:
 
 def run_script(main: Callable[[], int]) -> None:
     """Run `main`, which imports what it needs, and exit with its code. If `_in_one_sentence` explains an error, one
-    process of the launch prints the sentence. Codes: 2 for an error, 1 `FailedCheck`, 130 Ctrl-C, 141 closed pipe.
+    process of the launch prints the sentence, and the code is 2 (1 for a `FailedCheck`). The code is 130 after Ctrl-C
+    and 141 after a closed pipe.
     """
     open_missing_output()
     if not faulthandler.is_enabled():
