@@ -77,8 +77,8 @@ def encode_batch(
     ends = {eos, tokenizer.eos_token_id}
     if form not in UNTEMPLATED:
         ends |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    encoded = _encode_spans([render(each, form, tokenizer) for each in conversations], tokenizer)
-    documents = [_end_turns(each, tokenizer, eos, ends) for each in encoded]
+    encoded = _encode_spans([render(conversation, form, tokenizer) for conversation in conversations], tokenizer)
+    documents = [_end_turns(document, tokenizer, eos, ends) for document in encoded]
     return [Encoded(ids, [True] * len(ids)) for ids, _ in documents] if train_on_prompt else documents
 
 
@@ -147,7 +147,7 @@ def _render_template(conversation: Conversation, tokenizer: PreTrainedTokenizerB
         unused["reasoning that the chat template does not show"] += sum(each.strip() not in around for each in thoughts)
         if turn in supervised:
             _check_shown(message, text[start:end], template, unused)
-        elif text.count(content) < sum(each["content"].count(content) for each in messages):
+        elif text.count(content) < sum(other["content"].count(content) for other in messages):
             is_unused = renders_same([*messages[:turn], {**message, "content": ""}, *messages[turn + 1 :]])
             unused[f"content of a turn of the role '{message['role']}'"] += is_unused
     for name, number in Counter(conversation.entries()).items():

@@ -153,14 +153,14 @@ class _Job:
         else:
             evaluation = rows.select(np.flatnonzero(held_out)[: STREAMED_EVAL_ROWS if data.streaming else None])
             if fraction != 0 and not len(evaluation):
-                why = f"none of the first {len(rows)} rows falls into the share"
-                why = why if data.streaming else f"all {len(keys)} usable rows have the same problem"
-                report.nothing_held_out = f"{why}; give --eval_dataset_name or --validation_fraction 0"
+                reason = f"none of the first {len(rows)} rows falls into the share"
+                reason = reason if data.streaming else f"all {len(keys)} usable rows have the same problem"
+                report.nothing_held_out = f"{reason}; give --eval_dataset_name or --validation_fraction 0"
         report.num_eval_rows = len(evaluation)
         require = ("validation_fraction", "eval_every", "eval_batches")  # options that require evaluation rows
         if not len(evaluation) and (flags := [f"--{name}" for name in require if self.config.options[name]]):
-            why = report.nothing_held_out or "--validation_fraction is 0"
-            raise UserError(f"{', '.join(flags)}: no row can be held out: {why}.")
+            reason = report.nothing_held_out or "--validation_fraction is 0"
+            raise UserError(f"{', '.join(flags)}: no row can be held out: {reason}.")
         report.unused |= {f"file '{name}'": 1 for source in self.train + self.evaluation for name in source.left_out}
         seed, documents = self.config.optim.seed, content_key(figures["document_key"][chosen])
         stream = [self.shares, data.num_of_samples, share] if data.streaming else []
@@ -254,10 +254,10 @@ class _Job:
         used = figures["length"] > 0
         seen = used & np.isin(figures["problem_key"], [] if streaming else trained_keys)
         left_out = {"their problem is trained on": seen, "they are empty or too long": ~used}
-        report.eval_rows_left_out = {why: int(mask.sum()) for why, mask in left_out.items()}
+        report.eval_rows_left_out = {reason: int(mask.sum()) for reason, mask in left_out.items()}
         if not (used & ~seen).any():
-            why = f"{seen.sum()} of {len(seen)} hold a problem that is trained on, the others are empty or too long"
-            raise _no_usable_row(sources, "evaluated on", why)
+            reason = f"{seen.sum()} of {len(seen)} hold a problem that is trained on, the others are empty or too long"
+            raise _no_usable_row(sources, "evaluated on", reason)
         return rows.select(np.flatnonzero(used & ~seen))
 
     def eval_loader(self, rows: Dataset, batch_size: int) -> EvalLoader:
@@ -282,7 +282,7 @@ class _Job:
         return "\n".join(lines)
 
 
-def _no_usable_row(sources: Sequence[DatasetSource], use: str, why: str) -> UserError:
+def _no_usable_row(sources: Sequence[DatasetSource], use: str, reason: str) -> UserError:
     names = ", ".join(source.name for source in sources)
     splits = ", ".join(dict.fromkeys(source.split for source in sources))
-    return UserError(f"{sources[0].flag} {names}: no row of split {splits} can be {use}: {why}.")
+    return UserError(f"{sources[0].flag} {names}: no row of split {splits} can be {use}: {reason}.")

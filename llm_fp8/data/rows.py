@@ -1,6 +1,6 @@
 """Turn a dataset's row into a conversation; only this module reads columns and entries of a message.
 
-A row has the first of these forms whose columns it has:
+The form of a row is the first of these whose columns it has:
 
     problem + generated_solution    a question and a worked answer (nvidia/OpenMathInstruct-2)
     messages                        a conversation: a list of {role, content}; each turn of the assistant is supervised
@@ -223,11 +223,11 @@ def _messages_of(row: Mapping[str, Any], column: str, role: str) -> list[Any]:
     return [{"role": role, "content": text}] if isinstance(text, str) else _structured(row, column)
 
 
-def _json(text: Any, what: str) -> Any:
+def _json(text: Any, name: str) -> Any:
     try:
         return read_row(text)
     except (TypeError, ValueError) as error:
-        raise UserError(f"--dataset_name: {what} must be JSON, but a row has {repr_of(text)}.") from error
+        raise UserError(f"--dataset_name: {name} must be JSON, but a row has {repr_of(text)}.") from error
 
 
 def _history_messages(entry: Any) -> Sequence[Any]:

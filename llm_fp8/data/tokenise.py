@@ -240,9 +240,9 @@ def _as_stored(value: Any, feature: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         inner: Any = feature if isinstance(feature, Mapping) else {}
-        return {name: _as_stored(each, inner.get(name)) for name, each in value.items() if each is not None}
+        return {name: _as_stored(item, inner.get(name)) for name, item in value.items() if item is not None}
     inner = getattr(feature, "feature", None)
-    return [_as_stored(each, inner) for each in value] if isinstance(value, list) else value
+    return [_as_stored(item, inner) for item in value] if isinstance(value, list) else value
 
 
 def cache_key(dataset_fingerprint: str, tokenizer: PreTrainedTokenizerBase, options: RowOptions) -> str:
