@@ -13,7 +13,7 @@ from llm_fp8.utils.ranks import LaunchRanks
 
 
 def build_strategy(mode: str, config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -> DistributedStrategy:
-    """Build the run's strategy with its only Accelerator, whose only part in precision is fp16's gradient scaler."""
+    """Build the run's strategy and its only Accelerator, which handles no precision but fp16's gradient scaling."""
     engine, parallel = MODES[mode].engine, config.parallel
     if engine == "deepspeed":
         from llm_fp8.distributed import deepspeed

@@ -46,7 +46,7 @@ class FsdpStrategy(DistributedStrategy):
         # Casts outlive a micro-batch if the weights do; fp8 parameters need no cast.
         self.caches_weight_casts = mode == "fsdp_grad" and not options.fp8_params
         self._stream: torch.cuda.Stream | None = None
-        """Stream of the backward pass, from whose memory gradients are reduced; None if that is impossible."""
+        """Stream of the backward pass: gradients are reduced in its memory. None if that is impossible."""
         num_ranks = accelerator.num_processes
         shape = (num_ranks // ranks_per_host, ranks_per_host) if mode == "fsdp_hybrid" else (num_ranks,)
         names = ("replicate", "shard")[-len(shape) :]

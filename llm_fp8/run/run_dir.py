@@ -127,12 +127,12 @@ def run_lock(folder: Path) -> Iterator[Path]:
 
 
 def _sign(folder: Path) -> None:
-    """Write the holder into the lock; from then on the folder counts as that of a run."""
+    """Write the holder into the lock, which marks the folder as a run's."""
     (folder / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}")
 
 
 def begin_in(folder: Path) -> None:
-    """Delete half-written files of a killed run and mark the folder as that of a run, which begins to write."""
+    """Delete half-written files of a killed run and sign the lock, before this run writes to `folder`."""
     for path in folder.glob(_UNFINISHED):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     _sign(folder)
@@ -155,11 +155,11 @@ def explained_failures(folder_of_run: Callable[[], Path]) -> Iterator[None]:
     except (OSError, RuntimeError) as error:
         if isinstance(error, OSError) and (reason := errors.reason_not_written(error)):
             named = isinstance(error.filename, str)  # errors of libraries' caches name no file
-            what = f"{error.filename if named else folder_of_run()} (--output_dir, HF_HOME or TMPDIR): {reason}"
+            problem = f"{error.filename if named else folder_of_run()} (--output_dir, HF_HOME or TMPDIR): {reason}"
         elif is_loss_of_a_peer(error) and not errors.is_out_of_memory(error):
-            what = f"another process of this run is gone (see its output): {str(error).splitlines()[0][:200]}"
+            problem = f"another process of this run is gone (see its output): {str(error).splitlines()[0][:200]}"
         elif reason := errors.lost_worker(error):
             raise UserError(f"{reason}.") from error
         else:
             raise
-        raise UserError(f"{what}. Continue with --resume_from latest --output_dir {folder_of_run()}.") from error
+        raise UserError(f"{problem}. Continue with --resume_from latest --output_dir {folder_of_run()}.") from error

@@ -55,7 +55,7 @@ def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
 
 
 def run_options(config: Config, data: PreparedData, num_steps: int) -> dict[str, Any]:
-    """Collect the options that a checkpoint records (not those of reports and saves), total steps and global batch."""
+    """Collect a checkpoint's options: all but those of reports and saves, plus total steps and global batch size."""
     sections = config.to_dict()
     sections["run"] = {name: value for name, value in sections["run"].items() if name in RESUME}
     options = {name: value for section in sections.values() for name, value in section.items()}

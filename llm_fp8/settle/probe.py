@@ -62,27 +62,27 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
             model = small_model(hf_config, attention, device, dtype)
             logits = model(input_ids=torch.from_numpy(documents[-1])[None].to(device), use_cache=False).logits
             training_model = TrainingModel(model, ROW, dtype)
-            alone = [_alone(training_model, torch.from_numpy(ids).to(device)) for ids in documents]
+            references = [_hidden_alone(training_model, torch.from_numpy(ids).to(device)) for ids in documents]
             with torch.enable_grad():  # flash-linear-attention refuses its backward pass on some GPUs
-                _alone(training_model, torch.from_numpy(documents[-1]).to(device)).sum().backward()
-        if difference := _differs(training_model.logits(alone[-1]), logits, dtype):
+                _hidden_alone(training_model, torch.from_numpy(documents[-1]).to(device)).sum().backward()
+        if difference := _differs(training_model.logits(references[-1]), logits, dtype):
             problem = f"changes its logits in a way that the loss here does not (by {difference:.2g})"
             raise UserError(f"{flag} {problem}; take another model.")
         rows = [[Document(ids, ids > -1, row_id=0)] for ids in documents]
         forms: list[PackedForm | None] = [None]
         if config.packing:
-            rows, alone = [[*rows[0], *rows[1]], rows[0]], [*alone, alone[0]]
+            rows, references = [[*rows[0], *rows[1]], rows[0]], [*references, references[0]]
             forms = ["flash", "line"] if attention == "flash_attention_2" else ["rows", "line"]
         batch = Layout(len(rows), ROW, pad_token_id=0, packed=config.packing)(rows).to(device)
         for training_model.packed_form in forms:
             try:
-                together = training_model.hidden(batch)[batch.input_ids != 0]
+                hidden = training_model.hidden(batch)[batch.input_ids != 0]
             except (ValueError, ImportError, RuntimeError) as error:  # transformers raises these for a missing package
                 if is_out_of_memory(error):
                     raise
                 reasons.append(" ".join(str(error).split()))
                 continue
-            if not _differs(together, torch.cat(alone, dim=1)[0], dtype):
+            if not _differs(hidden, torch.cat(references, dim=1)[0], dtype):
                 return training_model.packed_form
     kind = f"a model of type '{text_config(hf_config).model_type}' with {chosen_attention(model.config)} attention"
     reason = f" ({reasons[0]})" if reasons else ""
@@ -144,7 +144,7 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _alone(model: TrainingModel, ids: Tensor) -> Tensor:
+def _hidden_alone(model: TrainingModel, ids: Tensor) -> Tensor:
     """Return the hidden states [1, n, h] of one document."""
     return model.decode(ids[None], position_ids=torch.arange(len(ids), device=ids.device)[None])
 

@@ -17,8 +17,8 @@ also reduces gradients. Eager micro-batches use the same addresses, so graphs an
 and give the same bits. If graphs hold communication, either all ranks replay the graph of their largest bucket or none
 replays one.
 
-Graphs keep the memory of a micro-batch's activations. If an eager micro-batch or an evaluation has no memory beside the
-graphs, it first drops all graphs. They are captured again when needed.
+Graphs keep the memory of a micro-batch's activations. If an eager micro-batch or an evaluation does not fit beside
+the graphs, it first drops all graphs. Dropped graphs are captured again when needed.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class MicroBatchGraphs:
         self._inputs: dict[int, Batch] = {}
         self._seen: set[Key] = set()
         self._graphs: dict[Key, Graph] = {}
-        self.drops_before_eager = False  # True if eager passes have no memory beside graphs
+        self.drops_before_eager = False  # True if an eager pass does not fit beside graphs
         self.may_capture = True  # False: micro-batches without a graph run eagerly
 
     def __call__(self, batch: Batch, num_supervised: Tensor, first: bool, last: bool) -> Tensor:
@@ -131,7 +131,7 @@ class MicroBatchGraphs:
         return self._losses
 
     def make_room(self) -> None:
-        """Drop the graphs if the eager pass that follows has no memory beside graphs."""
+        """Drop the graphs if the eager pass that follows does not fit beside the graphs."""
         if self._graphs and self.drops_before_eager:
             self._graphs.clear()
             self._capture.begin_anew()
@@ -177,7 +177,7 @@ class MicroBatchGraphs:
         self._eager(inputs, first, last)
 
     def _eager(self, batch: Batch, first: bool, last: bool) -> None:
-        if first and self._summed:  # begin the gradients anew
+        if first and self._summed:  # reset the gradients
             torch._foreach_zero_(self._summed)
         losses = self._run(batch, self._num_supervised, first, last)
         if self._losses is None:
@@ -234,7 +234,7 @@ def bucket_of(batch: Batch) -> int | None:
 
 def memory_beside_graphs(extra_bytes: int = 0) -> tuple[float, bool]:
     """Return the GiB that graphs lack on the fullest GPU if they need `extra_bytes` more than the steps so far, and
-    True if eager passes lack memory beside graphs. Graphs keep the memory of one pass's activations. Collective.
+    True if an eager pass does not fit beside graphs. Graphs keep the memory of one pass's activations. Collective.
     """
     in_use, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated() + extra_bytes + RESERVE_GIB * GIB
     total = torch.cuda.get_device_properties().total_memory

@@ -81,7 +81,7 @@ class Stepper:
         self.wgrad_accumulation = FusedWgradAccumulation(self.model, self.strategy)
         self.may_take_graphs = self.graphs is None
         self._graph_note = ""
-        self._drops_graphs = False  # True if eager passes have no memory beside graphs
+        self._drops_graphs = False  # True if an eager pass does not fit beside graphs
         self._graphs = self._build_graphs() if self.graphs else None
 
     @property
@@ -131,7 +131,7 @@ class Stepper:
         self._graphs = self._build_graphs()
 
     def drop_graphs_if_memory_is_short(self) -> None:
-        """Let eager passes drop graphs if memory is too small for both. Call it after a step of the run. Collective."""
+        """Let eager passes drop graphs if both do not fit in memory. Call it after a step of the run. Collective."""
         if self._graphs is not None:
             from llm_fp8.step.micro_batch_graphs import memory_beside_graphs
 
@@ -144,7 +144,7 @@ class Stepper:
             self._graphs.may_capture = may
 
     def make_room(self) -> None:
-        """Drop the graphs if the eager pass that follows has no memory beside graphs."""
+        """Drop the graphs if the eager pass that follows does not fit beside the graphs."""
         if self._graphs is not None:
             self._graphs.make_room()
 
