@@ -73,7 +73,7 @@ def find_checkpoint(folder: Path, resume_from: str | None, ranks: LaunchRanks) -
     if len(set(gathered(None if resumed is None else resumed.step))) > 1:
         raise UserError(f"--output_dir {folder}: hosts find different checkpoints there; share the folder.")
     if resumed is None and ranks.rank == 0 and (resume_from is not None or _was_begun(folder)):
-        say(f"{folder} holds no checkpoint: the run starts from step 0")
+        say(f"{folder} holds no checkpoint: the run begins anew")
     return resumed
 
 
