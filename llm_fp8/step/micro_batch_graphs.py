@@ -169,7 +169,7 @@ class MicroBatchGraphs:
             failure = str(error.__context__ or error).partition("\n")[0]  # not the later one from ending the capture
         failures = gathered(failure) if self._collective else [failure]
         if (failure := next(filter(None, failures), None)) is not None or graph is None:
-            problem = f"a CUDA graph of a micro-batch could not be captured ({failure})"
+            problem = f"no CUDA graph of a micro-batch could be captured ({failure})"
             raise UserError(f"{problem}; add --no_cuda_graphs, and continue with --resume_from latest.")
         return graph
 
