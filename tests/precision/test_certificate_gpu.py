@@ -106,7 +106,7 @@ def context(self, first_microbatch):
 P.context = context
 """
 BROKEN = {
-    "autocast not entered": (LOST_AUTOCAST, ["--mixed_precision=fp8", "--fp8_scenario=current"], "and 0 ran"),
+    "autocast not entered": (LOST_AUTOCAST, ["--mixed_precision=fp8", "--fp8_scenario=current"], "but 0 ran"),
     "one layer of three not in fp8": (ONE_LAYER_LOST, ["--mixed_precision=fp8"], "at least 72 fp8 GEMM kernels"),
     "fp8 left on in a bf16 run": (LEFT_ON, ["--mixed_precision=bf16"], "expected no fp8 GEMM kernel"),
 }

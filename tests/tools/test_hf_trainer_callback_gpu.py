@@ -101,7 +101,7 @@ def test_a_trainer_that_lost_fp8_ends_with_code_1(patch, model_folder, tmp_path,
     assert done.returncode == 1, done.stdout + done.stderr
     errors = re.findall("^error: the GPU does not run what was asked for.*", done.stderr, re.M)
     record_property("error", errors)
-    assert len(errors) == 1 and "and 0 ran" in errors[0], done.stderr
+    assert len(errors) == 1 and "but 0 ran" in errors[0], done.stderr
     assert certificate_of(tmp_path / "run")["verdict"] == "failed"
     assert not (tmp_path / "run" / "trainer_state.json").exists(), "it ended right after the recorded step"
 
