@@ -7,7 +7,7 @@ forward once and backward twice: `6 h l**2` per layer. One step costs
 
     6 P num_tokens  +  6 L h sum(l**2 over documents)
 
-`P` is the number of linear weights that compute a token: with lm_head, without experts to which it is not routed.
+`P` is the number of linear weights that compute a token: with lm_head, without those that no router sends it to.
 Embedding look-up, norms, softmax and RoPE are left out, as usual. `L` is the number of layers with attention, and `h`
 is `num_attention_heads * head_dim`. An unpacked sequence of `S` positions is one document, which gives the familiar
 `num_tokens * (6 P + 6 L S h)`. These are *model* FLOPs as in PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B;
@@ -33,7 +33,7 @@ RESERVE_GIB = 2.0  # of a GPU's memory, kept for CUDA's context and the allocato
 class DecoderSize(NamedTuple):
     """The sizes that FLOPs depend on; `llm_fp8.models.build.decoder_size` reads them from a config."""
 
-    num_linear_parameters: int  # weights that compute a token: with lm_head, without embedding and unrouted experts
+    num_linear_parameters: int  # weights that compute a token: with lm_head, without embedding and unrouted ones
     num_layers: int  # layers with attention
     attention_width: int  # num_attention_heads * head_dim
     num_adapter_parameters: int = 0  # if there are any, the linear weights are frozen

@@ -154,7 +154,7 @@ class TEBackend:
         return state
 
     def compile_layers(self, layers: Iterable[nn.Module], recomputed: bool) -> None:
-        """Do nothing; torchao's back end compiles its layers here, because its casts would otherwise be slow."""
+        """Do nothing: TE's own kernels cast, and need no compiler."""
 
     def unwrapped_shard(self, parameter: Tensor) -> Tensor:
         """Return a sharded parameter without the subclass that casts it before it is gathered: here, unchanged."""

@@ -6,7 +6,7 @@ Memory peaks at the start of the last micro-batch's backward pass. The saved ten
 recomputed layers), the logits and the lm_head's gradient then exist at once, beside weights, optimizer state and the
 gradients of earlier micro-batches. A single micro-batch has no such gradients yet. The peak may then be the backward
 pass of the first layer, of the last recomputed layer, or under fsdp_full of the last layer but one, or the reduction of
-the outermost unit's gradients. With CUDA graphs gradients always exist, and activations exist twice.
+the outermost unit's gradients. With captured graphs gradients always exist, and activations exist twice.
 
 What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, Linear and LayerNormMLP, FusedAttnFunc):
 

@@ -40,7 +40,8 @@ def enable_gradient_checkpointing(
     layers: nn.ModuleList, amount: Amount, uses_te: bool, reentrant: bool = False, in_graphs: bool = False
 ) -> list[nn.Module]:
     """Recompute `amount` of the decoder's `layers` in the backward pass; return the recomputed layers. `reentrant`:
-    each has its own backward pass. `in_graphs`: CUDA graphs may hold the passes, so the host reads no random state.
+    each has its own backward pass. `in_graphs`: captured graphs may hold the passes, so the host reads no random
+    state.
     """
     checkpoint: Callable[..., Any] = torch.utils.checkpoint.checkpoint
     options: dict[str, Any] = {"use_reentrant": reentrant}
