@@ -90,7 +90,9 @@ class DistributedStrategy:
 
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
-        """Enclose forward and backward of a micro-batch. Reduce gradients only in the `last` one of a step."""
+        """Enclose forward and backward of a micro-batch. Reduce gradients in the `last` one of a step, or
+        in every one with --sync_every_micro_batch.
+        """
         if not self._is_plain:
             context = contextlib.nullcontext() if self._reduces(last) else self.accelerator.no_sync(model)
         elif last and self.accelerator.num_processes > 1:

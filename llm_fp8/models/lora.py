@@ -115,7 +115,7 @@ def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> tuple[list[str],
 
 
 def _ends(model: nn.Module, layers: Collection[str]) -> list[str]:
-    """Return the shortest end of each layer's name that no other module has: q_proj, or projections.0 in a list."""
+    """Return the shortest suffix of each layer's name that no module outside `layers` has: q_proj, projections.0."""
 
     def ends(name: str) -> Iterator[str]:
         return itertools.accumulate(reversed(name.split(".")), lambda end, word: f"{word}.{end}")

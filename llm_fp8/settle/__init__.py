@@ -1,1 +1,1 @@
-"""Every decision of a run before anything is built: a pure function of options, config.json and machine."""
+"""Every decision of a run before it is built, for the machine that `look` sees or a dry run assumes."""

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from llm_fp8.run import run as run_module
-from llm_fp8.run import timeline as loop_module
+from llm_fp8.run import timeline as timeline_module
 from llm_fp8.run.evaluation import evaluate_loss
 from llm_fp8.run.run_dir import LOCK, run_lock
 from llm_fp8.run.timeline import Timeline
@@ -156,7 +156,7 @@ def test_the_model_is_written_before_the_last_evaluation(tmp_path, options, monk
         os.kill(os.getpid(), signal.SIGTERM)
         return evaluate_loss(*arguments)
 
-    monkeypatch.setattr(loop_module, "evaluate_loss", evaluate_and_be_stopped)
+    monkeypatch.setattr(timeline_module, "evaluate_loss", evaluate_and_be_stopped)
     assert train(*options, "--eval_every=0", "--save_every=0", f"--output_dir={tmp_path}") == 0
     assert written == [True] and "eval_loss" in records(tmp_path)[-1]
 

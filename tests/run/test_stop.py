@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from llm_fp8.run import plan as plan_module
-from llm_fp8.run import timeline as loop_module
+from llm_fp8.run import timeline as timeline_module
 from llm_fp8.run.graceful_stop import SIGNALS, GracefulStop
 from llm_fp8.run.run_dir import explained_failures
 from llm_fp8.utils.errors import UserError, reading
@@ -112,14 +112,14 @@ def test_a_run_whose_folder_is_moved_ends_and_goes_on_where_it_was_moved_to(
     tmp_path, options, whole, monkeypatch, lost
 ):
     folder, moved = tmp_path / "run", tmp_path / "moved"
-    take_step = loop_module.Timeline.take_step
+    take_step = timeline_module.Timeline.take_step
 
     def moving(self, batches, start):
         if self.step == 3 and not moved.exists():
             (folder if lost == "folder" else folder / lost).rename(moved)
         return take_step(self, batches, start)
 
-    monkeypatch.setattr(loop_module.Timeline, "take_step", moving)
+    monkeypatch.setattr(timeline_module.Timeline, "take_step", moving)
     with pytest.raises(UserError, match=f"--output_dir: {folder / 'metrics.jsonl'}"):
         train(*options, "--save_every=2", f"--output_dir={folder}")
     there = moved if lost == "folder" else folder
@@ -140,7 +140,7 @@ def test_checkpoints_come_at_log_lines_and_change_nothing(tmp_path, options, who
     """They come after steps 2 and 4, and after the last step because there are some."""
     with_them, off = tmp_path / "with", tmp_path / "off"
     assert not (whole / "checkpoints").exists(), "half an hour, the default, is not over"
-    monkeypatch.setattr(loop_module, "SAVE_AFTER_S", 0.0)
+    monkeypatch.setattr(timeline_module, "SAVE_AFTER_S", 0.0)
     train(*options, "--save_every=0", f"--output_dir={off}")
     assert not (off / "checkpoints").exists()
     capsys.readouterr()
@@ -151,9 +151,9 @@ def test_checkpoints_come_at_log_lines_and_change_nothing(tmp_path, options, who
 
 
 def _clock_stands_on_rank(rank: str) -> None:
-    loop_module.SAVE_AFTER_S = 1e-9
+    timeline_module.SAVE_AFTER_S = 1e-9
     if os.environ["RANK"] == rank:
-        loop_module.time.monotonic = lambda: 0.0
+        timeline_module.time.monotonic = lambda: 0.0
 
 
 @pytest.mark.slow
