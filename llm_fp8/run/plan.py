@@ -82,12 +82,8 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = No
     hf_config = sources.load_config(source)
     machine = look(config.precision, ranks)
     meta = None if resumed is None else resumed.meta
-    settled = settle(config, hf_config, machine, meta)  # refuses an impossible run before weights are downloaded
-    stored = sources.checkpoint_of(source, hf_config)
-    if untied := sources.untie(hf_config, stored):
-        settled = settle(config, hf_config, machine, meta)  # the head's parameters count too
-    config = settled.config
-    precision = with_recipe(settled.precision, config.precision, device)
+    settled = settle(config, hf_config, machine, meta)
+    precision = with_recipe(settled.precision, settled.config.precision, device)
     if ranks.rank == 0 and config.run.trackers:  # only this process uses trackers
         from llm_fp8.observability.trackers import require_trackers
 
@@ -96,8 +92,11 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = No
     if config.model.use_te:
         prepare_te_decoder(sources.text_config(hf_config).hidden_size, device)
     if not config.model.use_te or (settled.size.sizes is not None and keeps_hf_layers(hf_config)):
-        packed_form = probe(config, hf_config, device, precision.compute_dtype)
-    strategy = build_strategy(settled.mode, config, ranks, precision)
+        packed_form = probe(settled.config, hf_config, device, precision.compute_dtype)
+    stored = sources.checkpoint_of(source, hf_config)  # after whatever refuses a run, since it may download
+    if untied := sources.untie(hf_config, stored):
+        settled = settle(config, hf_config, machine, meta)  # the head's parameters count too
+    strategy = build_strategy(settled.mode, settled.config, ranks, precision)
     values = vars(settled) | {"precision": precision, "notes": (*settled.notes, *untied)}
 
     def say(text: str | None) -> None:
