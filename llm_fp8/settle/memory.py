@@ -41,7 +41,7 @@ from transformers import PretrainedConfig
 import te_llama
 from llm_fp8.config.options import ALL_LINEAR, AUTO_BATCH_SIZE, DECODER_LINEARS, MODES, Config, OptimizerKind
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE, RECIPES, row_of
-from llm_fp8.config.validation import check_declared
+from llm_fp8.config.validation import is_consistent
 from llm_fp8.kernels.cross_entropy import default_chunk_tokens
 from llm_fp8.models.source import text_config
 from llm_fp8.observability.metrics import GIB, RESERVE_GIB
@@ -406,14 +406,13 @@ def _suggestions(run: RunSize, gpu_gib: float) -> str:
         changes += [] if run.adapted else [sharded | EIGHT_BIT]
     if not run.sharded and not run.adapted:
         changes += [EIGHT_BIT, OFFLOADED, EIGHT_BIT | RECOMPUTED, OFFLOADED | RECOMPUTED]
-    suggestions = []
+    # Options for fp8 in the bf16 that --mixed_precision auto chose are no reason against a change.
+    is_judged, suggestions = is_consistent(run.config, run.mode), []
     for change in changes:
         if "gradient_checkpointing" in change and (run.spec is None or run.config.model.gradient_checkpointing == 1):
             continue  # activations are not counted, or all recomputed already
         changed = run.changed(**change)
-        try:
-            check_declared(changed.config, changed.mode)
-        except UserError:
+        if is_judged and not is_consistent(changed.config, changed.mode):
             continue  # the run would refuse it
         fitted = changed.fitted(gpu_gib)
         if fitted is not None and (fitted.spec is None) == (run.spec is None):

@@ -7,7 +7,6 @@ calls it twice: before and after it measures both precisions.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from transformers import PretrainedConfig
 import te_llama
 from llm_fp8.config.options import AUTO_BATCH_SIZE, MODES, Config, OptimizerKind
 from llm_fp8.config.recipes import DEFAULTS, EMULATING, chosen, recipe_names, row_of
-from llm_fp8.config.validation import check_declared, check_tokens
+from llm_fp8.config.validation import check_declared, check_tokens, is_consistent
 from llm_fp8.models.build import count_parameters
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import OPTIMIZERS
@@ -81,11 +80,11 @@ class Settled:
             return False  # nothing shows whether the GPU is idle
         if MODES[self.mode].engine != "fsdp" and self.parameter_dtype != torch.bfloat16:
             return False
-        with contextlib.suppress(UserError):
-            # Check as if precision were 'auto': fp8 options are allowed although bf16 ignores them.
-            check_declared(self.config.with_options(cuda_graphs=True, mixed_precision="auto"), self.mode)
-            return None if self.size.sizes is not None and self.size.sizes.attention_dropout == 0 else False
-        return False
+        if self.size.sizes is None or self.size.sizes.attention_dropout > 0:
+            return False
+        # Check as if precision were 'auto': fp8 options are allowed although bf16 ignores them.
+        requested = self.config.with_options(cuda_graphs=True, mixed_precision="auto")
+        return None if is_consistent(requested, self.mode) else False
 
     @property
     def holds_frozen_in_fp8(self) -> bool:

@@ -15,7 +15,7 @@ from rich.table import Column, Table
 
 from llm_fp8.config.options import EMBEDDED, Config, ModelConfig, PrecisionConfig
 from llm_fp8.config.recipes import DEFAULTS
-from llm_fp8.config.validation import check_declared
+from llm_fp8.config.validation import is_consistent
 from llm_fp8.models import BUNDLED
 from llm_fp8.tools.programs import wide_console
 from llm_fp8.utils.errors import OneSentenceParser, UserError, did_you_mean, positive
@@ -140,9 +140,7 @@ def rows_of(config: Config, hf_config: PretrainedConfig, machine: Machine) -> li
     num_parameters, rows = count_parameters(hf_config), []
     for (way, changes), mode in itertools.product(WAYS.items(), modes):
         run = RunSize(config, hf_config, recipe, mode, num_gpus, num_parameters).changed(**changes)
-        try:
-            check_declared(run.config, mode)
-        except UserError:  # such as --fp8_recast_weights in a bf16 run
+        if not is_consistent(run.config, mode):  # such as --fp8_recast_weights in a bf16 run
             continue
         if run.spec is None:  # without a TE decoder for this model its activations are not counted
             if "gradient_checkpointing" in changes:

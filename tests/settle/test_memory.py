@@ -166,6 +166,14 @@ def test_what_would_fit_fits():
         settle(79.2, mode="ddp", num_gpus=2)
 
 
+def test_only_changes_that_the_run_would_take_are_suggested():
+    with pytest.raises(UserError, match="cannot fit") as raised:
+        settle(79.2, optimizer="adamw_fp32")
+    assert "--offload_optimizer" not in str(raised.value), "it goes with adamw_master"
+    with pytest.raises(UserError, match="--offload_optimizer 1.0 "):  # as auto leaves a run on a GPU without fp8
+        settle(79.2, recipe="bf16", mixed_precision="bf16", fp8_format="E4M3")
+
+
 def test_a_micro_batch_that_is_too_long_is_warned_of_or_refused():
     total_gib = parts("Llama-3.2-3B", batch_size=16).total_gib
     config, notes = settle(total_gib + 1, "Llama-3.2-3B", batch_size=16)
