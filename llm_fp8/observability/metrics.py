@@ -113,7 +113,7 @@ METRICS = {
     "eval_loss": "nats/token", "eval_perplexity": "-",
     "eval_num_supervised_tokens": "tokens", "eval_time_s": "s",
 }  # fmt: skip
-"""Every key of metrics.jsonl, summary.json and W&B -> its unit. docs/monitoring.md gives the meanings, which stay."""
+"""Every key of metrics.jsonl, summary.json and W&B -> its unit. docs/monitoring.md gives the meanings."""
 
 RECORDED_STEP = "num_gemm_kernels"  # the key that only a recorded step has
 

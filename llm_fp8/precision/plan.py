@@ -1,4 +1,4 @@
-"""The precision of a run: the one requested, the one in effect, and the recipe object of the library behind it."""
+"""The precision of a run: the one requested, the one in effect, and the recipe object of its fp8 library."""
 
 from __future__ import annotations
 

@@ -256,8 +256,8 @@ class RunSize:
                 peaks.append((state + live, below, tokens * saved))
         if recomputed and beside_layer and not unsharded:  # the last recomputed layer
             live = state - all_gradients if one_micro_batch else state
-            kept_below = recomputes[-1] + 1 - recomputed
-            below = tokens * (kept_below * per_layer + _BF16 * h * (recomputed - 1))
+            num_stored_below = recomputes[-1] + 1 - recomputed
+            below = tokens * (num_stored_below * per_layer + _BF16 * h * (recomputed - 1))
             live += _BF16 * layer_linear  # the weights of the layer below
             peaks.append((live + gathered + beside_layer, below, tokens * working))
         parts = max(peaks, key=sum)

@@ -220,7 +220,7 @@ class ShardedMicroBatchGraphs(MicroBatchGraphs):
         if not self._gradients:
             self._gradients = gradients
         else:
-            torch._foreach_copy_([local_of(kept) for kept in self._gradients], [local_of(new) for new in gradients])
+            torch._foreach_copy_([local_of(old) for old in self._gradients], [local_of(new) for new in gradients])
         for parameter in self._parameters:
             parameter.grad = None
 
