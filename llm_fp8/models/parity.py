@@ -148,6 +148,7 @@ def compare_layers(model: Model, layers: Iterable[Any], row: Row, dtype: torch.d
         if number == 0:  # by now the embedding has its weights too
             hidden = F.embedding(input_ids, full_tensor(embedding.weight).to(dtype))
             hidden = hidden * getattr(embedding, "embed_scale", 1)
+            hidden = _first_layer_input(_one_layer_model(config, 0, dtype, hidden.device), hidden)
         if not isinstance(layer, te_llama.TEDecoderLayer):  # a layer that stays Hugging Face's
             reference: Any = _one_layer_model(config, number, dtype, hidden.device)
             reference.layers[0].load_state_dict({name: full_tensor(p) for name, p in layer.named_parameters()})
@@ -195,12 +196,23 @@ def _one_layer_model(config: PretrainedConfig, layer: int, dtype: torch.dtype, d
     return model.model.train()
 
 
+@torch.no_grad()
+def _first_layer_input(model: Any, embeddings: Tensor) -> Tensor:
+    """Return what `model` passes to its first layer for `embeddings` [1, S, h]: some families scale them first."""
+    inputs: list[Tensor] = []
+    with model.layers[0].register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0])):
+        model(inputs_embeds=embeddings, use_cache=False)
+    return inputs[0]
+
+
 def _run(module: nn.Module, hidden: Tensor, gradient: Tensor, **arguments: object) -> tuple[Tensors, Tensors]:
     """Run forward and backward pass; return output and input gradient [1, S, h], and parameter gradients by name."""
     module.zero_grad(set_to_none=True)
     hidden = hidden.clone().requires_grad_()
     if isinstance(module, PreTrainedModel):
-        output = module(inputs_embeds=hidden, use_cache=False, **arguments).last_hidden_state
+        layers: Any = module.layers
+        with layers[0].register_forward_pre_hook(lambda _, inputs: (hidden, *inputs[1:])):  # not scaled
+            output = module(inputs_embeds=hidden, use_cache=False, **arguments).last_hidden_state
     else:
         output = module(hidden, **arguments)
     # A process's first backward pass runs in a thread without a CUDA context; cuBLAS then uses the device's.

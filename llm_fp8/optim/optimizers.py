@@ -48,16 +48,18 @@ def adamw_arguments(config: OptimConfig) -> dict[str, Any]:
     return {"lr": config.learning_rate, "betas": (0.9, config.adam_beta2), "eps": 1e-8}
 
 
-def _adamw_fp32(groups: Groups, config: OptimConfig, draws_lower_bits: bool) -> Optimizer:
+def _adamw_fp32(parameters: NamedParameters, config: OptimConfig, draws_lower_bits: bool) -> Optimizer:
+    groups = parameter_groups(parameters, config.weight_decay)
     if draws_lower_bits:
         sharded = (weight for group in groups for weight in group["params"] if isinstance(weight, DTensor))
         draw_lower_bits_(sharded, config.seed)
     return torch.optim.AdamW(groups, fused=True, **adamw_arguments(config))
 
 
-def _adamw_master(groups: Groups, config: OptimConfig, draws_lower_bits: bool) -> Optimizer:
+def _adamw_master(parameters: NamedParameters, config: OptimConfig, draws_lower_bits: bool) -> Optimizer:
     from llm_fp8.optim.adamw import MasterAdamW
 
+    groups = parameter_groups(parameters, config.weight_decay)
     arguments = {"seed": config.seed if draws_lower_bits else None, **adamw_arguments(config)}
     if config.offload_optimizer:
         from llm_fp8.optim.offload import OffloadedMasterAdamW
@@ -66,20 +68,24 @@ def _adamw_master(groups: Groups, config: OptimConfig, draws_lower_bits: bool) -
     return MasterAdamW(groups, **arguments)
 
 
-def _adamw_8bit(groups: Groups, config: OptimConfig, draws_lower_bits: bool) -> Optimizer:
+def _adamw_8bit(parameters: NamedParameters, config: OptimConfig, draws_lower_bits: bool) -> Optimizer:
     from llm_fp8.optim.adamw import EightBitAdamW
 
+    groups = parameter_groups(parameters, config.weight_decay)
     return EightBitAdamW(groups, seed=config.seed, **adamw_arguments(config))
 
 
 @dataclass(frozen=True)
 class OptimizerRow:
-    """Properties of an optimizer. Bytes are per trainable parameter, without casts and activations."""
+    """Properties of an optimizer. Bytes are per trainable parameter, without casts and activations; if parameters differ,
+    the most that one needs.
+    """
 
     parameter_dtype: torch.dtype  # of trainable parameters and their gradients; fp32 works with every optimizer
     state_bytes: float
-    build: Callable[[Groups, OptimConfig, bool], Optimizer]
-    """Function of parameter groups, options, and True to draw lower bits of master weights (see `adamw_master`)."""
+    build: Callable[[NamedParameters, OptimConfig, bool], Optimizer]
+    """Function of the model's named parameters, the options, and True to draw lower bits of master weights (see
+    `adamw_master`)."""
     keeps_lower_bits: bool = False  # the state has the lower bits of fp32 master weights, which bf16 parameters lack
 
     @property
@@ -100,7 +106,7 @@ def build_optimizer(
     config: OptimConfig, kind: OptimizerKind, named_parameters: NamedParameters, draws_lower_bits: bool = False
 ) -> Optimizer:
     """Build the optimizer of `kind` over the trainable parameters."""
-    return OPTIMIZERS[kind].build(parameter_groups(named_parameters, config.weight_decay), config, draws_lower_bits)
+    return OPTIMIZERS[kind].build(named_parameters, config, draws_lower_bits)
 
 
 def unwrap(optimizer: Optimizer) -> Optimizer:

@@ -29,6 +29,7 @@ from llm_fp8.observability.kernel_trace import (
 )
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import Fp8Coverage, ModuleState, linear_weights
+from llm_fp8.precision.te import format_name
 
 Verdict = Literal["certified", "undetermined", "failed"]
 
@@ -51,6 +52,8 @@ class ExpectedKernels:
     num_fp8_gemms: int = 0
     """Minimum number of fp8 GEMM kernels per micro-batch; one GEMM may take several kernels."""
     fp8_linear_flop_share: float = 0.0
+    fp8_format: str | None = None
+    """Name of the recipe's format, such as "HYBRID"; None if it is not checked."""
 
     @classmethod
     def of_model(
@@ -68,6 +71,7 @@ class ExpectedKernels:
             scenario=plan.effective_scenario,
             num_fp8_gemms=coverage.num_fp8_gemms + sum(len(linear_weights(module)) for module in twice),
             fp8_linear_flop_share=coverage.fp8_linear_flop_share,
+            fp8_format=format_name(plan.recipe),
         )
 
     @property
@@ -230,6 +234,9 @@ class _Judge:
 
         if others := [name for name in state.recipes if name != row.recipe_class]:
             self.failures.append(f"expected the recipe {row.recipe_class}, but modules had {', '.join(others)}")
+        expected_format = self.expected.fp8_format
+        if expected_format and (others := [name for name in state.formats if name != expected_format]):
+            self.failures.append(f"expected the fp8 format {expected_format}, but modules had {', '.join(others)}")
         if state.num_without_amax:
             self.failures.append(f"{state.num_without_amax} modules have an empty amax history after the step")
         if count := state.num_recipe_unreadable:

@@ -35,6 +35,7 @@ class ModuleState:
     num_in_fp8: int = 0  # their last forward pass ran in fp8
     num_recipe_unreadable: int = 0  # in fp8 by a recipe that cannot be identified
     recipes: dict[str, int] = field(default_factory=dict)
+    formats: dict[str, int] = field(default_factory=dict)  # of Transformer Engine's recipes
     num_without_amax: int = 0  # their amax history is empty after the step
     library: str = "Transformer Engine"
 

@@ -44,6 +44,11 @@ def choose_norm_backend(width: int, major_capability: int, environ: MutableMappi
             environ.setdefault(name, "1")
 
 
+def format_name(recipe: Any) -> str | None:
+    """Return the name of the format of a Transformer Engine recipe, such as "HYBRID"; None if it has none."""
+    return getattr(getattr(recipe, "fp8_format", None), "name", None)
+
+
 class TEBackend:
     """Transformer Engine. A run without fp8 also has this back end, without a recipe: its decoder may be TE's."""
 
@@ -57,11 +62,10 @@ class TEBackend:
         """Return the library's recipe object for `device`; options that the recipe lacks are ignored."""
         from transformer_engine.common import recipe as te_recipes
 
-        keywords = dict(recipe.defaults)
-        for name in recipe.options:
-            value = getattr(options, name)
-            if value is not None:
-                keywords[name] = getattr(te_recipes.Format, value) if name == "fp8_format" else value
+        chosen = {name: getattr(options, name) for name in recipe.options}
+        keywords = {**recipe.defaults, **{name: value for name, value in chosen.items() if value is not None}}
+        if "fp8_format" in keywords:
+            keywords["fp8_format"] = getattr(te_recipes.Format, keywords["fp8_format"])
         built = getattr(te_recipes, recipe.recipe_class)(**keywords)
         # Later GPUs scale by powers of two, as in MXFP8.
         if recipe.fp32_scales_on_hopper and torch.cuda.get_device_capability(device) == (9, 0):
@@ -122,6 +126,7 @@ class TEBackend:
             num_modules=len(linears),
             num_in_fp8=len(metas),
             recipes=dict(Counter(type(meta["recipe"]).__name__ for meta in metas)),
+            formats=dict(Counter(name for meta in metas if (name := format_name(meta["recipe"])))),
             num_without_amax=sum(not value > 0 for value in largest),
         )
 

@@ -104,6 +104,10 @@ FAILURES = {
     "unknown kernels, and no module to ask": dict(kernels=NO_RULE, state=ModuleState()),
     "unknown kernels, too short to be the missing ones": dict(kernels=BF16_STEP | {"a_tiny_kernel": (900, 0.0005)}),
     "another recipe": dict(state=dataclasses.replace(IN_FP8, recipes={"Float8CurrentScaling": 48})),
+    "another format": dict(
+        expected=dataclasses.replace(DELAYED, fp8_format="E4M3"),
+        state=dataclasses.replace(IN_FP8, formats={"HYBRID": 48}),
+    ),
     "an empty amax history": dict(state=dataclasses.replace(IN_FP8, num_without_amax=3)),
     "fp8 left on in a bf16 run": dict(expected=BF16, kernels=FP8_STEP, state=IN_FP8),
     "one fp8 kernel in a bf16 run": dict(expected=BF16, kernels=BF16_STEP | ONE_FP8_KERNEL, state=NOT_IN_FP8),
