@@ -39,14 +39,14 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Median tokens per second, by precision", "median_tokens_per_s", "precision"),
     ),
     "Loss": (
-        Panel("Loss by step", "loss"),
-        Panel("Loss by time", "loss", by=TIME),
+        Panel("Loss by step, nats", "loss"),
+        Panel("Loss by seconds, nats", "loss", by=TIME),
         Panel("Gradient norm", "grad_norm"),
     ),
     "Evaluation": (
-        Panel("Eval loss by token", "eval_loss", by="tokens_seen"),
-        Panel("Eval loss by time", "eval_loss", by=TIME),
-        Panel("Eval loss at the end, by precision", "eval_loss", "precision"),
+        Panel("Eval loss by tokens, nats", "eval_loss", by="tokens_seen"),
+        Panel("Eval loss by seconds, nats", "eval_loss", by=TIME),
+        Panel("Eval loss at the end, by precision, nats", "eval_loss", "precision"),
     ),
     "Memory": (
         Panel("Peak memory of the first GPU, GiB", "peak_memory_gib", "run"),
@@ -101,13 +101,10 @@ def build_workspace(entity: str, project: str, group: str | None, name: str) -> 
 def _panel(panel: Panel) -> Any:
     import wandb_workspaces.reports.v2 as wr
 
-    from llm_fp8.observability.metrics import METRICS
-
     title, key, by = panel
     legend = f"${{run:displayName}} (${{config:{PRECISION}}})"
-    if by in (*METRICS, TIME):
-        axes: Any = {"title_x": "s" if by == TIME else METRICS[by], "title_y": METRICS[key]}
-        return wr.LinePlot(title=title, x=by, y=[key], legend_template=legend, **axes)
+    if by not in ("run", "precision"):
+        return wr.LinePlot(title=title, x=by, y=[key], legend_template=legend)
     bars: Any = {"legend_template": legend}
     if by == "precision":
         bars = {"groupby": wr.Config(PRECISION), "groupby_aggfunc": "mean", "groupby_rangefunc": "minmax"}

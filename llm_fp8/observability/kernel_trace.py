@@ -196,7 +196,7 @@ class StepProfile:
     kernels: KernelTimes = field(default_factory=dict)
 
     def figures(self) -> dict[str, float]:
-        """Return the figures by keys of `metrics.METRICS`; leave out shares that the step did not show."""
+        """Return the figures by keys of metrics.jsonl; leave out shares that the step did not show."""
         gemms = gemm_kernels(self.kernels)
         in_fp8 = [times for kind, times in gemms.items() if kind in LOW_PRECISION]
         figures: dict[str, float] = {

@@ -1,4 +1,4 @@
-"""Metrics and their formulas: pure functions, no state.
+"""Metrics and their formulas: pure functions, no state. docs/monitoring.md lists all keys of metrics.jsonl, with units.
 
 **Floating-point operations (FLOPs).** A multiply-add counts as two. A weight matrix of `n` entries costs `2 n` per
 token in each of fprop, dgrad and wgrad. In causal attention the query at position `t` of its document reads `t` keys:
@@ -97,31 +97,13 @@ def device_peak_tflops(device: torch.device) -> PeakTflops | None:
     return peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
-METRICS = {
-    "step": "steps", "epoch": "epochs", "tokens_seen": "tokens",
-    "loss": "nats/token", "router_aux_loss": "-", "grad_norm": "-", "learning_rate": "-",
-    "step_time_s": "s", "tokens_per_s": "tokens/s", "tokens_per_s_per_gpu": "tokens/s",
-    "real_tokens_per_s": "tokens/s", "supervised_tokens_per_s": "tokens/s",
-    "packing_efficiency": "share", "model_tflops": "TFLOP/s", "mfu_bf16_peak": "share", "mfu_fp8_peak": "share",
-    "fp8_linear_flop_share": "share",
-    "peak_memory_gib": "GiB", "peak_reserved_memory_gib": "GiB",
-    "num_alloc_retries": "retries", "peak_memory_gib_max_rank": "GiB",
-    "energy_j_per_million_tokens": "J", "gpu_power_w": "W", "energy_j": "J",
-    "num_gemm_kernels": "kernels", "num_fp8_gemm_kernels": "kernels", "num_unknown_gemm_kernels": "kernels",
-    "fp8_gemm_time_share": "share",
-    "communication_share": "share", "exposed_communication_share": "share",
-    "eval_loss": "nats/token", "eval_perplexity": "-",
-    "eval_num_supervised_tokens": "tokens", "eval_time_s": "s",
-}  # fmt: skip
-"""Every key of metrics.jsonl, summary.json and W&B -> its unit. docs/monitoring.md gives the meanings."""
-
 RECORDED_STEP = "num_gemm_kernels"  # the key that only a recorded step has
 
 
 def speed_metrics(
     tokens: StepTokens, step_time_s: float, size: DecoderSize, num_gpus: int, peak: PeakTflops | None, fp8: bool
 ) -> dict[str, float]:
-    """Compute the throughput figures of one step, by keys of `METRICS`; `num_gpus` is the number of processes."""
+    """Compute the throughput figures of one step, by keys of metrics.jsonl; `num_gpus` is the number of processes."""
     tflops = step_flops(size, tokens) / step_time_s / num_gpus / 1e12
     figures = {
         "step_time_s": step_time_s,
@@ -174,7 +156,7 @@ def throughput_summary(steps: list[dict[str, float]]) -> dict[str, float]:
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Return this process's peak memory on `device`, by keys of `METRICS`; {} on a CPU."""
+    """Return this process's peak memory on `device`, by keys of metrics.jsonl; {} on a CPU."""
     if device.type != "cuda":
         return {}
     return {

@@ -77,8 +77,8 @@ def _adamw_8bit(parameters: NamedParameters, config: OptimConfig, draws_lower_bi
 
 @dataclass(frozen=True)
 class OptimizerRow:
-    """Properties of an optimizer. Bytes are per trainable parameter, without casts and activations; if parameters differ,
-    the most that one needs.
+    """Properties of an optimizer. Bytes are those of the trainable parameter that needs most, without casts and
+    activations.
     """
 
     parameter_dtype: torch.dtype  # of trainable parameters and their gradients; fp32 works with every optimizer

@@ -54,7 +54,7 @@ class StepResult:
     """The result of an optimizer step."""
 
     learning_rate: float
-    values: dict[str, Tensor]  # 0-dim, on the device: `METRICS` by key, token counts of all ranks (`StepTokens`)
+    values: dict[str, Tensor]  # 0-dim, on the device: metrics by name, token counts of all ranks (`StepTokens`)
     rank_loss: Tensor  # this rank's share of the training loss
     row_ids: tuple[int, ...]
     start: Any

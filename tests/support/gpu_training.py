@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from llm_fp8.utils.json_files import read_jsonl
+from tests.support.documented_metrics import records
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,7 +55,7 @@ def trained(model_folder: Path, folder: Path, *more: str, environment: dict[str,
 
 def figures(folder: Path, name: str) -> list[float]:
     """The metric `name` of the steps or evaluations that have it."""
-    return [record[name] for record in read_jsonl(folder / "metrics.jsonl") if name in record]
+    return [record[name] for record in records(folder) if name in record]
 
 
 def losses(folder: Path) -> list[float]:

@@ -23,8 +23,8 @@ from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.run.run import run_training
 from llm_fp8.settle.machine import Machine, look
 from llm_fp8.settle.settle import resolve_precision
-from llm_fp8.utils.json_files import read_jsonl
 from llm_fp8.utils.ranks import LaunchRanks
+from tests.support.documented_metrics import records
 
 LONGROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 8, long_factor=[4.0] * 8, factor=4.0)
 LONGROPE |= dict(original_max_position_embeddings=64, short_mscale=1.1, long_mscale=1.3)
@@ -120,11 +120,6 @@ def short_run(model: object, rows: object, folder: Path, *more: object) -> list[
     """The options of a run without evaluation in sequences of 256 tokens, but for `more`, which win."""
     words = f"--model_name={model} --dataset_name={rows} --output_dir={folder} --validation_fraction=0"
     return [*words.split(), "--max_seq_length=256", "--log_every=1", *map(str, more)]
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl."""
-    return read_jsonl(Path(folder) / "metrics.jsonl")
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:

@@ -11,12 +11,13 @@ import pytest
 import wandb
 import wandb_workspaces.workspaces as ws
 
-from llm_fp8.observability.metrics import MEDIANS, METRICS
+from llm_fp8.observability.metrics import MEDIANS
 from llm_fp8.observability.trackers import LABELS
 from llm_fp8.precision.certificate import Certificate
 from llm_fp8.utils.errors import UserError
 from scripts import wandb_dashboard
 from scripts.wandb_dashboard import COLUMNS, PRECISION, SECTIONS, TIME, build_workspace
+from tests.support.documented_metrics import DOCUMENTED
 from tests.support.small import train
 from tests.support.wandb_file import the_wandb_run
 
@@ -28,14 +29,14 @@ def the_spec(group: str | None = None) -> dict[str, Any]:
 
 
 def test_every_panel_shows_a_key_that_runs_write():
-    in_summary = {*METRICS, *(f"median_{key}" for key in MEDIANS)}  # of a metric the last value
+    in_summary = {*DOCUMENTED, *(f"median_{key}" for key in MEDIANS)}  # of a metric the last value
     in_summary |= {f"certificate/{field.name}" for field in dataclasses.fields(Certificate)}
     panels = [panel for section in SECTIONS.values() for panel in section]
     for panel in panels:
         if panel.by in ("run", "precision"):
             assert panel.key in in_summary
         else:
-            assert {panel.key, panel.by} <= {*METRICS, TIME}
+            assert {panel.key, panel.by} <= {*DOCUMENTED, TIME}
     assert set(COLUMNS) <= {*LABELS, *in_summary} and PRECISION in LABELS
     assert len({panel.title for panel in panels}) == len(panels)
 
@@ -47,10 +48,18 @@ def test_the_view_that_is_sent_draws_the_layout():
     assert [len(section["panels"]) for section in sections] == [len(panels) for panels in SECTIONS.values()]
     panels = {panel["config"]["chartTitle"]: panel for section in sections for panel in section["panels"]}
     assert all(section["isOpen"] for section in sections)
-    axes = {"Loss by step": "step", "Eval loss by token": "tokens_seen", "Loss by time": "_runtime"}
+    axes = {
+        "Loss by step, nats": "step",
+        "Eval loss by tokens, nats": "tokens_seen",
+        "Loss by seconds, nats": "_runtime",
+    }
     assert {title: panels[title]["config"]["xAxis"] for title in axes} == axes, "W&B's own _step counts evaluations too"
-    assert panels["Loss by step"]["viewType"] == "Run History Line Plot"
-    assert panels["Loss by step"]["config"]["metrics"] == panels["Loss by time"]["config"]["metrics"] == ["loss"]
+    assert panels[by_step]["viewType"] == "Run History Line Plot"
+    assert (
+        panels[by_step]["config"]["metrics"]
+        == panels[by_time]["config"]["metrics"]
+        == ["loss"]
+    )
     by_precision = panels["Median tokens per second, by precision"]
     assert by_precision["viewType"] == "Bar Chart" and by_precision["config"]["groupAgg"] == "mean"
     assert by_precision["config"]["groupBy"] == "precision_name.value"
@@ -80,7 +89,7 @@ def test_an_offline_run_holds_every_key(tmp_path, monkeypatch):
     assert {"nightly", "h200", "bf16", "CPU"} <= set(run.tags)
     assert set(LABELS) <= set(run.config) and run.config[PRECISION] == "bf16"
     assert [entry["step"] for entry in run.history if "loss" in entry] == [1, 2, 3, 4]
-    assert {key for entry in run.history for key in entry if not key.startswith("_")} <= set(METRICS)
+    assert {key for entry in run.history for key in entry if not key.startswith("_")} <= set(DOCUMENTED)
 
 
 @pytest.fixture

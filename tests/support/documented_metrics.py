@@ -1,0 +1,21 @@
+"""Metrics of a run, checked against the table in docs/monitoring.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from llm_fp8.utils.json_files import read_jsonl
+
+_DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "monitoring.md"
+DOCUMENTED = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", _DOCUMENT.read_text(), re.MULTILINE))
+"""Key of metrics.jsonl -> its unit."""
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl in `folder`."""
+    lines = read_jsonl(Path(folder) / "metrics.jsonl")
+    undocumented = set().union(*lines) - DOCUMENTED.keys()
+    assert not undocumented, f"docs/monitoring.md lacks {undocumented}"
+    return lines
