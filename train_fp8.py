@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import sys
 
-from llm_fp8.utils.script import CUDA_DEFAULTS, IMPORTED_S, PhaseClock, importing, run_script
+from llm_fp8.tools.script import IMPORTED_S, importing, run_script
+from llm_fp8.utils.process import CUDA_DEFAULTS
 
 os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
 
@@ -25,6 +26,7 @@ def train(description: str, parallel: bool = False) -> int:
     config = parse_launch(sys.argv[1:], os.environ, description.split("\n\n")[0], parallel)
     # After parsing, so that --help and mistakes are answered without loading the rest.
     with importing():
+        from llm_fp8.observability.metrics import PhaseClock
         from llm_fp8.run.run import run_training
         from llm_fp8.run.timeline import RunResults
 

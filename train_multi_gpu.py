@@ -11,7 +11,7 @@ It trains as train_fp8.py does; further options spread the model and the data ov
 
 from __future__ import annotations
 
-from llm_fp8.utils.script import run_script
+from llm_fp8.tools.script import run_script
 from train_fp8 import train
 
 

@@ -27,8 +27,9 @@ from llm_fp8.config.recipes import RECIPES
 from llm_fp8.observability.metrics import RECORDED_STEP
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.tools.programs import run_program, torchrun, training_command
-from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, number, positive
-from llm_fp8.utils.json_files import json_line, read_json, read_jsonl, writable, write_json_atomic
+from llm_fp8.tools.script import EXIT_FAILED_CHECK, writable
+from llm_fp8.utils.errors import OneSentenceParser, UserError, number, positive
+from llm_fp8.utils.json_files import json_line, read_json, read_jsonl, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
 
 OTHER_RECIPES = tuple(f"{recipe.backend}_{name}" for name, recipe in RECIPES.items() if recipe.backend != "te")

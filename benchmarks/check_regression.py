@@ -32,10 +32,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.bench import BASELINES
-from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, number, reading
+from llm_fp8.tools.script import EXIT_FAILED_CHECK, run_script
+from llm_fp8.utils.errors import OneSentenceParser, UserError, number, reading
 from llm_fp8.utils.json_files import read_json
 from llm_fp8.utils.packages import REPOSITORY
-from llm_fp8.utils.script import run_script
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 RECORDED = ("speed_table_*.json", "throughput_*.json", "multi_gpu_throughput_*.json")

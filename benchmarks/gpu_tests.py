@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpus import visible_gpus
 from llm_fp8.observability.provenance import collect_provenance
+from llm_fp8.tools.script import run_script, writable
 from llm_fp8.utils.errors import OneSentenceParser, UserError, reading
-from llm_fp8.utils.json_files import read_json, writable, write_json_atomic
-from llm_fp8.utils.script import run_script
+from llm_fp8.utils.json_files import read_json, write_json_atomic
 
 ALONE = "exclusive or whole_machine or multi_gpu"  # pytest's expression for tests that run one at a time
 WRITE_EVERY_S = 2

@@ -39,10 +39,10 @@ from benchmarks.gpus import visible_gpus
 from llm_fp8.config.recipes import precision_name, recipe_words
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.tools.programs import training_command
+from llm_fp8.tools.script import run_script, writable
 from llm_fp8.utils.errors import FailedCheck, OneSentenceParser, UserError, positive, reading
-from llm_fp8.utils.json_files import read_json, read_jsonl, writable, write_json_atomic
+from llm_fp8.utils.json_files import read_json, read_jsonl, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
-from llm_fp8.utils.script import run_script
 
 VARIANTS = {"bf16": ("--mixed_precision", "bf16")}
 VARIANTS |= {name: recipe_words(name) for name in ("delayed", "current", "block")}

@@ -39,10 +39,10 @@ from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.tools.programs import run_program, training_command
-from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError
+from llm_fp8.tools.script import EXIT_FAILED_CHECK, run_script
+from llm_fp8.utils.errors import OneSentenceParser, UserError
 from llm_fp8.utils.json_files import json_line, read_json, read_jsonl, write_json_atomic, write_text_atomic
 from llm_fp8.utils.packages import REPOSITORY
-from llm_fp8.utils.script import run_script
 
 TRAINER_VARIANTS = {"trainer_bf16": "bf16", "trainer_fp8": "fp8"}
 OUR_VARIANTS = {"train_fp8": "fp8", "train_bf16": "bf16"}

@@ -28,9 +28,9 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from llm_fp8.tools.script import run_script, writable
 from llm_fp8.utils.errors import OneSentenceParser, UserError, reading
-from llm_fp8.utils.json_files import read_json, writable
-from llm_fp8.utils.script import run_script
+from llm_fp8.utils.json_files import read_json
 
 Row = dict[str, Any]
 

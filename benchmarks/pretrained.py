@@ -55,10 +55,10 @@ from llm_fp8.data.collate import Batch
 from llm_fp8.data.prepare import prepare_data
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.tools.compare.figures import t_interval
+from llm_fp8.tools.script import run_script, writable
 from llm_fp8.utils.errors import OneSentenceParser, UserError
-from llm_fp8.utils.json_files import read_json, read_jsonl, writable, write_json_atomic
+from llm_fp8.utils.json_files import read_json, read_jsonl, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
-from llm_fp8.utils.script import run_script
 
 _BF16, _FP8 = {"use_te": True, "mixed_precision": "bf16"}, {"use_te": True, "mixed_precision": "fp8"}
 _DELAYED, _CURRENT, _BLOCK = ({**_FP8, "fp8_scenario": name} for name in ("delayed", "current", "block"))

@@ -20,9 +20,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from llm_fp8.tools.script import run_script
 from llm_fp8.utils.errors import OneSentenceParser, UserError
 from llm_fp8.utils.json_files import read_jsonl
-from llm_fp8.utils.script import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_STEPS = 20

@@ -30,9 +30,9 @@ from benchmarks import bench
 from benchmarks.bench import Variant, Workload, parse_variants
 from benchmarks.gpus import visible_gpus
 from llm_fp8.observability.provenance import collect_provenance
+from llm_fp8.tools.script import run_script
 from llm_fp8.utils.errors import OneSentenceParser, UserError, reading
 from llm_fp8.utils.json_files import read_json, write_json_atomic
-from llm_fp8.utils.script import run_script
 
 TABLE = Path(__file__).with_suffix(".json")
 REFERENCE = "hf_bf16"

@@ -40,8 +40,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.data.embedded import DATASET_DIR, MODEL_DIR
 from llm_fp8.tools.hf_trainer_callback import CertificateCallback
+from llm_fp8.tools.script import run_script
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.script import run_script
 
 
 @dataclass

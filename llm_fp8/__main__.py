@@ -7,8 +7,8 @@ import os
 import sys
 
 from llm_fp8 import __version__
+from llm_fp8.tools.script import importing, run_script
 from llm_fp8.utils.errors import OneSentenceParser
-from llm_fp8.utils.script import importing, run_script
 
 PROGRAMS = {
     "train": ("train_fp8", "fine-tune; started by torchrun or accelerate launch, on several GPUs"),

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.utils.script import run_script
+from llm_fp8.tools.script import run_script
 
 
 def main() -> int:

@@ -20,8 +20,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from llm_fp8.tools.script import run_script
 from llm_fp8.utils.errors import OneSentenceParser, UserError, reading
-from llm_fp8.utils.script import quiet_libraries, run_script
+from llm_fp8.utils.process import quiet_libraries
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -17,8 +17,8 @@ from urllib.parse import urlparse
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.config.options import RunConfig
+from llm_fp8.tools.script import run_script
 from llm_fp8.utils.errors import OneSentenceParser, reading
-from llm_fp8.utils.script import run_script
 
 PRECISION = "precision_name"
 TIME = "_runtime"  # W&B's seconds since the run began

@@ -15,8 +15,8 @@ from llm_fp8.config.options import Config
 from llm_fp8.config.recipes import DEFAULT, RECIPES, Backend, chosen
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import read_json
+from llm_fp8.utils.process import say
 from llm_fp8.utils.ranks import LaunchRanks
-from llm_fp8.utils.script import say
 
 PREFIX = "ACCELERATE_FP8_"
 LAUNCH_FILE = "accelerate's launch configuration"

@@ -1,4 +1,4 @@
-"""Metrics and their formulas: pure functions, no state. docs/monitoring.md lists all keys of metrics.jsonl, with units.
+"""Metrics and their formulas. docs/monitoring.md lists all keys of metrics.jsonl, with units.
 
 **Floating-point operations (FLOPs).** A multiply-add counts as two. A weight matrix of `n` entries costs `2 n` per
 token in each of fprop, dgrad and wgrad. In causal attention the query at position `t` of its document reads `t` keys:
@@ -22,12 +22,26 @@ from __future__ import annotations
 
 import re
 import statistics
+import time
 from typing import NamedTuple
 
 import torch
 
 GIB = 2**30
 RESERVE_GIB = 2.0  # of a GPU's memory, kept for CUDA's context and the allocator's gaps
+
+
+class PhaseClock:
+    """Wall time of phases in seconds (`phases_s` in summary.json); the first begins at `start_s` (perf_counter)."""
+
+    def __init__(self, start_s: float | None = None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._reached_s = time.perf_counter() if start_s is None else start_s
+
+    def end(self, phase: str) -> None:
+        now_s = time.perf_counter()
+        self.seconds[phase] = now_s - self._reached_s
+        self._reached_s = now_s
 
 
 class DecoderSize(NamedTuple):

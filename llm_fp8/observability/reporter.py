@@ -27,7 +27,7 @@ from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import throughput_summary
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import json_line, read_json, write_json_atomic, write_text_atomic
-from llm_fp8.utils.script import surviving_closed_output
+from llm_fp8.utils.process import surviving_closed_output
 
 _STEP = {
     "loss": "loss {:.4f}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -47,6 +48,14 @@ def choose_norm_backend(width: int, major_capability: int, environ: MutableMappi
 def format_name(recipe: Any) -> str | None:
     """Return the name of the format of a Transformer Engine recipe, such as "HYBRID"; None if it has none."""
     return getattr(getattr(recipe, "fp8_format", None), "name", None)
+
+
+def forget_delayed_scales() -> None:
+    """Reset Transformer Engine's global state between models, or it would go on reducing the old model's amax."""
+    if "transformer_engine" in sys.modules:
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        FP8GlobalStateManager.reset()
 
 
 class TEBackend:

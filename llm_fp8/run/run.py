@@ -40,8 +40,8 @@ from llm_fp8.settle.machine import assume, look
 from llm_fp8.settle.probe import probe
 from llm_fp8.settle.settle import Settled, settle
 from llm_fp8.utils.errors import reading
+from llm_fp8.utils.process import quiet_libraries
 from llm_fp8.utils.ranks import LaunchRanks
-from llm_fp8.utils.script import quiet_libraries
 
 
 def run_training(config: Config, results: RunResults | None = None) -> int:

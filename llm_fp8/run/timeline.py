@@ -19,14 +19,13 @@ from llm_fp8.data.collate import Batch
 from llm_fp8.data.loader import TrainLoader
 from llm_fp8.distributed.process_group import gathered, largest
 from llm_fp8.models.build import decoder_size
-from llm_fp8.observability.metrics import StepTokens, device_peak_tflops, memory_metrics, speed_metrics
+from llm_fp8.observability.metrics import PhaseClock, StepTokens, device_peak_tflops, memory_metrics, speed_metrics
 from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.run.evaluation import EvalHistory, evaluate_loss
 from llm_fp8.run.train_state import RunState
 from llm_fp8.step.stepper import Stepper, StepResult
 from llm_fp8.utils.errors import FailedCheck, UserError, listed
 from llm_fp8.utils.json_files import write_json_atomic
-from llm_fp8.utils.script import PhaseClock
 from llm_fp8.utils.te_internals import attention_backend
 
 if TYPE_CHECKING:

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.precision.coverage import linear_weights
-from llm_fp8.utils.te_internals import would_lose_main_grad
 
 
 class FusedWgradAccumulation:
@@ -68,7 +67,7 @@ class FusedWgradAccumulation:
         """Make `module` add to the main gradients of its weights, if it can for all of them, and append it to `fused`.
         This is a function of its own because the locals of `micro_batch` would keep released main gradients alive.
         """
-        if would_lose_main_grad(module):
+        if _would_lose_main_grad(module):
             return
         assert self._find_main_grad is not None
         pairs = [self._find_main_grad(weight) for weight in weights]
@@ -79,3 +78,9 @@ class FusedWgradAccumulation:
         module.fuse_wgrad_accumulation = True
         for weight, main_grad in pairs:
             weight.main_grad = main_grad  # type: ignore[attr-defined]
+
+
+def _would_lose_main_grad(module: Any) -> bool:
+    """Return True for a LayerNormLinear that drops its fp8 casts: such a module cannot add to a main gradient."""
+    casts_anew = getattr(module, "is_fsdp2", False) and getattr(module, "fp8", False)
+    return type(module).__name__ == "LayerNormLinear" and casts_anew and not module.primary_weights_in_fp8

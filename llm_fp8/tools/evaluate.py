@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
 from llm_fp8.config.options import Config, DataConfig
 from llm_fp8.config.parser import add_option
+from llm_fp8.tools.script import writable
 from llm_fp8.utils.errors import OneSentenceParser, UserError, positive, reading
-from llm_fp8.utils.json_files import read_json, writable, write_json_atomic
+from llm_fp8.utils.json_files import read_json, write_json_atomic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -130,7 +131,7 @@ def main() -> int:
 
     from llm_fp8.data.prepare import prepare_data
     from llm_fp8.models.export import adapter_base, load_exported, tokenizer_of
-    from llm_fp8.utils.script import quiet_libraries
+    from llm_fp8.utils.process import quiet_libraries
 
     quiet_libraries()
     base = adapter_base(options.model_name)

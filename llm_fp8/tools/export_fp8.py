@@ -27,7 +27,7 @@ def main() -> int:
     from llm_fp8.models.source import load_tokenizer, resolve_source
     from llm_fp8.observability.metrics import GIB
     from llm_fp8.tools.compressed_tensors import eval_loss, export_fp8
-    from llm_fp8.utils.script import quiet_libraries
+    from llm_fp8.utils.process import quiet_libraries
 
     quiet_libraries()
     if options.data is not None:  # so that a mistake in --data is found before the export

@@ -33,7 +33,8 @@ from llm_fp8.optim.optimizers import not_optimised
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify, worst
 from llm_fp8.precision.context import backend_in
 from llm_fp8.precision.coverage import ModuleState, linear_weights, linears_left, measure_coverage, plain_linears
-from llm_fp8.utils.errors import EXIT_FAILED_CHECK, UserError
+from llm_fp8.tools.script import EXIT_FAILED_CHECK
+from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import chosen_attention
 from llm_fp8.utils.json_files import write_json_atomic
 

@@ -18,8 +18,9 @@ from llm_fp8.config.recipes import DEFAULTS
 from llm_fp8.config.validation import is_consistent
 from llm_fp8.models import BUNDLED
 from llm_fp8.tools.programs import wide_console
+from llm_fp8.tools.script import writable
 from llm_fp8.utils.errors import OneSentenceParser, UserError, did_you_mean, positive
-from llm_fp8.utils.json_files import writable, write_json_atomic
+from llm_fp8.utils.json_files import write_json_atomic
 from llm_fp8.utils.ranks import LaunchRanks
 
 if TYPE_CHECKING:

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-EXIT_FAILED_CHECK, EXIT_USER_ERROR, EXIT_NO_GPU = 1, 2, 3
-
 
 class UserError(Exception):
     """A mistake in options or files: a sentence with the flag or file, what is wrong and what to do; exit code 2."""

@@ -4,12 +4,9 @@ JSON lacks NaN and infinity: the strings "NaN", "Infinity" and "-Infinity" repla
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import json
 import math
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +59,6 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             with reading("the file", f"{path}: line {number}", "a JSON object"):
                 records.append(with_floats({**json.loads(line)}))
     return records
-
-
-def writable(word: str) -> Path:
-    """Return the path of an output file and make its folder; ArgumentTypeError if the file cannot be written."""
-    path = Path(word).expanduser()
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists() or (path.is_file() and os.access(path, os.W_OK)):  # not a folder, device or pipe
-            with tempfile.TemporaryFile(dir=path.parent):  # `os.access` allows root everything, even /proc
-                return path
-    raise argparse.ArgumentTypeError(f"{path} cannot be written; give a file in a folder that can")
 
 
 def write_text_atomic(path: Path, text: str) -> None:

@@ -33,14 +33,6 @@ def require_te(why: str) -> Any:
     return TRANSFORMER_ENGINE.require(why)
 
 
-def forget_delayed_scales() -> None:
-    """Reset Transformer Engine's global state between models, or it would go on reducing the old model's amax."""
-    if "transformer_engine" in sys.modules:
-        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-        FP8GlobalStateManager.reset()
-
-
 def prefer_torchs_cudnn() -> None:
     """Make Transformer Engine, if not yet imported, load torch's cuDNN and not an older one of the system: with two
     versions it silently uses unfused attention (2.7 times slower on an H200). A CUDNN_HOME or CUDNN_PATH that is set
@@ -68,12 +60,6 @@ def forget_weight_casts(modules: Iterable[Any]) -> None:
     """Free the fp8 casts of weights that modules keep."""
     for module in modules:
         module._fp8_workspaces.clear()
-
-
-def would_lose_main_grad(module: Any) -> bool:
-    """Return True for a LayerNormLinear that drops its fp8 casts: such a module cannot add to a main gradient."""
-    casts_anew = getattr(module, "is_fsdp2", False) and getattr(module, "fp8", False)
-    return type(module).__name__ == "LayerNormLinear" and casts_anew and not module.primary_weights_in_fp8
 
 
 def add_activation(name: str, backward_and_cast: Callable[..., Any]) -> None:

@@ -22,7 +22,7 @@ from llm_fp8.__main__ import PROGRAMS
 from llm_fp8.models.source import EMBEDDED_MODEL
 from llm_fp8.run import run_dir
 from llm_fp8.run.timeline import Timeline
-from llm_fp8.utils.script import run_script
+from llm_fp8.tools.script import run_script
 from tests.support.small import records, steps, train, write_model
 
 

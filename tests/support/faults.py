@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from llm_fp8.run.checkpoint import CheckpointManager
 from llm_fp8.run.timeline import Timeline
-from llm_fp8.utils.errors import EXIT_USER_ERROR
+from llm_fp8.tools.script import EXIT_USER_ERROR
 from tests.support.processes import exit_code, start_ranks, wait_until
 from tests.support.small import run_json, steps
 

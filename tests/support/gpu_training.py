@@ -30,7 +30,7 @@ import sys
 {patch}
 from llm_fp8.config.parser import parse_config
 from llm_fp8.run.run import run_training
-from llm_fp8.utils.script import run_script
+from llm_fp8.tools.script import run_script
 run_script(lambda: run_training(parse_config(sys.argv[1:])))
 """
     command = [sys.executable, "-c", program, *options]

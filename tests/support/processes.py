@@ -29,7 +29,7 @@ import psutil
 import torch
 
 from llm_fp8.tools.programs import Ended
-from llm_fp8.utils.script import importing, run_script
+from llm_fp8.tools.script import importing, run_script
 
 CONTEXT: Any = multiprocessing.get_context("spawn" if Path("/dev/nvidia0").exists() else "forkserver")
 PRELOADED = [

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from llm_fp8.tools.script import run_script
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_jsonl, write_json_atomic
-from llm_fp8.utils.script import run_script
 
 
 def test_line_separators_within_a_string_end_no_line(tmp_path: Path):

@@ -23,8 +23,9 @@ from llm_fp8.tools.compare import run_record
 from llm_fp8.tools.compare.report import Failure, compare, print_comparison, render_page
 from llm_fp8.tools.compare.verdict import QUALITY_MARGIN
 from llm_fp8.tools.programs import run_program, training_command, wide_console
-from llm_fp8.utils.errors import EXIT_FAILED_CHECK, OneSentenceParser, UserError, number, positive, reading
-from llm_fp8.utils.json_files import read_json, writable, write_json_atomic
+from llm_fp8.tools.script import EXIT_FAILED_CHECK, writable
+from llm_fp8.utils.errors import OneSentenceParser, UserError, number, positive, reading
+from llm_fp8.utils.json_files import read_json, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
 
 PAIR = tuple(REPOSITORY / "runs" / name for name in ("train_bf16", "train_fp8"))

@@ -8,13 +8,14 @@ from argparse import SUPPRESS
 from collections.abc import Mapping
 from typing import Any
 
-from llm_fp8.utils.script import CUDA_DEFAULTS
+from llm_fp8.utils.process import CUDA_DEFAULTS
 
 os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
 
 from llm_fp8.config.parser import parse_launch
-from llm_fp8.utils.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU, OneSentenceParser
-from llm_fp8.utils.json_files import writable, write_json_atomic
+from llm_fp8.tools.script import EXIT_FAILED_CHECK, EXIT_NO_GPU, writable
+from llm_fp8.utils.errors import OneSentenceParser
+from llm_fp8.utils.json_files import write_json_atomic
 
 
 def main() -> int:

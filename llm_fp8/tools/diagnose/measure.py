@@ -46,8 +46,8 @@ from llm_fp8.run.run import load_data
 from llm_fp8.run.setup import TrainingSetup, build_setup, build_stepper, warm_up_scales
 from llm_fp8.step.stepper import Stepper
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.process import quiet_libraries
 from llm_fp8.utils.ranks import LaunchRanks
-from llm_fp8.utils.script import quiet_libraries
 from llm_fp8.utils.te_internals import attention_backend
 from llm_fp8.utils.torch_internals import wrap_forward
 

@@ -21,13 +21,14 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from llm_fp8.tools.programs import wide_console
+from llm_fp8.tools.script import EXIT_FAILED_CHECK, EXIT_NO_GPU, writable
 from llm_fp8.tools.verify import checks, runs
 from llm_fp8.tools.verify.checks import Result, Setup
-from llm_fp8.utils.errors import EXIT_FAILED_CHECK, EXIT_NO_GPU, OneSentenceParser, UserError, positive
-from llm_fp8.utils.json_files import writable, write_json_atomic
+from llm_fp8.utils.errors import OneSentenceParser, UserError, positive
+from llm_fp8.utils.json_files import write_json_atomic
 from llm_fp8.utils.packages import VERIFY
+from llm_fp8.utils.process import CUDA_DEFAULTS
 from llm_fp8.utils.ranks import LaunchRanks
-from llm_fp8.utils.script import CUDA_DEFAULTS
 
 _STYLES = {"failed": "bold red", "warning": "yellow", "skipped": "dim", "passed": "green"}
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("handler", ["strict", "surrogateescape"])  # the latter is Python's in the C locale
 def test_characters_that_the_console_lacks_end_no_program(handler: str) -> None:
     """Text of the data (the printed sample), or of a file's name that is not UTF-8."""
-    program = "from llm_fp8.utils.script import run_script; run_script(lambda: print('gro\\xdf \\udce9') or 0)"
+    program = "from llm_fp8.tools.script import run_script; run_script(lambda: print('gro\\xdf \\udce9') or 0)"
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "PYTHONIOENCODING": f"ascii:{handler}"}, capture_output=True
     )
@@ -27,7 +27,7 @@ def test_characters_that_the_console_lacks_end_no_program(handler: str) -> None:
 
 def test_output_into_a_pipe_that_is_closed_ends_without_a_traceback() -> None:
     """As `| head` closes it."""
-    program = "from llm_fp8.utils.script import run_script; run_script(lambda: print('a line') or 0)"
+    program = "from llm_fp8.tools.script import run_script; run_script(lambda: print('a line') or 0)"
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, text=True)
@@ -38,21 +38,11 @@ def test_output_into_a_pipe_that_is_closed_ends_without_a_traceback() -> None:
 def test_closed_output_is_no_error(tmp_path: Path) -> None:
     """With `>&-` a file that the program opens would be its output."""
     program = (
-        "import sys; from llm_fp8.utils.script import run_script; "
+        "import sys; from llm_fp8.tools.script import run_script; "
         "run_script(lambda: print('a line', file=open(sys.argv[1], 'w')) or print('another') or 0)"
     )
     done = subprocess.run(["sh", "-c", '"$0" -c "$1" "$2" >&- 2>&-', sys.executable, program, str(tmp_path / "log")])
     assert done.returncode == 0 and (tmp_path / "log").read_text() == "a line\n"
-
-
-def test_a_log_at_its_limit_of_size_ends_no_run(tmp_path: Path) -> None:
-    program = (
-        "import resource; from llm_fp8.utils import script; script.on_closed_pipe = lambda: None; "
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (8, 8)); [script.say('a line') for _ in range(3)]"
-    )
-    with open(tmp_path / "log", "w") as log:
-        done = subprocess.run([sys.executable, "-c", program], stdout=log, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "log").stat().st_size == 8
 
 
 @pytest.mark.parametrize(

@@ -1,33 +1,27 @@
-"""Start, output and end of a script: variables that CUDA's libraries read once, to be set before torch is imported;
-imports without garbage collection; a clock of phases; printing; exit codes, and one sentence for an expected error.
-"""
+"""Start and end of a program: imports without garbage collection, exit codes, one sentence for an expected error."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import errno
 import faulthandler
 import gc
 import io
 import os
 import re
-import select
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from llm_fp8.utils import errors
+from llm_fp8.utils.process import closed_outputs, discard_output
 from llm_fp8.utils.ranks import first_to_end
 
 IMPORTED_S = time.perf_counter()
 
-CUDA_DEFAULTS = {
-    # Expandable segments leave less unusable memory between blocks of different sizes.
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    # Otherwise Transformer Engine multiplies fp32 matrices in TF32.
-    "NVIDIA_TF32_OVERRIDE": "0",
-}
-
+EXIT_FAILED_CHECK, EXIT_USER_ERROR, EXIT_NO_GPU = 1, 2, 3
 EXIT_INTERRUPTED, EXIT_OUTPUT_CLOSED = 130, 141
 """Exit codes that a shell reports for a program ended by SIGINT or SIGPIPE."""
 
@@ -43,58 +37,6 @@ def importing() -> Iterator[None]:
         gc.enable()
 
 
-class PhaseClock:
-    """Wall time of phases in seconds (`phases_s` in summary.json); the first begins at `start_s` (perf_counter)."""
-
-    def __init__(self, start_s: float | None = None) -> None:
-        self.seconds: dict[str, float] = {}
-        self._reached_s = time.perf_counter() if start_s is None else start_s
-
-    def end(self, phase: str) -> None:
-        now_s = time.perf_counter()
-        self.seconds[phase] = now_s - self._reached_s
-        self._reached_s = now_s
-
-
-on_closed_pipe: Callable[[], object] | None = None
-"""Callback of a run that has to save work when the reader of its output ends. If it is None, failed prints raise."""
-
-
-@contextlib.contextmanager
-def surviving_closed_output() -> Iterator[None]:
-    """Survive failed prints in the block: send all later output to /dev/null if the terminal is gone and, with
-    `on_closed_pipe` set, also if the reader of a pipe (`| tee`) is gone or a log's disk is full.
-    """
-    try:
-        yield
-    except OSError as error:
-        lost_pipe, is_full = error.errno == errno.EPIPE, error.errno in errors.FULL_DISK
-        if error.errno != errno.EIO and (on_closed_pipe is None or not (lost_pipe or is_full)):
-            if lost_pipe:
-                time.sleep(0.5)  # the Ctrl-C that ended the reader may be on its way to this process
-            raise
-        discard_output([1, 2] if is_full else closed_outputs())
-        if lost_pipe and on_closed_pipe is not None:
-            on_closed_pipe()
-
-
-def closed_outputs() -> list[int]:
-    """Return those of the descriptors 1 and 2 whose terminal or reader is gone."""
-    poll = select.poll()
-    for descriptor in (1, 2):
-        poll.register(descriptor, 0)
-    return [descriptor for descriptor, events in poll.poll(0) if events & (select.POLLERR | select.POLLHUP)]
-
-
-def discard_output(descriptors: Iterable[int]) -> None:
-    """Point these descriptors to /dev/null, so that a later flush cannot fail; leave live terminals alone."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in descriptors:
-        if not os.isatty(descriptor):
-            os.dup2(nowhere, descriptor)
-    os.close(nowhere)
-
-
 def open_missing_output() -> None:
     """Open /dev/null for standard streams closed at the start (`>&-`): else a file opened later gets their output."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -103,24 +45,15 @@ def open_missing_output() -> None:
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
 
 
-@surviving_closed_output()
-def say(text: str) -> None:
-    """Print a line at once."""
-    print(text, flush=True)
-
-
-def quiet_libraries() -> None:
-    """Silence the libraries on the console; on a terminal, bars of downloads and tokenisation stay."""
-    import datasets
-    import huggingface_hub
-    import transformers
-
-    huggingface_hub.logging.set_verbosity_error()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it also prints errors that it raises
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
+def writable(word: str) -> Path:
+    """Return the path of an output file and make its folder; ArgumentTypeError if the file cannot be written."""
+    path = Path(word).expanduser()
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or (path.is_file() and os.access(path, os.W_OK)):  # not a folder, device or pipe
+            with tempfile.TemporaryFile(dir=path.parent):  # `os.access` allows root everything, even /proc
+                return path
+    raise argparse.ArgumentTypeError(f"{path} cannot be written; give a file in a folder that can")
 
 
 def _in_one_sentence(error: Exception) -> str | None:
@@ -166,7 +99,7 @@ def run_script(main: Callable[[], int]) -> None:
         elif sentence is None:
             raise
         else:
-            code = errors.EXIT_FAILED_CHECK if isinstance(error, errors.FailedCheck) else errors.EXIT_USER_ERROR
+            code = EXIT_FAILED_CHECK if isinstance(error, errors.FailedCheck) else EXIT_USER_ERROR
             closing_line = f"error: {sentence}" if first_to_end() else ""
     if closing_line:
         with contextlib.suppress(OSError):  # the reader may be gone

@@ -1,0 +1,20 @@
+"""Output that is closed or full."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.slow
+def test_a_log_at_its_limit_of_size_ends_no_run(tmp_path: Path) -> None:
+    program = (
+        "import resource; from llm_fp8.utils import process; process.on_closed_pipe = lambda: None; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (8, 8)); [process.say('a line') for _ in range(3)]"
+    )
+    with open(tmp_path / "log", "w") as log:
+        done = subprocess.run([sys.executable, "-c", program], stdout=log, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "log").stat().st_size == 8
