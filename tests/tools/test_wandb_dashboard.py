@@ -54,12 +54,9 @@ def test_the_view_that_is_sent_draws_the_layout():
         "Loss by seconds, nats": "_runtime",
     }
     assert {title: panels[title]["config"]["xAxis"] for title in axes} == axes, "W&B's own _step counts evaluations too"
-    assert panels[by_step]["viewType"] == "Run History Line Plot"
-    assert (
-        panels[by_step]["config"]["metrics"]
-        == panels[by_time]["config"]["metrics"]
-        == ["loss"]
-    )
+    by_step, by_time = panels["Loss by step, nats"], panels["Loss by seconds, nats"]
+    assert by_step["viewType"] == "Run History Line Plot"
+    assert by_step["config"]["metrics"] == by_time["config"]["metrics"] == ["loss"]
     by_precision = panels["Median tokens per second, by precision"]
     assert by_precision["viewType"] == "Bar Chart" and by_precision["config"]["groupAgg"] == "mean"
     assert by_precision["config"]["groupBy"] == "precision_name.value"
