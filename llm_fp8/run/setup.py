@@ -77,7 +77,7 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
     reentrant = uses_te and strategy.reentrant_te_checkpoints
     amount, in_graphs = config.model.gradient_checkpointing, plan.graphs is not False
     recomputed = enable_gradient_checkpointing(layers, amount, uses_te, reentrant, in_graphs) if amount else ()
-    training_model = TrainingModel(model, config.data.max_seq_length, dtype, plan.packed_form)
+    training_model = TrainingModel(model, config, dtype, plan.packed_form)
     plan.say(training_model.router_note)
     strategy.shard(training_model, layers, precision.fp8_modules if holds_in_fp8 else ())
     _load_weights(plan, built, precision, first_batch, holds_in_fp8)

@@ -61,7 +61,7 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
         with reading("--model_name", config.model.model_name, task, advice):
             model = small_model(hf_config, attention, device, dtype)
             logits = model(input_ids=torch.from_numpy(documents[-1])[None].to(device), use_cache=False).logits
-            training_model = TrainingModel(model, ROW, dtype)
+            training_model = TrainingModel(model, config.with_options(max_seq_length=ROW), dtype)
             references = [_hidden_alone(training_model, torch.from_numpy(ids).to(device)) for ids in documents]
             with torch.enable_grad():  # flash-linear-attention refuses its backward pass on some GPUs
                 _hidden_alone(training_model, torch.from_numpy(documents[-1]).to(device)).sum().backward()

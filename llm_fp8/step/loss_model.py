@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from llm_fp8.config.options import Config
 from llm_fp8.data.collate import Batch
 from llm_fp8.kernels.cross_entropy import IGNORE_INDEX, cap_, linear_cross_entropy_sum
 from llm_fp8.models.experts import experts_per_token
@@ -46,7 +47,7 @@ class TrainingModel(nn.Module):
     def __init__(
         self,
         model: PreTrainedModel,
-        max_seq_length: int,
+        config: Config,
         compute_dtype: torch.dtype,
         packed_form: PackedForm | None = "rows",
     ) -> None:
@@ -57,7 +58,7 @@ class TrainingModel(nn.Module):
         for module in self._decoder[0].modules():
             if "longrope" in str(getattr(module, "rope_type", "")) and "forward" not in vars(module):  # not wrapped yet
                 wrap_forward(module, functools.partial(_rope_by_document, module.config.rope_parameters))
-        self.max_seq_length = max_seq_length
+        self.max_seq_length = config.data.max_seq_length
         self.compute_dtype = compute_dtype
         self.router_loss, self.router_note = router_loss(model)
         self._router_logits: tuple[Tensor, ...] = ()

@@ -29,7 +29,16 @@ from llm_fp8.utils import hf_internals, te_internals, torch_internals
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import chosen_attention
 from tests.support.families import EXPERTS
-from tests.support.small import CARD, assert_same_bits, built_model, stored_weights, tiny_config, train, write_model
+from tests.support.small import (
+    CARD,
+    assert_same_bits,
+    built_model,
+    sequences_of,
+    stored_weights,
+    tiny_config,
+    train,
+    write_model,
+)
 
 CPU = torch.device("cpu")
 
@@ -172,8 +181,9 @@ def test_packing_is_refused_where_documents_mix(model_type):
 )
 def test_a_model_that_cannot_be_trained_is_refused(kind, sizes):
     sizes |= {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 96}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
     with pytest.raises(UserError, match="--model_name"):
-        TrainingModel(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)), 16, torch.float32)
+        TrainingModel(model, sequences_of(16), torch.float32)
 
 
 @pytest.mark.parametrize("model_type", ["gpt_neox", "gpt2", "biogpt", "phi3", "olmo2", "qwen3"])
@@ -184,7 +194,8 @@ def test_other_architectures_have_their_own_loss_and_size(model_type):
     model = AutoModelForCausalLM.from_config(config).eval()
     ids = torch.randint(1, 96, (2, 16))
     with torch.no_grad():
-        hidden = TrainingModel(model, 16, torch.float32).decode(ids, position_ids=torch.arange(16).expand(2, -1))
+        training_model = TrainingModel(model, sequences_of(16), torch.float32)
+        hidden = training_model.decode(ids, position_ids=torch.arange(16).expand(2, -1))
         assert torch.allclose(hidden @ model.get_output_embeddings().weight.T, model(input_ids=ids).logits, atol=1e-5)
     size = decoder_size(config)
     embeddings = {id(module) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -214,7 +225,7 @@ def test_the_loss_is_that_of_logits_which_are_more_than_the_heads(model_type, ch
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     want = torch.autograd.grad(expected, model.get_input_embeddings().weight)[0]
     batch = Batch(ids, labels, torch.arange(24).expand(2, -1), torch.ones_like(ids), None, 24, 48, 48, 48, 1152, (0, 1))
-    loss, _ = TrainingModel(model, 24, torch.float32)(batch)
+    loss, _ = TrainingModel(model, sequences_of(24), torch.float32)(batch)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     torch.testing.assert_close(torch.autograd.grad(loss, model.get_input_embeddings().weight)[0], want)
     assert probe(parse_config([]), hf_config, CPU, torch.float32) is None

@@ -25,7 +25,7 @@ from llm_fp8.utils.hf_internals import runs_grouped_gemms
 from tests.support.batches import random_rows
 from tests.support.families import EXPERTS
 from tests.support.hub_families import hub_config
-from tests.support.small import CARD, records, steps, train, write_model
+from tests.support.small import CARD, records, sequences_of, steps, train, write_model
 
 QWEN3_30B = dict(vocab_size=151936, num_hidden_layers=48, num_key_value_heads=4, num_experts=128, hidden_size=2048)
 QWEN3_30B |= dict(num_attention_heads=32, head_dim=128, moe_intermediate_size=768, num_experts_per_tok=8)
@@ -168,7 +168,7 @@ def test_the_auxiliary_loss_and_its_gradient_are_transformers_of_each_document(k
 
     if recompute:
         enable_gradient_checkpointing(decoder_layers(model), 1, uses_te=False)
-    training_model, num = TrainingModel(model, 16, torch.float32).train(), batch.num_supervised_tokens
+    training_model, num = TrainingModel(model, sequences_of(16), torch.float32).train(), batch.num_supervised_tokens
     loss_sum, aux = training_model(batch)
     assert training_model.coefficients == {ROUTER_LOSS: 0.1}
     assert (aux[ROUTER_LOSS] / 0.1 / num).item() == pytest.approx(aux_loss.item(), abs=1e-6)
@@ -181,11 +181,11 @@ def test_the_auxiliary_loss_and_its_gradient_are_transformers_of_each_document(k
 
 def test_a_coefficient_without_output_router_logits_is_said_and_does_nothing():
     model = model_on_meta(AutoConfig.for_model("mixtral", **TINY, router_aux_loss_coef=0.02)).module
-    training_model = TrainingModel(model, 16, torch.float32)
+    training_model = TrainingModel(model, sequences_of(16), torch.float32)
     assert training_model.router_loss is None and "router_aux_loss_coef 0.02" in str(training_model.router_note)
     for kind, sizes in (("glm4_moe", dict(n_routed_experts=8)), ("doge", dict(is_moe=True, num_experts=16))):
         asking = model_on_meta(AutoConfig.for_model(kind, **TINY, **sizes, output_router_logits=True)).module
-        assert "WARNING" in str(TrainingModel(asking, 16, torch.float32).router_note)
+        assert "WARNING" in str(TrainingModel(asking, sequences_of(16), torch.float32).router_note)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from tests.support import hub_families as hub
 from tests.support.batches import random_rows
 from tests.support.families import EXPERTS
 from tests.support.hub_families import CPU, FAMILIES, documents, examine, hub_config, table, write_hub_model
-from tests.support.small import LONGROPE, stored_weights, tiny_config, train
+from tests.support.small import LONGROPE, sequences_of, stored_weights, tiny_config, train
 from tests.support.stand_in_te import install_stand_in
 
 IN_BRIEF = ("Llama 3", "Gemma 4", "Qwen3.5-MoE", "Mistral 3", "Nemotron-H", "Apertus", "Kimi K2.5", "Qwen4-Exp, text")
@@ -117,7 +117,7 @@ def test_qwen3_5_is_packed_where_its_kernels_are(monkeypatch):
     rows = [documents(), documents()[::-1]]
     packed = Layout(2, 32, 2, packed=True)(rows)
     padded = Layout(4, 32, 2, packed=False)([[document] for row in rows for document in row])
-    losses = [TrainingModel(model, 32, torch.float32, form)(batch)[0] for batch in (packed, padded)]
+    losses = [TrainingModel(model, sequences_of(32), torch.float32, form)(batch)[0] for batch in (packed, padded)]
     torch.testing.assert_close(*losses)
     weight = model.get_input_embeddings().weight
     torch.testing.assert_close(*(torch.autograd.grad(loss, weight)[0] for loss in losses))
@@ -168,7 +168,7 @@ def test_a_document_has_the_loss_that_it_has_alone(kind, monkeypatch):
     plain = model_from_config(copy.deepcopy(hf_config)).module.eval()
     for parameter in plain.parameters():
         parameter.data.mul_(1 if parameter.ndim == 1 else 10)  # else attention is nearly uniform
-    model = TrainingModel(copy.deepcopy(plain), 0, torch.float32).train(kind == "mixtral")
+    model = TrainingModel(copy.deepcopy(plain), sequences_of(0), torch.float32).train(kind == "mixtral")
     for chosen in random_rows([[9, 17, 30, 12, 60, 25, 40, 33], [64, 65, 9, 100, 17, 127]], 1024, seed=0):
         ids = [torch.from_numpy(document.input_ids)[None] for document in chosen]
         alone = sum(plain(input_ids=one, labels=one).loss * (one.numel() - 1) for one in ids)

@@ -14,6 +14,7 @@ from llm_fp8.utils.packages import package_version
 from tests.support import gpu_training
 from tests.support.batches import BATCHES, S
 from tests.support.families import family_config
+from tests.support.small import sequences_of
 
 FAMILIES = ("llama3_rope_gqa", "mistral_window", "qwen2_qkv_bias_tied", "qwen3_qk_norm_head_dim")
 BF16_ERRORS = 1.5
@@ -44,7 +45,7 @@ def gradients(family: str, attention: str, dtype: torch.dtype, layout: str, devi
         )
     for parameter in model.parameters():  # the same bf16 values in both dtypes; the rotary frequencies stay fp32
         parameter.data = parameter.data.bfloat16().to(dtype)
-    training = TrainingModel(model, S, dtype, "flash" if attention == "flash_attention_2" else "rows")
+    training = TrainingModel(model, sequences_of(S), dtype, "flash" if attention == "flash_attention_2" else "rows")
     loss, _ = training(BATCHES[layout](device))
     loss.backward()
     return {"loss": loss.detach(), **{name: parameter.grad for name, parameter in model.named_parameters()}}

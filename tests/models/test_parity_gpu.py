@@ -14,6 +14,7 @@ from llm_fp8.step.loss_model import TrainingModel
 from llm_fp8.utils.errors import UserError
 from tests.support.batches import BATCHES, S, packed_batch, padded_batch
 from tests.support.families import FAMILIES, family_config, te_model
+from tests.support.small import sequences_of
 
 pytestmark = pytest.mark.gpu
 
@@ -43,7 +44,7 @@ def randomised_hf_model(config, folder):
 
 def run(model, batch, dtype):
     """Loss, logits of the supervised positions and all gradients of one forward and backward pass."""
-    training_model = TrainingModel(model, S, dtype)
+    training_model = TrainingModel(model, sequences_of(S), dtype)
     loss = training_model(batch)[0] / batch.num_supervised_tokens
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}

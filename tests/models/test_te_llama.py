@@ -15,6 +15,7 @@ from llm_fp8.step.loss_model import TrainingModel
 from te_llama import UnsupportedArchitecture, build_te_model, in_hf_layout, layer_specs, parameter_map
 from tests.support.batches import S, packed_batch, padded_batch
 from tests.support.families import FAMILIES, family_config, te_model
+from tests.support.small import sequences_of
 from tests.support.stand_in_te import install_stand_in
 
 NO_MASK = torch.empty(0, 0, 0, 0)
@@ -221,7 +222,7 @@ def test_a_layer_without_a_spec_stays_hugging_faces(tmp_path, family, monkeypatc
     assert kinds == [False, True, False, True]
     ids = torch.randint(3, 1024, (2, 40), generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(te(ids).logits, hf(ids).logits, rtol=1e-5, atol=1e-5)
-    mixed, plain = (TrainingModel(model, S, torch.float32, "rows") for model in (te, hf))
+    mixed, plain = (TrainingModel(model, sequences_of(S), torch.float32, "rows") for model in (te, hf))
     for batch in (packed_batch("cpu"), padded_batch("cpu")):
         torch.testing.assert_close(mixed(batch)[0], plain(batch)[0], rtol=1e-5, atol=0)
     weights = in_hf_layout(parameter_map(te), dict(te.named_parameters()))

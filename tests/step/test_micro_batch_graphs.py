@@ -35,6 +35,7 @@ from tests.support.small import (
     final_weights,
     forget_accelerator,
     precision_on,
+    sequences_of,
     steps,
     tiny_config,
     train,
@@ -206,7 +207,7 @@ class Training:
         self.precision = Precision(precision_on(options, device), options, device, torch.bfloat16)
         self.precision.attach(model, decoder_layers(model))
         self.strategy = DistributedStrategy("single", Accelerator(cpu=True), ParallelConfig(), plain=True)
-        self.training_model = training_model = TrainingModel(model, LENGTH, torch.bfloat16).train()
+        self.training_model = training_model = TrainingModel(model, sequences_of(LENGTH), torch.bfloat16).train()
         self.names, self.parameters = zip(*training_model.named_parameters(), strict=True)
         optimizer = torch.optim.SGD(self.parameters, lr=1.0)
         self.strategy.shard(training_model, decoder_layers(model))

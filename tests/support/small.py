@@ -116,6 +116,11 @@ def train(*options: object, parallel: bool = False) -> int:
     return run_training(parse_launch([str(option) for option in options], os.environ, parallel=parallel))
 
 
+def sequences_of(length: int) -> Config:
+    """Return the default options with --max_seq_length `length`."""
+    return Config().with_options(max_seq_length=length)
+
+
 def short_run(model: object, rows: object, folder: Path, *more: object) -> list[str]:
     """The options of a run without evaluation in sequences of 256 tokens, but for `more`, which win."""
     words = f"--model_name={model} --dataset_name={rows} --output_dir={folder} --validation_fraction=0"
