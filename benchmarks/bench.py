@@ -118,9 +118,9 @@ def measure(work: Workload, variant: Variant, dataset: str, plan: Plan) -> dict[
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "run")
         command = variant.command(work.num_gpus, [*work.words(dataset, plan.num_steps), "--output_dir", str(folder)])
-        ended = run_program(command, log=Path(scratch, "log"), environ=environ, timeout_s=plan.timeout_s)
-        if ended.failure is not None:
-            return {"failed": ended.failure}
+        outcome = run_program(command, log=Path(scratch, "log"), environ=environ, timeout_s=plan.timeout_s)
+        if outcome.failure is not None:
+            return {"failed": outcome.failure}
         steps = read_jsonl(folder / "metrics.jsonl")
         summary = read_json(folder / "summary.json")
     timed = [step for step in steps[plan.warmup :] if RECORDED_STEP not in step]

@@ -138,14 +138,14 @@ def main() -> int:
             folder = Path(scratch, f"{variant}-{number}")
             log = Path(scratch, f"{variant}.log")
             command = command_of(variant, work, model, rows, folder, plan.num_steps)
-            ended = run_program(command, log=log, environ=environ, cwd=REPOSITORY, timeout_s=plan.timeout_s)
+            outcome = run_program(command, log=log, environ=environ, cwd=REPOSITORY, timeout_s=plan.timeout_s)
             certificate = folder / "certificate.json"
-            result: dict[str, Any] = {"failed": ended.failure}
+            result: dict[str, Any] = {"failed": outcome.failure}
             result["certificate"] = read_json(certificate)["verdict"] if certificate.exists() else None
-            if ended.failure is None:
+            if outcome.failure is None:
                 result |= figures(folder, plan.warmup)
             rounds[variant].append(result)
-            print(f"round {number + 1}  {variant:13} {ended.failure or 'measured'}", flush=True)
+            print(f"round {number + 1}  {variant:13} {outcome.failure or 'measured'}", flush=True)
     table = [summarise(variant, results) for variant, results in rounds.items()]
     for row in table:
         outcome = row.get("failed") or f"{row['tokens_per_s']:9,.0f} tokens/s  {row['peak_memory_gib']:.1f} GiB"

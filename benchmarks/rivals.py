@@ -414,13 +414,13 @@ def measure(job: Job, site: str | None, scratch: Path, timeout_s: float) -> dict
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(job["num_gpus"])))
         environ["PYTHONPATH"] = os.pathsep.join([*([site] if site else []), str(REPOSITORY)])
         place = {"log": scratch / f"{job['name']}.log", "cwd": REPOSITORY}
-        ended = run_program(command, environ=CUDA_DEFAULTS | environ, timeout_s=timeout_s, **place)
+        outcome = run_program(command, environ=CUDA_DEFAULTS | environ, timeout_s=timeout_s, **place)
         entry = {name: job[name] for name in ("name", "package", "options", "batch_size", "micro_batches")}
-        entry |= {"wall_s": ended.wall_s, "error": ended.failure}
-        if ended.failure is None:
+        entry |= {"wall_s": outcome.wall_s, "error": outcome.failure}
+        if outcome.failure is None:
             ranks = [read_json(Path(f"{job['folder']}.rank{rank}.json")) for rank in range(job["num_gpus"])]
             return {**entry, **ranks[0], "peak_memory_gib": max(rank["peak_memory_gib"] for rank in ranks)}
-        if "out of memory" not in ended.output.lower() or job["batch_size"] == 1:
+        if "out of memory" not in outcome.output.lower() or job["batch_size"] == 1:
             return entry
         job = {**job, "batch_size": job["batch_size"] // 2, "micro_batches": job["micro_batches"] * 2}
 

@@ -73,9 +73,9 @@ def train(checkout: Path, commands: list[list[str]], run_dir: Path) -> list[tupl
         options = [*(word.format(run_dir=run_dir) for word in command), *COMMON, f"--output_dir={run_dir}"]
         words = [sys.executable, *options]
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        ended = subprocess.run(words, cwd=checkout, env=environment, **streams)
-        if ended.returncode != 0:
-            raise UserError(f"{' '.join(words)} ended with exit code {ended.returncode}:\n{ended.stdout[-3000:]}")
+        outcome = subprocess.run(words, cwd=checkout, env=environment, **streams)
+        if outcome.returncode != 0:
+            raise UserError(f"{' '.join(words)} ended with exit code {outcome.returncode}:\n{outcome.stdout[-3000:]}")
     records = read_jsonl(run_dir / "metrics.jsonl")
     return [(record["step"], record["loss"], record["grad_norm"]) for record in records if "loss" in record]
 

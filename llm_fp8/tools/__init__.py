@@ -1,1 +1,1 @@
-"""Programs around a run, one file or folder each."""
+"""Programs to run before, after or beside a training run, one file or folder each."""

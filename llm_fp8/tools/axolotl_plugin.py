@@ -1,9 +1,9 @@
-"""A certificate for runs of axolotl. These two lines in axolotl's YAML file add it:
+"""Certify the kernels that an axolotl run executes. Add these two lines to axolotl's YAML file:
 
     plugins:
       - llm_fp8.tools.axolotl_plugin.CertificatePlugin
 
-See `llm_fp8.tools.hf_trainer_callback`. Checked against the source of axolotl 0.19.
+See `llm_fp8.tools.hf_trainer_callback` for the certificate. Checked against the source of axolotl 0.19.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from llm_fp8.tools.hf_trainer_callback import CertificateCallback
 
 
 class CertificatePlugin(BasePlugin):
-    """Adds `CertificateCallback` to axolotl's trainer."""
+    """Add `CertificateCallback` to axolotl's trainer."""
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[CertificateCallback]:
-        """Return the callback. By now axolotl has put its requests to Accelerate into the environment."""
+        """Return the callback. It reads Accelerate's environment variables, which axolotl has set by now."""
         return [CertificateCallback()]

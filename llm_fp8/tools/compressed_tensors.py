@@ -1,8 +1,8 @@
 """Write an exported model in fp8 for inference, in the compressed-tensors format that vLLM and transformers load.
 
-Every linear layer except the lm_head gets e4m3 weights with a scale for each row; the library that loads the model
-scales activations per token. Scales are amax / 448, in bf16 for bf16 weights, else in fp32. Weights are divided by the
-scale as it is stored, so rounding the scale adds no error. Names and config.json follow compressed-tensors 0.20.
+Every linear layer except the lm_head gets e4m3 weights with one scale per row. The library that loads the model scales
+activations per token. A scale is amax / 448, in bf16 for bf16 weights, else in fp32. Weights are divided by the stored
+scale, so that rounding the scale adds no error. Names and config.json follow compressed-tensors 0.20.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ _LINEAR = {
 
 
 def fp8_rows(values: Tensor, scale_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Return finite `values` [..., k] as e4m3, and each row's scale [..., 1] (1 for zeros): value = e4m3 * scale."""
+    """Quantise finite `values` [..., k]. Return the e4m3 tensor and one scale per row [..., 1], such that the product
+    of both is close to `values`. A row of zeros has scale 1.
+    """
     wide = values.to(torch.float32)
     scale = (wide.abs().amax(dim=-1, keepdim=True) / _E4M3_MAX).to(scale_dtype)
     scale = scale.masked_fill(scale < torch.finfo(torch.float32).tiny, 1)  # a subnormal scale would give infinity
@@ -52,13 +54,14 @@ def fp8_rows(values: Tensor, scale_dtype: torch.dtype = torch.float32) -> tuple[
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Map names to linear layers, without the lm_head."""
+    """Return all linear layers except the lm_head, by name."""
     head = model.get_output_embeddings()
-    return {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head}
+    modules = model.named_modules()
+    return {name: module for name, module in modules if isinstance(module, nn.Linear) and module is not head}
 
 
 def round_inputs_(model: PreTrainedModel) -> None:
-    """Make linear layers except the lm_head round each token's input to e4m3, scaled by its largest value, and back."""
+    """Make all linear layers except the lm_head round their inputs to e4m3 and back, with one scale per token."""
 
     def rounded(module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
         values, scale = fp8_rows(inputs[0])
@@ -69,7 +72,7 @@ def round_inputs_(model: PreTrainedModel) -> None:
 
 
 def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
-    """Write the model in `folder` to `output` in fp8; return the bytes of its weights before and after. Raise
+    """Write the model in `folder` to `output` in fp8. Return the bytes of its weight files before and after. Raise
     `UserError` if the model cannot be read or written, is quantised, is a mixture of experts, or holds NaN or infinity.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -79,7 +82,7 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
     if getattr(hf_config, "quantization_config", None) is not None:
         raise UserError(f"{folder} is quantised already (quantization_config in config.json).")
     checkpoint = checkpoint_of(source, hf_config)
-    assert checkpoint is not None, "nothing asked for random weights"
+    assert checkpoint is not None, "random weights were not requested"
     unties = {"tie_word_embeddings": False} if untie(hf_config, checkpoint) else {}
     meta = model_on_meta(hf_config)
     model = meta.module
@@ -115,7 +118,7 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
 
 
 def _in_fp8(tensors: Iterable[tuple[str, Tensor]], weights: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield `tensors`, with fp8 values and a scale in place of each tensor named in `weights`."""
+    """Yield pairs (name, tensor). Replace each tensor named in `weights` with its fp8 values and their scales."""
     for name, tensor in tensors:
         if name not in weights:
             yield name, tensor
@@ -126,8 +129,9 @@ def _in_fp8(tensors: Iterable[tuple[str, Tensor]], weights: set[str]) -> Iterato
 
 
 def eval_loss(folder: Path, data: PreparedData, round_inputs: bool = False) -> tuple[float, int, str]:
-    """Return the mean cross entropy over supervised tokens, their number, and the compute dtype. The rows are the
-    validation split of `data`, or all rows if it has none. `round_inputs`: linear layers round inputs to fp8 too.
+    """Return the mean cross entropy per supervised token, the number of these tokens, and the compute dtype. The rows
+    are the validation split of `data`, or all its rows if it has none. `round_inputs` rounds the inputs of linear
+    layers to fp8 and back.
     """
     options, device = ModelConfig(model_name=str(folder)), device_of_process()
     source, dtype = resolve_source(options), torch.bfloat16 if device.type == "cuda" else torch.float32

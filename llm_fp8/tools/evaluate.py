@@ -1,9 +1,9 @@
-"""Let an exported model answer the rows that its run held out; measure the share of right answers and the eval loss.
+"""Measure an exported model's eval loss and share of right answers, on the rows that its run held out.
 
-The rows are those of the run's own evaluation (`prepare_data` with the options of its run.json), so none was trained
-on. The eval loss covers all of them. The model gets each row up to its last supervised part and answers greedily until
-an EOS token. math-verify compares the model's final answer with the row's: `0.5` equals `\\frac12`. If math-verify
-finds no answer, equal texts count as right. Rows that mark no final answer, such as chats, are not asked.
+The run itself evaluated on these rows (`prepare_data` with the options of its run.json), and trained on none of them.
+The eval loss covers all of them. The prompt is a row up to its last supervised part, and the model answers greedily
+until an EOS token. math-verify compares its final answer with the row's: `0.5` equals `\\frac12`. If math-verify finds
+no answer, equal texts count as right. The share covers only rows that mark a final answer, which chats do not.
 """
 
 from __future__ import annotations
@@ -51,33 +51,34 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def data_options(options: argparse.Namespace) -> DataConfig:
-    """Return the command line's data options, and for the rest the run's (only general ones for another dataset)."""
+    """Return the run's data options, overridden by the command line's. Another dataset inherits only general ones."""
     typed = {name: value for name, value in vars(options).items() if name in DATA_OPTIONS}
     record, recorded = Path(options.model_name).absolute().parent / "run.json", {}
     if record.is_file() and Path(options.model_name).is_dir():
-        known = {field.name for field in dataclasses.fields(DataConfig)}
-        known = {"max_seq_length", "overlong", "chat_template_kwargs"} if "dataset_name" in typed else known
+        inherited = {field.name for field in dataclasses.fields(DataConfig)}
+        inherited = {"max_seq_length", "overlong", "chat_template_kwargs"} if "dataset_name" in typed else inherited
         with reading("--model_name", options.model_name, f"{record}"):
-            recorded = {name: value for name, value in read_json(record)["config"]["data"].items() if name in known}
+            data = read_json(record)["config"]["data"]
+            recorded = {name: value for name, value in data.items() if name in inherited}
     return DataConfig(**{**recorded, **typed, "packing": False, "batch_size": 1})
 
 
 def prompt_and_solution(input_ids: list[int], labels: list[int]) -> tuple[list[int], list[int]]:
-    """Split a row before its last supervised part; `labels[t]` is the token after position t, or -100."""
+    """Split a row's token ids before its last supervised part. `labels[t]` is the id at t + 1, or -100."""
     last = max(t for t, label in enumerate(labels) if label >= 0)
     first = next((t + 1 for t in range(last, -1, -1) if labels[t] < 0), 0)
     return input_ids[: first + 1], labels[first : last + 1]
 
 
 def has_answer(expected: str) -> bool:
-    """Return True if a row's text marks its final answer, or is one word or an expression without words."""
+    """Return True if a row's solution marks its final answer, is a single word, or contains no words (a formula)."""
     marks = re.search(r"####|\\boxed|\banswer( is\b|:)", expected, re.IGNORECASE)
     is_answer = re.fullmatch(r"\S{1,20}", expected.strip()) or not re.search(r"(?<!\\)[^\W\d_]{2,}", expected)
     return bool(expected.strip() and (marks or is_answer))
 
 
 def is_right(expected: str, answer: str) -> bool:
-    """Return True if two texts have the same final answer: the text after the last '####', else math-verify's."""
+    """Return True if both texts end in the same answer after '####', or math-verify finds their answers equal."""
     from math_verify import parse, verify
 
     gold, reply = (text.rpartition("####")[2].strip() for text in (expected, answer))
@@ -87,13 +88,13 @@ def is_right(expected: str, answer: str) -> bool:
 def generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], max_new_tokens: int
 ) -> list[str]:
-    """Answer greedily up to the first EOS token of the model or tokenizer; return texts without special tokens."""
+    """Generate greedily from `prompts` (token ids) up to an EOS token. Return the texts without special tokens."""
     from te_llama import rope_tables
 
     tables = rope_tables(model.config.get_text_config(decoder=True))
     tables = [table for table in tables if table.get("rope_type") in ("longrope", "dynamic")]
     limit = min((table.get("original_max_position_embeddings", 0) for table in tables), default=math.inf)
-    if len(prompts) > 1 and max(map(len, prompts)) + max_new_tokens > limit:  # one RoPE scaling would apply to all
+    if len(prompts) > 1 and max(map(len, prompts)) + max_new_tokens > limit:  # a batch has one RoPE scaling
         return [generate(model, tokenizer, [prompt], max_new_tokens)[0] for prompt in prompts]
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(model.device)
@@ -102,19 +103,19 @@ def generate(
     token_ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": list(ends)}
     sequences = cast(Any, model).generate(**padded, **token_ids, do_sample=False, max_new_tokens=max_new_tokens)
     answers = sequences[:, padded["input_ids"].shape[1] :].tolist()
-    ended = [list(itertools.takewhile(lambda token: token not in ends, answer)) for answer in answers]
-    return tokenizer.batch_decode(ended, skip_special_tokens=True)
+    answer_ids = [list(itertools.takewhile(lambda token: token not in ends, answer)) for answer in answers]
+    return tokenizer.batch_decode(answer_ids, skip_special_tokens=True)
 
 
 def eval_loss(model: PreTrainedModel, batches: Iterable[Batch]) -> tuple[float, int]:
-    """Return the mean cross entropy over supervised tokens, and their number; a batch holds one document."""
+    """Return the mean cross entropy per supervised token, and their number. Each batch holds one document."""
     import torch
 
     from llm_fp8.models.source import require_positions
 
     loss_sum, num_tokens = 0.0, 0
     for batch in batches:
-        ids, labels = (kind[0, : batch.num_real_tokens].to(model.device) for kind in (batch.input_ids, batch.labels))
+        ids, labels = (each[0, : batch.num_real_tokens].to(model.device) for each in (batch.input_ids, batch.labels))
         require_positions(model.config, len(ids), f"{model.name_or_path}", "--max_seq_length")
         with torch.no_grad():
             logits = model(input_ids=ids[None]).logits[0].float()
@@ -126,7 +127,7 @@ def eval_loss(model: PreTrainedModel, batches: Iterable[Batch]) -> tuple[float, 
 def main() -> int:
     """Evaluate the model; print and write the figures."""
     options = parse(sys.argv[1:])
-    import torch  # here, so that --help and mistakes answer without loading it
+    import torch  # imported here, so that --help and wrong options do not wait for it
     from scipy.stats import binomtest
 
     from llm_fp8.data.prepare import prepare_data
@@ -140,13 +141,13 @@ def main() -> int:
     print(data.description, flush=True)
     if data.eval is None:
         raise UserError("--validation_fraction: no row is held out, so there is nothing to evaluate on; raise it.")
-    # The model answers with the solution alone, even if its run trained on whole rows.
+    # Supervise the answers only, even if the run trained on prompts too: the split into both depends on it.
     held_out: Any = prepare_data(config.with_options(train_on_prompt=False), tokenizer).eval
     rows = (row for batch in held_out for row in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True))
-    parts = (prompt_and_solution(*row) for row in rows if row[1][0] < 0 <= max(row[1]))  # plain text asks nothing
+    parts = (prompt_and_solution(*row) for row in rows if row[1][0] < 0 <= max(row[1]))  # plain text has no prompt
     texts: Any = ((prompt, tokenizer.decode(solution, skip_special_tokens=True)) for prompt, solution in parts)
-    problems = list(itertools.islice((each for each in texts if has_answer(each[1])), options.num_problems))
-    problems.sort(key=lambda problem: len(problem[0]))  # so that batches hold little padding
+    problems = list(itertools.islice((text for text in texts if has_answer(text[1])), options.num_problems))
+    problems.sort(key=lambda problem: len(problem[0]))  # so that batches have little padding
     prompts, expected = [prompt for prompt, _ in problems], [answer for _, answer in problems]
     on_gpu = torch.cuda.is_available()
     model = load_exported(options.model_name, base, torch.bfloat16 if on_gpu else torch.float32)

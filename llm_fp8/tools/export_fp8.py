@@ -14,13 +14,13 @@ def main() -> int:
     parser.add_argument("folder", type=Path, metavar="FINAL_DIR", help="exported model, or another Hugging Face folder")
     parser.add_argument("--output", type=Path, required=True, help="folder for the fp8 checkpoint, new or empty")
     parser.add_argument("--data", help="measure the loss before and after on this dataset (as for --dataset_name)")
-    parser.add_argument("--max_seq_length", type=positive, help="with --data: longer rows are cut (default 1024)")
+    parser.add_argument("--max_seq_length", type=positive, help="with --data: longer rows are truncated (default 1024)")
     options = parser.parse_args()
     if options.data is None and options.max_seq_length is not None:
         raise UserError("--max_seq_length has no effect without --data; add --data or drop --max_seq_length.")
     if not options.folder.is_dir():
         raise UserError(f"FINAL_DIR {options.folder}: no such folder; give the final/ of a run.")
-    # Imported here, so that --help and mistakes do not wait for it.
+    # Imported here, so that --help and wrong options do not wait for torch.
     from llm_fp8.config.options import Config, DataConfig, ModelConfig
     from llm_fp8.data.load import find_splits
     from llm_fp8.data.prepare import prepare_data
@@ -30,10 +30,10 @@ def main() -> int:
     from llm_fp8.utils.process import quiet_libraries
 
     quiet_libraries()
-    if options.data is not None:  # so that a mistake in --data is found before the export
+    if options.data is not None:  # before the export, so that a wrong --data fails early
         length = options.max_seq_length or DataConfig.max_seq_length
         data_options = DataConfig(options.data, max_seq_length=length, overlong="truncate")
-        if not find_splits(data_options)[1]:  # without a validation split all rows count
+        if not find_splits(data_options)[1]:  # without a validation split, measure on all rows
             data_options = replace(data_options, validation_fraction=0.0)
         config = Config(model=ModelConfig(model_name=str(options.folder)), data=data_options)
         tokenizer, _ = load_tokenizer(config.model, resolve_source(config.model))

@@ -1,4 +1,4 @@
-"""A certificate for runs of transformers' `Trainer`; a loop without a Trainer calls `certify_step`.
+"""Certify the kernels that transformers' `Trainer` executes. A loop without a Trainer calls `certify_step`.
 
     trainer = Trainer(model=..., args=..., train_dataset=..., callbacks=[CertificateCallback()])
 
@@ -54,11 +54,12 @@ def certify_step(
     optimizer: optim.Optimizer | None = None,
     num_micro_batches: int = 1,
 ) -> Certificate:
-    """Call `step`, any optimizer step of a loop except the first, and return its certificate. Collective: all processes
-    get the worst of their certificates. Raise `UserError` without an NVIDIA GPU.
+    """Call `step`, which takes one optimizer step (any but the first), and return the certificate of its kernels.
+    Collective: every process returns the worst certificate of all. Raise `UserError` if there is no NVIDIA GPU.
 
-    `precision` is the requested precision, `recipe` its --fp8_scenario (default: as for CertificateCallback). An
-    `optimizer` must hold all trained parameters. `num_micro_batches`: forward and backward passes in the step.
+    `precision` is the requested precision. `recipe` is a value of --fp8_scenario, by default that of
+    `CertificateCallback`. The certificate fails if `optimizer` lacks a trained parameter. `num_micro_batches` is the
+    number of forward and backward passes in the step.
     """
     _check("precision", precision, get_args(RequestedPrecision))
     _check("recipe", recipe, recipe_names())
@@ -70,30 +71,30 @@ def certify_step(
 
 
 class CertificateCallback(TrainerCallback):
-    """Record and judge one optimizer step of a Trainer; without an NVIDIA GPU, print that this is not possible.
+    """Record and judge one optimizer step of a Trainer. Without an NVIDIA GPU, print that this is not possible.
 
     Args:
-        precision: the requested precision. None: what `accelerate launch` requested when this object was made, else
-            `bf16` or `fp16` of the TrainingArguments. The fp8 recipe is MXFP8 if the launcher requested it, else
-            delayed scaling; layers of torchao may have any recipe, but all the same one.
-        step: the optimizer step of this process to record; a shorter run records its last step.
+        precision: the requested precision. None means that of `accelerate launch` when this object is created, else
+            `bf16` or `fp16` of the TrainingArguments. The expected fp8 recipe is MXFP8 if the launcher requested it,
+            else delayed scaling. torchao's layers may have any recipe, but all the same one.
+        step: the optimizer step to record, counted from the start of training. A shorter run records its last step.
     """
 
     def __init__(self, precision: RequestedPrecision | None = None, step: int = 5) -> None:
         _check("precision", precision, get_args(RequestedPrecision))
         if step < 1:
             raise ValueError(f"step {step}: the first optimizer step is 1")
-        self._launch = dict(os.environ)  # has the request of `accelerate launch`, which a program may remove
+        self._launch = dict(os.environ)  # copied, since a program may remove the variables of `accelerate launch`
         self._precision = precision
         self._step = step
         self._recorded_step = 0
         self._num_micro_batches = 0
         self._recording: tuple[contextlib.ExitStack, Any] | None = None
         self.certificate: Certificate | None = None
-        """Worst certificate of all processes; None until the step was recorded."""
+        """The worst certificate of all processes. None until the step is recorded."""
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
-        """Warn of nn.DataParallel in fp8, since Accelerate's error that follows does not name it."""
+        """Warn about nn.DataParallel in fp8, since the error that Accelerate raises next does not name it."""
         if args.n_gpu > 1 and requested_precision(self._precision, self._launch, args) == "fp8":
             advice = "nn.DataParallel has no fp8; set CUDA_VISIBLE_DEVICES to one GPU, or start a process for each"
             print(f"WARNING: one process sees {args.n_gpu} GPUs, and {advice}.", flush=True)
@@ -101,7 +102,7 @@ class CertificateCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
         self._recorded_step = min(state.global_step + self._step, state.max_steps)
         if not can_record() and state.is_world_process_zero:
-            print("certificate: none, there is no NVIDIA GPU whose kernels could be recorded", flush=True)
+            print("certificate: none, because there is no NVIDIA GPU to record", flush=True)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
         if state.global_step + 1 != self._recorded_step or self.certificate is not None or not can_record():
@@ -147,7 +148,7 @@ def _judge(
     num_micro_batches: int,
     recipe: str | None = None,
 ) -> Certificate:
-    """Judge the recorded step; return the worst certificate of all ranks. `model` is without DDP. Collective."""
+    """Return the worst certificate of the recorded step over all ranks. `model` has no DDP wrapper. Collective."""
     backend = backend_in(model)
     layers = list(backend.linears_of(model).values())
     state = backend.state(layers)
@@ -156,16 +157,17 @@ def _judge(
     if requested == "fp8":
         expected = _expected_in_fp8(model, layers, launch, state, recipe)
         failures, remarks = _compare_recipe(layers, launch)
-        if layers and (left := _convertible(model)):
-            remarks.append(f"{len(left)} linear layers that fp8 could compute were not converted, such as {left[0]}")
+        if layers and (unconverted := _convertible(model)):
+            number, example = len(unconverted), unconverted[0]
+            remarks.append(f"{number} linear layers that fp8 could compute were not converted, such as {example}")
     else:
         compute = _COMPUTE[next(model.parameters()).dtype] if requested == "no" else requested
         expected = ExpectedKernels(compute, compute)
-    not_held = [] if optimizer is None else not_optimised(model, optimizer)
-    # An optimizer that holds none of the parameters holds shards or copies, as ZeRO's does.
-    if not_held and len(not_held) < sum(parameter.requires_grad for parameter in model.parameters()):
-        share = f"{len(not_held)} of the parameters that require a gradient"
-        failures.append(f"the optimizer does not hold {share}, such as {not_held[0]}")
+    missing = [] if optimizer is None else not_optimised(model, optimizer)
+    # An optimizer without any of the parameters holds shards or copies of them, as ZeRO's does.
+    if missing and len(missing) < sum(parameter.requires_grad for parameter in model.parameters()):
+        parameters = f"{len(missing)} of the parameters that require a gradient"
+        failures.append(f"the optimizer does not hold {parameters}, such as {missing[0]}")
     certificate = certify(
         expected,
         kernel_times(profile),
@@ -194,10 +196,10 @@ def _print_line(line: str, stream: TextIO) -> None:
     stream.flush()
 
 
-def requested_precision(wanted: RequestedPrecision | None, launch: Mapping[str, str], args: TrainingArguments) -> str:
-    """Return the precision `wanted`, else the launcher's, else the TrainingArguments': fp8, bf16, fp16 or no."""
-    if wanted is not None:
-        return wanted
+def requested_precision(chosen: RequestedPrecision | None, launch: Mapping[str, str], args: TrainingArguments) -> str:
+    """Return fp8, bf16, fp16 or no: `chosen` if set, else the launcher's precision, else that of the arguments."""
+    if chosen is not None:
+        return chosen
     launched = launch.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if launched != "no":
         return launched
@@ -205,17 +207,17 @@ def requested_precision(wanted: RequestedPrecision | None, launch: Mapping[str, 
 
 
 def _convertible(model: nn.Module) -> list[str]:
-    """List the names of torch's linear layers that fp8 could compute, without lm_head."""
-    left = linears_left(model)
-    return [name for name in plain_linears(model) if name not in left]
+    """List the names of torch's linear layers that could be converted to fp8, without the lm_head."""
+    not_convertible = linears_left(model)
+    return [name for name in plain_linears(model) if name not in not_convertible]
 
 
 def _expected_in_fp8(
     model: nn.Module, layers: list[nn.Module], launch: Mapping[str, str], state: ModuleState, scenario: str | None
 ) -> ExpectedKernels:
-    """Return the kernels that must run. A micro-batch takes three fp8 GEMMs for each trained weight of Transformer
-    Engine's layers, two if nothing below it is trained, and one more if the layer is recomputed. torchao's layers take
-    those of their recipe. A model with neither must run three for every linear layer whose sizes fp8 can take.
+    """Return the kernels that one micro-batch must run. Each trained weight of a Transformer Engine layer needs three
+    fp8 GEMMs, or two if no layer below is trained, and one more if the layer is recomputed. The recipe sets the number
+    for torchao's layers. A model without either needs the recipe's number for each linear layer it could convert.
     """
     is_torchao = state.library == "torchao"
     scenario = scenario or (next(iter(state.recipes), DEFAULTS["torchao"]) if is_torchao else te_recipe(launch))
@@ -223,14 +225,14 @@ def _expected_in_fp8(
     num_weights = sum(num_trained.values()) if layers else len(_convertible(model))
     num_spared = sum(num_trained.get(module, 0) for module in _trained_first(model))
     num_recomputed = 0
-    if not is_torchao:  # with torchao, torch.compile decides whether a recomputed layer computes fprop again
-        parts = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False) is True]
-        recomputed = {module for part in parts for module in part.modules()}
+    if not is_torchao:  # with torchao, torch.compile decides whether a recomputed layer runs fprop again
+        roots = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+        recomputed = {module for root in roots for module in root.modules()}
         num_recomputed = sum(num_trained[layer] for layer in layers if layer in recomputed)
     coverage = measure_coverage(model, layers, "bf16", {}, most_in_fp8=row_of(scenario).gemms_in_fp8)
     return ExpectedKernels(
         precision=f"fp8 {scenario}",
-        compute="bf16",  # Accelerate's autocast, for all that is not in fp8
+        compute="bf16",  # Accelerate's autocast computes in bf16 whatever is not in fp8
         scenario=scenario,
         num_fp8_gemms=row_of(scenario).gemms_in_fp8 * num_weights + num_recomputed - num_spared,
         fp8_linear_flop_share=coverage.fp8_linear_flop_share,
@@ -238,14 +240,14 @@ def _expected_in_fp8(
 
 
 def _trained_first(model: nn.Module) -> list[nn.Module]:
-    """List the modules that may need no dgrad: all of the first trained parameter's layer, whose order is unknown."""
+    """List the modules that may need no dgrad: all in the layer of the first trained parameter, in any order."""
     first = next((name for name, parameter in model.named_parameters() if parameter.requires_grad), "")
     layer = re.match(r"(.+?\.)?\d+(?=\.)", first)
     return list(model.get_submodule(layer[0]).modules()) if layer else [model.get_submodule(first.rpartition(".")[0])]
 
 
 def _compare_recipe(layers: list[nn.Module], launch: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Compare fp8_config with the recipe in force. Values of the file that differ are failures, defaults remarks."""
+    """Compare fp8_config with the recipe in use. Return differences as failures, or as remarks for default values."""
     states = [getattr(layer, "fp8_meta", {}) for layer in layers]
     recipe = next((state["recipe"] for state in states if "recipe" in state), None)
     failures, remarks = list[str](), list[str]()

@@ -1,5 +1,5 @@
-"""Does a model fit, and with which options? Estimate GPU memory for each way of training and sharding mode, without a
-GPU or weights.
+"""Does a model fit, and with which options? Estimate the GPU memory of each way to train it in each sharding mode. This
+needs no GPU and no weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GPUS = {
     "l40s": (44.4, (8, 9)),
     "4090": (23.6, (8, 9)),
 }
-"""GPU name -> memory in GiB as torch reports it (of several sizes the largest), and compute capability."""
+"""GPU name -> memory in GiB as torch reports it (the largest size sold), and compute capability."""
 
 WAYS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -48,14 +48,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "LoRA": {"lora_rank": 16},
     "LoRA, recomputed": {"lora_rank": 16, "gradient_checkpointing": "auto"},
 }
-"""Way of training -> the options that lower its memory; the cheapest in time and quality comes first."""
+"""Way to train -> the options that lower its memory, sorted by their cost in time and quality, cheapest first."""
 
 SIZES = ("batch_size", "max_seq_length", "gradient_accumulation_steps")
-HUB_OWNERS = {"Llama-3": "meta-llama", "Qwen": "Qwen"}  # start of a bundled model's name -> its owner on the hub
+HUB_OWNERS = {"Llama-3": "meta-llama", "Qwen": "Qwen"}  # prefix of a bundled model's name -> its owner on the hub
 
 
 class Row(NamedTuple):
-    """A way of training in a sharding mode: `run` as requested, `fitted` with the largest batch that fits."""
+    """A way to train in a sharding mode. `run` has the requested batch, `fitted` the largest that fits, if any."""
 
     way: str
     run: RunSize
@@ -63,7 +63,7 @@ class Row(NamedTuple):
 
     @property
     def fits(self) -> str:
-        """The answer: 'yes', 'with --batch_size N', 'no', or 'without activations' if activations are not counted."""
+        """'yes', 'with --batch_size N' or 'no'; 'without activations' if the estimate cannot count activations."""
         if self.fitted is None:
             return "no"
         if self.run.spec is None:
@@ -77,7 +77,7 @@ class Row(NamedTuple):
         if self.run.num_gpus > 1:
             words = ["torchrun", f"--nproc_per_node={self.run.num_gpus}", "train_multi_gpu.py"]
             words.append(f"--sharding_mode={self.run.mode}")
-        model = config.model  # `model_words` name it
+        model = config.model  # its options come from `model_words`
         default = Config().with_options(model_name=model.model_name, random_init=model.random_init).options
         options = {name: value for name, value in config.options.items() if value != default[name]}
         changed = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
@@ -91,7 +91,7 @@ class Row(NamedTuple):
 
 
 def assumed_machine(gpu: str | None, num_gpus: int) -> Machine:
-    """Return a machine with `num_gpus` of --gpu, or of this machine's GPU. Raise `UserError` for an unknown GPU."""
+    """Return a machine with `num_gpus` GPUs named `gpu` (None: this machine's). Raise `UserError` if unknown."""
     from llm_fp8.settle.machine import assume, look
 
     ranks = LaunchRanks(world_size=num_gpus, local_world_size=num_gpus)
@@ -115,7 +115,7 @@ def assumed_machine(gpu: str | None, num_gpus: int) -> Machine:
 
 
 def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
-    """Load the model's config; return it with the training options that name the model."""
+    """Load the model's config. Return it and the training options that name the model."""
     from llm_fp8.models.source import bundled_name, load_config, resolve_source
 
     words = [f"--model_name={name}"]
@@ -125,12 +125,12 @@ def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
             raise UserError(f"--model_name {name}: neither a folder, nor bundled{near}, nor owner/name on the hub.")
         owner = next((owner for start, owner in HUB_OWNERS.items() if known.startswith(start)), None)
         words = [f"--model_name={owner}/{known}"] if owner else [f"--model_name={known}", "--random_init"]
-    # With random_init a bundled config is read, which needs no hub.
+    # With random_init a bundled config is read, without the hub.
     return load_config(resolve_source(ModelConfig(model_name=name, random_init=True))), words
 
 
 def rows_of(config: Config, hf_config: PretrainedConfig, machine: Machine) -> list[Row]:
-    """Return a row for each way of training in each sharding mode; the cheapest that fits comes first."""
+    """Return a row for each way to train in each sharding mode. The cheapest that fits comes first."""
     from llm_fp8.models.build import count_parameters
     from llm_fp8.settle.memory import RunSize
     from llm_fp8.settle.settle import settle
@@ -143,19 +143,19 @@ def rows_of(config: Config, hf_config: PretrainedConfig, machine: Machine) -> li
         run = RunSize(config, hf_config, recipe, mode, num_gpus, num_parameters).changed(**changes)
         if not is_consistent(run.config, mode):  # such as --fp8_recast_weights in a bf16 run
             continue
-        if run.spec is None:  # without a TE decoder for this model its activations are not counted
+        if run.spec is None:  # there is no TE decoder for this model, so its activations are not counted
             if "gradient_checkpointing" in changes:
                 continue
             run = run.changed(use_te=False)
         fitted = run.fitted(gpu_gib)
-        if fitted is None and run.sharded:  # whole gradients are kept between the micro-batches of a step
+        if fitted is None and run.sharded:  # try without whole gradients between micro-batches
             run = run.changed(sync_every_micro_batch=True)
             fitted = run.fitted(gpu_gib)
         if fitted is not None:
             requested = fitted.config.with_options(sharding_mode=mode)
             try:
                 settle(requested, hf_config, machine, num_parameters=num_parameters)
-            except UserError:  # what a run would refuse does not fit either
+            except UserError:  # a run would refuse these options
                 fitted = None
         rows.append(Row(way, run, fitted))
     return sorted(rows, key=lambda row: (row.fitted is None, row.fits != "yes"))
@@ -170,7 +170,7 @@ def main() -> int:
     add("--gpu", help=f"{', '.join(GPUS)}, or its memory in GiB (default: this machine's)")
     for name in ("num_gpus", *SIZES):
         add(f"--{name}", type=positive, default=defaults.get(name, 1), help="(default %(default)s)")
-    add("--mixed_precision", choices=["bf16", "fp8"], help="(default: fp8 where the GPU has it)")
+    add("--mixed_precision", choices=["bf16", "fp8"], help="(default: fp8 if the GPU has it)")
     add("--output", type=writable, metavar="FILE", help="write the figures to this JSON file")
     options = parser.parse_args()
     machine = assumed_machine(options.gpu, options.num_gpus)
@@ -186,7 +186,7 @@ def main() -> int:
     sizes = {name: getattr(options, name) for name in SIZES}
     config = Config().with_options(use_te=True, mixed_precision=precision, **model, **sizes)
     rows = rows_of(config, hf_config, machine)
-    console = wide_console(markup=False, soft_wrap=True)  # names may hold brackets
+    console = wide_console(markup=False, soft_wrap=True)  # a name may contain brackets
     billions = rows[0].run.num_parameters / 1e9
     shape = f"{options.batch_size} x {options.max_seq_length:,}"
     hardware = f"on {options.num_gpus} x {machine.gpu} ({machine.gpu_gib:.1f} GiB)"

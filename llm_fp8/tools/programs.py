@@ -1,4 +1,4 @@
-"""Shared parts of the programs around a run: the console, and functions that start programs and read their failures."""
+"""Shared by the tools: the console, and functions that start a program and read why it failed."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def wide_console(**options: Any) -> Console:
     return Console(width=wide, highlight=False, _environ=os.environ, **options)
 
 
-# A program's `error: ...`, or the last line of a Python traceback that is not a launcher's own.
-_TELLS_WHY = re.compile(r"(\[\w+\]:\s*)?(error: |(?!.*(ChildFailed|CalledProcess)Error)[\w.]*(Error|Exception)\b)")
+# Matches a program's `error: ...` and the last line of a Python traceback, except a launcher's.
+_REASON = re.compile(r"(\[\w+\]:\s*)?(error: |(?!.*(ChildFailed|CalledProcess)Error)[\w.]*(Error|Exception)\b)")
 
 
 @dataclass(frozen=True)
-class Ended:
-    """The outcome of a program that ended."""
+class Outcome:
+    """The outcome of a program."""
 
     exit_code: int | None  # None after a kill at the time limit
     output: str
@@ -40,13 +40,13 @@ class Ended:
 
     @property
     def failure(self) -> str | None:
-        """Reason of the failure in one line, which ends with the program's words; None if the program succeeded."""
+        """Why the program failed, in one line that ends with its own message. None if it succeeded."""
         if self.exit_code == 0:
             return None
         if self.exit_code is None:
             return f"it was killed after {self.wall_s:.0f} s"
         lines = [line.strip() for line in self.output.splitlines() if line.strip()]
-        reason = ([line for line in lines if _TELLS_WHY.match(line)] or lines or ["it printed nothing"])[-1]
+        reason = ([line for line in lines if _REASON.match(line)] or lines or ["it printed nothing"])[-1]
         return f"exit code {self.exit_code}: {reason[:300]}"
 
 
@@ -57,9 +57,9 @@ def run_program(
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     timeout_s: float | None = None,
-) -> Ended:
-    """Run a program to its end, with `environ` and in `cwd` (defaults: this process's); append its output to `log`.
-    After `timeout_s`, or after an exception here, the program gets SIGTERM; 30 s later its whole group gets SIGKILL.
+) -> Outcome:
+    """Run a program until it ends, and append its output to `log`. `environ` and `cwd` default to this process's.
+    After `timeout_s`, or an exception here, send SIGTERM to the program, and 30 s later SIGKILL to its whole group.
     """
     with log.open("ab") as file:
         start_byte, started_s = file.tell(), time.monotonic()
@@ -85,11 +85,11 @@ def run_program(
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     output = log.read_bytes()[start_byte:].decode(errors="replace")
-    return Ended(exit_code, output, time.monotonic() - started_s)
+    return Outcome(exit_code, output, time.monotonic() - started_s)
 
 
 def torchrun(num_processes: int, *words: str) -> list[str]:
-    """Return the command that starts `num_processes` on this host; --standalone binds a free port."""
+    """Return the command that starts `num_processes` processes on this host. --standalone picks a free port."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}", *words]
 
 

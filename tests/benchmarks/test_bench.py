@@ -12,7 +12,7 @@ from benchmarks import bench, speed_table
 from benchmarks.bench import Plan, Variant, Workload, measure_all, parse_variants, summarise, write_random_rows
 from llm_fp8.__main__ import PROGRAMS
 from llm_fp8.data.embedded import MODEL_DIR
-from llm_fp8.tools.programs import Ended
+from llm_fp8.tools.programs import Outcome
 from llm_fp8.utils.errors import OneSentenceParser, UserError
 from tests.support.processes import run_program
 
@@ -106,7 +106,7 @@ def test_variants_take_turns_and_one_that_failed_is_not_tried_again(monkeypatch,
 
 
 def test_a_failed_run_returns_its_reason(monkeypatch):
-    monkeypatch.setattr(bench, "run_program", lambda *_, **__: Ended(2, "error: no such file", 1.0))
+    monkeypatch.setattr(bench, "run_program", lambda *_, **__: Outcome(2, "error: no such file", 1.0))
     result = bench.measure(WORK, Variant("a", ()), "rows.jsonl", Plan(8, 6, num_rounds=1, timeout_s=9))
     assert "no such file" in result["failed"]
 

@@ -28,7 +28,7 @@ from unittest import mock
 import psutil
 import torch
 
-from llm_fp8.tools.programs import Ended
+from llm_fp8.tools.programs import Outcome
 from llm_fp8.tools.script import importing, run_script
 
 CONTEXT: Any = multiprocessing.get_context("spawn" if Path("/dev/nvidia0").exists() else "forkserver")
@@ -127,14 +127,14 @@ def _run_file(words: list[str], log: str, environment: dict[str, str]) -> None:
 
 def run_program(
     command: Sequence[str], *, log: Path, environ: Mapping[str, str] | None = None, timeout_s: float = 4 * DEADLINE_S
-) -> Ended:
+) -> Outcome:
     """`llm_fp8.tools.programs.run_program` for Python and a file, in a process that need not import all anew."""
     environment = dict(os.environ if environ is None else environ)
     process = CONTEXT.Process(target=_run_file, args=(list(command[1:]), str(log), environment), daemon=True)
     process.start()
     code = exit_code(process, timeout_s)
     process.kill()  # where it has not ended
-    return Ended(code, log.read_text(), 0.0)
+    return Outcome(code, log.read_text(), 0.0)
 
 
 def _run(options: list[str], parallel: bool) -> int:

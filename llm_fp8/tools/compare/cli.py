@@ -1,8 +1,8 @@
 """Is fp8 worth it here? Train bf16 and fp8 runs that differ only in precision, or read finished runs, and compare
 them.
 
-Runs are in OUTPUT/runs/VARIANT-seedN, their logs in OUTPUT/logs. Variants take turns within a seed, so that a machine
-that slows down affects all of them. Repeating the command keeps finished runs and resumes an interrupted one.
+Runs are in OUTPUT/runs/VARIANT-seedN, their logs in OUTPUT/logs. Runs of a seed follow each other, one per variant, so
+that a slower machine affects all variants. Repeating the command keeps finished runs and resumes an interrupted one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     output_help = "folder for the results (default: runs/compare or comparison)"
     add("--output", type=lambda word: writable(str(Path(word, "comparison.json"))).parent, help=output_help)
     arguments = list(argv)
-    if "--train" in arguments[:-1]:  # argparse would take a single quoted option ('--use_te') for one of this parser
+    if "--train" in arguments[:-1]:  # argparse would parse a single quoted option ('--use_te') as its own
         index = arguments.index("--train")
         arguments[index : index + 2] = [f"--train={arguments[index + 1]}"]
     options = parser.parse_args(arguments)
@@ -67,7 +67,7 @@ class PlannedRun:
 
 
 def plan_runs(train: str, variants: Sequence[str], num_seeds: int, num_gpus: int, folder: Path) -> list[PlannedRun]:
-    """Plan the runs in `folder`, seed by seed. Raise `UserError` for options that the variants cannot share."""
+    """Plan the runs in `folder`, seed by seed. Raise `UserError` if the variants cannot share the options `train`."""
     with reading("--train", repr(train), "the options"):
         words = [with_underscores(word) for word in shlex.split(train)]
     names = {word.partition("=")[0].removeprefix("--") for word in words}
@@ -89,7 +89,7 @@ def plan_runs(train: str, variants: Sequence[str], num_seeds: int, num_gpus: int
 
 
 def _run(run: PlannedRun, num_gpus: int, console: Console) -> Failure | None:
-    """Train a run unless it has finished. Return its failure, if any."""
+    """Train a run unless it has finished already. Return its failure, if any."""
     name, summary = run.folder.name, run.folder / "summary.json"
     if summary.is_file() and run_record.why_unfinished(read_json(summary)) is None:
         console.print(f"{name}: finished earlier ({run.folder})")
@@ -100,21 +100,21 @@ def _run(run: PlannedRun, num_gpus: int, console: Console) -> Failure | None:
     console.print(f"{name}: started, log in {log}")
     log.parent.mkdir(parents=True, exist_ok=True)
     environ = {"WANDB_RUN_GROUP": output.resolve().name, **os.environ}
-    ended = run_program(training_command(num_gpus, *run.words, *resuming), log=log, environ=environ)
-    console.print(f"{name}: {f'FAILED: {ended.failure}' if ended.failure else 'done'} after {ended.wall_s:.0f} s")
-    return Failure(run.variant, run.seed, ended.failure, str(log)) if ended.failure else None
+    outcome = run_program(training_command(num_gpus, *run.words, *resuming), log=log, environ=environ)
+    console.print(f"{name}: {f'FAILED: {outcome.failure}' if outcome.failure else 'done'} after {outcome.wall_s:.0f} s")
+    return Failure(run.variant, run.seed, outcome.failure, str(log)) if outcome.failure else None
 
 
 def main() -> int:
-    """Train or read runs, compare and report them. A failed run does not stop the others, but the exit code is 1."""
+    """Train or read runs, then compare and report them. If a run fails, the others go on and the exit code is 1."""
     options, console = parse(sys.argv[1:]), wide_console(soft_wrap=True, markup=False)
     folder, num_gpus, failures = options.output, options.num_gpus, list[Failure]()
     if options.train is not None:
         plan = plan_runs(options.train, run_record.parse_variants(options.variants), options.seeds, num_gpus, folder)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # lets the current run save and stop first
-        ended = [(run, _run(run, num_gpus, console)) for run in plan]
-        failures = [failure for _, failure in ended if failure]
-        records = [run_record.read_run_folder(run.folder, "--train") for run, failure in ended if not failure]
+        outcomes = [(run, _run(run, num_gpus, console)) for run in plan]
+        failures = [failure for _, failure in outcomes if failure]
+        records = [run_record.read_run_folder(run.folder, "--train") for run, failure in outcomes if not failure]
     elif options.wandb:
         records = [run_record.read_wandb(run) for run in options.wandb]
     else:

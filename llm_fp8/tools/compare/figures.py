@@ -1,10 +1,10 @@
 """Compute each variant's figures from run records: speed, memory, energy, certificates, and quality relative to the
 reference runs of the same seeds. List the other differences between the runs.
 
-Each run is one observation. Steps of a run share a machine and weights, and its answers share the problems; counting
-steps or answers as independent trials would reject a true null hypothesis far too often. Intervals are Student's t
-intervals over runs, and between two variants over the differences by seed. Rates and their ratios are averaged as
-logarithms. A single run has no interval. `tests/tools/compare/test_statistics.py` simulates how often they are right.
+Each run is one observation. The steps of a run share a machine and weights, and its answers share the problems, so that
+counting steps or answers as independent trials would reject a true null hypothesis far too often. Intervals are
+Student's t intervals: over runs for one variant, over the differences by seed between two. Rates and their ratios are
+averaged as logarithms. A single run has no interval. `tests/tools/compare/test_statistics.py` simulates the coverage.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SEVERITY = ("certified", "missing", "undetermined", "failed")
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and the ends of its 95% interval; the ends are None for a single run."""
+    """An estimate and the ends of its 95% interval. The ends are None for a single run."""
 
     value: float
     low: float | None
@@ -56,7 +56,7 @@ def rate_interval(rates: Sequence[float]) -> Interval:
 
 @dataclass(frozen=True)
 class Gap(Interval):
-    """The mean of a variant's figure minus the reference's, over their common seeds."""
+    """A variant's figure minus the reference's of the same seed, averaged over their common seeds."""
 
     by_seed: dict[int, float]
 
@@ -69,11 +69,11 @@ class CertificateState:
 
 @dataclass(frozen=True)
 class VariantFigures:
-    """All figures of one variant in the report; a figure that was not measured is None."""
+    """The figures of one variant in the report. A figure that was not measured is None."""
 
     variant: str
     name: str
-    effective: list[str]  # the distinct precisions that ran; a sound comparison has one
+    effective: list[str]  # the distinct precisions that ran (more than one is suspect)
     emulated: bool  # True if operands were rounded to fp8 and multiplied in higher precision
     fallback_reasons: list[str]
     seeds: list[int]
@@ -93,7 +93,7 @@ class VariantFigures:
 def variant_figures(
     variant: str, runs: Sequence[RunRecord], reference: Sequence[RunRecord], num_failed: int = 0
 ) -> VariantFigures:
-    """Compute the figures of `runs`, all of one variant, relative to the `reference` runs; both are sorted by seed."""
+    """Compute the figures of the variant's `runs` relative to the `reference` runs. Both are sorted by seed."""
     by_seed = {run.seed: run for run in reference}
     pairs = [(run, by_seed[run.seed]) for run in runs if run.seed in by_seed]
     compared = pairs if variant != REFERENCE else []
@@ -124,13 +124,13 @@ def variant_figures(
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean over runs; None unless every run has a finite number."""
+    """Return the mean over runs, or None unless every run has a finite value."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     return float(np.mean(known)) if known and len(known) == len(values) else None
 
 
 def _gap(pairs: Sequence[tuple[RunRecord, RunRecord]], figure: Callable[[RunRecord], float | None]) -> Gap | None:
-    """Subtract the reference's figure of the same seed from each run's figure."""
+    """Subtract the reference's figure from the run's in each pair, and average the differences."""
     by_seed = {}
     for run, base in pairs:
         value, reference = figure(run), figure(base)
@@ -144,7 +144,7 @@ def _gap(pairs: Sequence[tuple[RunRecord, RunRecord]], figure: Callable[[RunReco
 
 
 def certificate_state(summaries: Sequence[dict[str, Any]]) -> CertificateState:
-    """Return the worst certificate of a variant's runs, including certificates of steps after fp8 ended."""
+    """Return the worst certificate of the runs, including the certificates of steps after fp8 ended."""
     certificates = [summary.get("certificate") or {"verdict": "missing"} for summary in summaries]
     certificates += [after for summary in summaries if (after := summary.get("certificate_after_fp8"))]
     worst = max((each["verdict"] for each in certificates), key=_SEVERITY.index, default="missing")
@@ -163,22 +163,22 @@ _FIELDS = {
     " config.data.batch_size config.optim.gradient_accumulation_steps effective.num_requested_micro_batches"
     " provenance.environment.CUDA_VISIBLE_DEVICES",
 }
-"""Figures that a difference confounds ("": none) -> prefixes of the fields; the longest prefix of a field decides."""
+"""Figures that a difference confounds ("" means none) -> prefixes of the fields. A field's longest prefix decides."""
 _EFFECTS = {prefix: effect for effect, text in _FIELDS.items() for prefix in text.split()}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One field in which runs differ."""
+    """A field of the run records in which runs differ."""
 
     field: str
     effect: str  # a key of `_FIELDS`
-    values: dict[str, list[str]]  # value, as text -> the runs with this value ('delayed seed 1')
+    values: dict[str, list[str]]  # value, as text -> labels of the runs with this value ('delayed seed 1')
     variants: list[str]  # the variants whose comparison with the reference is affected
 
 
 def _facts(run: RunRecord) -> dict[str, Any]:
-    """Return the facts that should be the same in all runs; the variant's precision options are left out."""
+    """Return the facts that should be equal in all runs, without the precision options that define variants."""
     last = run.evaluations[-1] if run.evaluations else {}
     return {
         **{name: run.stored[name] for name in ("effective", "data", "model", "provenance")},
@@ -191,14 +191,14 @@ def _facts(run: RunRecord) -> dict[str, Any]:
 
 
 def _precision_facts(run: RunRecord) -> dict[str, Any]:
-    """Return the facts that should be the same in all runs of a variant."""
+    """Return the facts that should be equal in all runs of one variant."""
     config = run.stored["config"]
     options = {**config["precision"], "fp8_params": config["parallel"]["fp8_params"]}
     return {"config.precision": options, "precision.effective": run.effective_name}
 
 
 def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
-    """List all differences among `runs`, the most severe first."""
+    """List all differences among `runs`, sorted by the figures that they confound."""
     differences = _differing(runs, _facts)
     for variant in sorted({run.variant for run in runs}):  # all runs of a variant should compute in one precision
         differences += _differing([run for run in runs if run.variant == variant], _precision_facts)
@@ -208,7 +208,7 @@ def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
             group, lambda run: {"tokens_seen, summed": sum(step.get("tokens_seen", 0) for step in run.steps)}
         )
         losses = [run.steps[0]["loss"] for run in group]
-        if not math.isclose(min(losses), max(losses), rel_tol=0.05):  # rounding explains at most that difference
+        if not math.isclose(min(losses), max(losses), rel_tol=0.05):  # rounding explains at most 5%
             differences += _differing(group, lambda run: {"first_loss": run.steps[0]["loss"]})
     return sorted(differences, key=lambda difference: (difference.effect, difference.field))
 
@@ -232,5 +232,5 @@ def _differing(runs: Sequence[RunRecord], facts_of: Callable[[RunRecord], dict[s
 
 
 def concerning(differences: Sequence[Difference], variant: str, effect: str) -> list[str]:
-    """List the fields with this effect that concern `variant`, each once."""
+    """List the fields whose differences have this effect and concern `variant`, each once."""
     return list(dict.fromkeys(each.field for each in differences if each.effect == effect and variant in each.variants))

@@ -33,13 +33,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The content of comparison.json; the reference comes first."""
+    """The content of comparison.json. The reference variant comes first."""
 
     variants: list[VariantFigures]
     verdicts: dict[str, Verdict]
     differences: list[Difference]
     failures: list[Failure]
-    curves: list[dict[str, Any]]  # the variant, seed, losses and eval losses of each run, as (step, loss)
+    curves: list[dict[str, Any]]  # each run's variant and seed, its losses and eval losses as (step, loss)
     runs: dict[str, str]  # label of a run -> its folder or W&B path
     provenance: dict[str, Any]  # the provenance of the first run; `differences` lists how other runs differ
     quality_margin: float
@@ -90,7 +90,7 @@ def _text(value: Interval | float | None, spec: str) -> str:
 
 
 def figure_texts(figures: VariantFigures) -> dict[str, str]:
-    """Return a variant's figures: title with unit -> text."""
+    """Map the title of each figure (with its unit) to its text."""
     certificate, time_s = figures.certificate, figures.time_to_reference_loss_s
     return {
         "ran as": " and ".join(figures.effective) if set(figures.effective) - {figures.name} else "-",
@@ -109,14 +109,14 @@ def figure_texts(figures: VariantFigures) -> dict[str, str]:
 
 
 def figure_table(comparison: Comparison) -> dict[str, list[str]]:
-    """Return the figures that at least one variant has: title with unit -> the variants' texts."""
+    """Map the title of each figure that any variant has to the texts of all variants."""
     columns = [figure_texts(figures) for figures in comparison.variants]
     rows = {title: [column[title] for column in columns] for title in columns[0]}
     return {title: texts for title, texts in rows.items() if set(texts) != {"-"}}
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Print verdicts, figures, failures and differences on a console without markup."""
+    """Print verdicts, figures, failures and differences. `console` must not interpret markup."""
     for verdict in comparison.verdicts.values():
         if verdict.sentences:
             console.print(f"[{verdict.conclusion}] {' '.join(verdict.sentences)}")
@@ -132,15 +132,15 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def leading_variant(comparison: Comparison) -> str:
-    """Return the variant for the top of the page: the fastest whose verdict is "use it", else the fastest of all."""
+    """Return the variant for the top of the page: the fastest with the verdict "use it", else the fastest of all."""
     others = [figures for figures in comparison.variants if figures.variant != REFERENCE] or comparison.variants
     speeds = {figures.variant: figures.speedup.value if figures.speedup else 0.0 for figures in others}
     return max(speeds, key=lambda name: (comparison.verdicts[name].conclusion == "use it", speeds[name]))
 
 
 def gap_chart(comparison: Comparison) -> dict[str, Any] | None:
-    """Return a chart of each run's loss minus bf16's at the same seed and step, a line per run; None for fewer than two
-    steps. With fewer than three evaluations the lines are trailing means of the training loss.
+    """Return a chart of each run's eval loss minus bf16's at the same seed and step. If a run has fewer than three
+    evaluations, chart trailing means of the training loss instead. Return None for fewer than two steps.
     """
     key = "eval_loss" if min(len(curve["eval_loss"]) for curve in comparison.curves) > 2 else "loss"
     reference = {curve["seed"]: dict(curve[key]) for curve in comparison.curves if curve["variant"] == REFERENCE}
@@ -163,7 +163,7 @@ def gap_chart(comparison: Comparison) -> dict[str, Any] | None:
 
 
 def without_folders(text: Any) -> Any:
-    """Cut absolute paths in `text` to their last part, since the page may be sent to others."""
+    """Shorten absolute paths in `text` to their last part, since the page may be sent to others."""
     return re.sub(r"(?<![\w.:/<])~?/(?=\S)(?:[^\s/'\",;]+/)*", "", text) if type(text) is str else text
 
 

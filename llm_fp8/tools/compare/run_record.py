@@ -1,4 +1,4 @@
-"""The variants by name, and the record of a finished run, read from its output folder or from W&B's server."""
+"""Names and options of the variants; the record of a finished run, from its output folder or W&B's server."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ VARIANT_FIELDS = ("mixed_precision", "fp8_backend", "fp8_scenario")  # the optio
 
 
 def variants() -> dict[str, tuple[str, ...]]:
-    """Map names of variants to options. 'fp8' is another name for the default recipe; 'no' is fp32."""
+    """Map the names of variants to their options. 'fp8' is another name of the default recipe, and 'no' is fp32."""
     plain = {name: ("--mixed_precision", name) for name in (REFERENCE, "no")}
     return {**plain, "fp8": recipe_words(DEFAULTS["te"]), **{name: recipe_words(name) for name in RECIPES}}
 
 
 def parse_variants(text: str) -> list[str]:
-    """Parse a comma-separated list of variants; return the reference first. Raises `UserError` for a bad list."""
+    """Parse a comma-separated list of variants. Return the reference first. Raise `UserError` for a bad list."""
     names = [DEFAULTS["te"] if name == "fp8" else name for name in map(str.strip, text.split(","))]
     if len(set(names) & variants().keys()) < len(names):
         known = ", ".join(variants())
@@ -35,7 +35,7 @@ def parse_variants(text: str) -> list[str]:
 
 
 def variant_words(variant: str, words: list[str]) -> list[str]:
-    """Return the training options `words` without fp8 options that `variant` does not take, plus its precision."""
+    """Return the variant's options: `words` without fp8 options that it does not accept, plus its precision."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in dataclasses.fields(PrecisionConfig):
         if option.name not in VARIANT_FIELDS:
@@ -49,13 +49,13 @@ def variant_words(variant: str, words: list[str]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """A finished run: run.json, the entries of metrics.jsonl by kind, and summary.json."""
+    """The record of a finished run: run.json, metrics.jsonl and summary.json."""
 
     source: str  # folder or W&B path
     stored: dict[str, Any]  # run.json
     steps: list[dict[str, float]]
     evaluations: list[dict[str, float]]
-    summary: dict[str, Any]  # summary.json, with the entries of its `throughput` at the top level, as on W&B
+    summary: dict[str, Any]  # summary.json; the entries of its `throughput` are at the top level, as on W&B
     answers: tuple[bool, ...] = ()  # True for each right answer of the exported model (`llm-fp8 evaluate`)
 
     @property
@@ -65,7 +65,7 @@ class RunRecord:
 
     @property
     def variant(self) -> str:
-        """The requested variant; after a fallback another precision ran."""
+        """The requested variant. After a fallback another precision ran."""
         requested = str(self.precision["requested"])
         if requested != "fp8":
             return requested
@@ -95,12 +95,12 @@ class RunRecord:
 
     @property
     def final_eval_loss(self) -> float | None:
-        """The eval loss after the last step; None if there was no evaluation."""
+        """The eval loss after the last step. None if that step was not evaluated."""
         last = self.steps[-1]["step"]
         return next((entry["eval_loss"] for entry in self.evaluations[::-1] if entry["step"] == last), None)
 
     def seconds_to(self, eval_loss: float | None) -> float | None:
-        """Return the training time in s until the eval loss first was at or below `eval_loss`; None if it never was."""
+        """Return the training time in s until the eval loss first reached `eval_loss`. None if it never did."""
         target = -math.inf if eval_loss is None else eval_loss
         reached = next((entry["step"] for entry in self.evaluations if entry["eval_loss"] <= target), None)
         if reached is None:
@@ -109,13 +109,13 @@ class RunRecord:
 
     @property
     def peak_memory_gib(self) -> float | None:
-        """The largest peak of tensor memory on any GPU, in GiB; None on a CPU."""
+        """The largest peak of tensor memory on any GPU, in GiB. None on a CPU."""
         keys = ("peak_memory_gib", "peak_memory_gib_max_rank")
         return max((step[key] for step in self.steps for key in keys if key in step), default=None)
 
 
 def why_unfinished(summary: dict[str, Any]) -> str | None:
-    """Return the reason why a run with this summary.json did not finish; None if it did."""
+    """Return why the run with this summary.json did not finish, or None if it did."""
     if "stopped_by" in summary:
         return f"it was stopped by {summary['stopped_by']} after step {summary.get('steps')}"
     return f"it failed: {summary['failed']}" if "failed" in summary else None
@@ -124,7 +124,7 @@ def why_unfinished(summary: dict[str, Any]) -> str | None:
 def _record(
     source: str, run: dict[str, Any], metrics: list[dict[str, Any]], summary: dict[str, Any], *answers: bool
 ) -> RunRecord:
-    """Make the record of a run from the contents of its files. Raise `UserError` if the run did not finish."""
+    """Build the record of a run from the contents of its files. Raise `UserError` if the run did not finish."""
     if reason := why_unfinished(summary):
         raise UserError(f"{source}: the run did not finish, {reason}; finish it with --resume_from latest.")
     steps, evaluations = ([each for each in metrics if kind in each] for kind in ("loss", "eval_loss"))
@@ -146,7 +146,7 @@ def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
 
 
 def read_wandb(path: str, api: Any = None) -> RunRecord:
-    """Read a finished run ENTITY/PROJECT/RUNID by `api` (default: `wandb.Api`). Raise `UserError` if there is none."""
+    """Read the finished run ENTITY/PROJECT/RUNID through `api` (default: `wandb.Api`), or raise `UserError`."""
     import wandb
 
     advice = "Give ENTITY/PROJECT/RUNID, and run 'wandb login'; for runs on this machine use --runs FOLDER."
@@ -161,7 +161,7 @@ def read_wandb(path: str, api: Any = None) -> RunRecord:
         stored |= {"config": options, "effective": effective, "provenance": config["provenance"]}
         summary: dict[str, Any] = {}
         for name, value in dict(run.summary).items():
-            part, is_nested, key = name.partition("/")  # `send_summary` joins the names of a part and its entry
+            part, is_nested, key = name.partition("/")  # `send_summary` joins nested names by a slash
             value = literal_eval(value) if key == "reasons" else value
             summary |= {part: summary.get(part, {}) | {key: value}} if is_nested else {name: value}
         return _record(path, stored, with_floats(metrics), summary)

@@ -1,4 +1,4 @@
-"""Derive a verdict in words from the figures of a variant, by pure functions."""
+"""Derive a verdict in words from the figures of a variant. All functions are pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from llm_fp8.utils.errors import listed
 
 MIN_SEEDS = 3  # common seeds that a recommendation needs: the losses of two seeds may be close by chance
 QUALITY_MARGIN = 0.005
-"""Nats of eval loss by which a variant may be worse and still count as good. It is a quarter of a percent of a loss of
-2; DeepSeek-V3 (arXiv 2412.19437) kept its fp8 training within this relative difference of bf16."""
+"""Nats of eval loss by which a variant may be worse and still count as good. This is 0.25% of a loss of 2. The fp8
+training of DeepSeek-V3 (arXiv 2412.19437) stayed within this relative difference of bf16."""
 
 WITHIN = "within the seeds' spread"
 
@@ -32,15 +32,15 @@ _ADVICE = {
 @dataclass(frozen=True)
 class Verdict:
     conclusion: str  # a key of `_ADVICE`, or "reference", "failed", "no reference", "fell back" or "not comparable"
-    sentences: list[str]  # finding, exact match and advice; only one if nothing can be compared
+    sentences: list[str]  # the result, the exact match and advice; a single one if nothing can be compared
     quality: str = "not shown"
-    """Quality, whatever the speed: "baseline", "as good", "slightly worse", "worse" or "not shown"."""
+    """Quality regardless of speed: "baseline", "as good", "slightly worse", "worse" or "not shown"."""
 
 
 def judge(
     figures: VariantFigures, reference: VariantFigures | None, differences: Sequence[Difference], margin: float
 ) -> Verdict:
-    """Judge a variant relative to the baseline `reference` (None if the baseline has no finished run)."""
+    """Judge a variant against the baseline `reference`. This is None if no run of the baseline finished."""
     name, state, reasons = figures.name, figures.certificate.state, "; ".join(figures.certificate.reasons)
     if not figures.seeds:
         return Verdict("failed", [f"{name}: no run finished, so there is nothing to compare."])
@@ -58,7 +58,7 @@ def judge(
         return Verdict("not comparable", [f"{name} is not comparable: {reference.name} failed its certificate."])
     if confounded := concerning(differences, figures.variant, "both"):
         return Verdict("not comparable", [f"{name} is not comparable: the runs differ in {listed(confounded)}."])
-    is_fp8 = any(ran.startswith("fp8") for ran in figures.effective)
+    is_fp8 = any(name.startswith("fp8") for name in figures.effective)
     speed_confounded = concerning(differences, figures.variant, "speed")
     quality_confounded = concerning(differences, figures.variant, "quality")
     quality = _quality(figures, bool(quality_confounded), margin)
@@ -85,7 +85,7 @@ def _quality(figures: VariantFigures, confounded: bool, margin: float) -> str:
         return "not shown"
     if gap.low > margin:
         return "worse"
-    # Finished runs are a biased sample, since a run may have failed because its loss diverged.
+    # If runs failed, the others are a biased sample: a run may have failed because its loss diverged.
     never_matches = match is not None and max(match.by_seed.values()) < 0
     if figures.num_failed or gap.high > margin or len(gap.by_seed) < MIN_SEEDS or never_matches:
         return "not shown"
@@ -114,7 +114,7 @@ def _conclude(figures: VariantFigures, quality: str, speed_confounded: bool, qua
 
 def _speed_words(figures: VariantFigures, reference: VariantFigures, confounded: Sequence[str]) -> str:
     if figures.emulated:
-        return "was EMULATED in higher precision, so its speed says nothing,"
+        return "was EMULATED in higher precision, so its speed has no meaning,"
     if confounded:
         return f"cannot be compared in speed (the runs differ in {listed(confounded)})"
     if figures.speedup is None:

@@ -24,13 +24,13 @@ def main() -> int:
     group = parser.add_argument_group("options of the diagnosis")
     group.add_argument("--json", type=writable, metavar="FILE", help="write the findings to this JSON file")
     either = group.add_mutually_exclusive_group()
-    either.add_argument("--trace", type=writable, metavar="FILE", help="write the step, for https://ui.perfetto.dev")
-    either.add_argument("--quality", action="store_true", help="instead measure fp8's quality cost by kind of module")
+    either.add_argument("--trace", type=writable, metavar="FILE", help="trace of the step, for https://ui.perfetto.dev")
+    either.add_argument("--quality", action="store_true", help="measure fp8's quality cost by kind of module instead")
     options, rest = parser.parse_known_args(sys.argv[1:])
     if {"-h", "--help", "--help_all", "--help-all"} & set(rest):
         print(parser.format_help())
     config = parse_launch(rest, os.environ, description="Show a step's precision, time and memory.")
-    import torch  # only here, so that --help and mistakes do not wait for it
+    import torch  # imported here, so that --help and wrong options do not wait for it
 
     from llm_fp8.observability.provenance import collect_provenance
     from llm_fp8.tools.diagnose.measure import describe_quality, diagnose, measure_quality
@@ -44,7 +44,7 @@ def main() -> int:
         render(findings)
         code = EXIT_FAILED_CHECK if findings["problems"] else 0
     else:
-        print("Measuring a step needs an NVIDIA GPU; --quality also measures recipes that a CPU emulates.")
+        print("Measuring a step needs an NVIDIA GPU; --quality works without one for recipes that a CPU emulates.")
         return EXIT_NO_GPU
     if options.json is not None:
         origin = {"config": config.to_dict(), "provenance": collect_provenance(sys.argv)}
@@ -52,17 +52,17 @@ def main() -> int:
     return code
 
 
-ADVICE = dict.fromkeys(("norm", "activation", "rope", "copy", "elementwise"), "--use_te, if not given, fuses most") | {
+ADVICE = dict.fromkeys(("norm", "activation", "rope", "copy", "elementwise"), "--use_te fuses most of these") | {
     "gpu_idle": "larger micro-batches (--batch_size, --max_seq_length); runs with --use_te and packing use CUDA graphs",
     "cast": "more tokens per step (--gradient_accumulation_steps, --batch_size): weights are cast once per step",
     "optimizer": "more tokens per step (--gradient_accumulation_steps, --batch_size)",
 }
-"""Kernel class -> the option that acts on it."""
+"""Kernel class -> advice that lowers its time."""
 MIN_SHARE_FOR_ADVICE = 0.05  # a kernel class with a smaller share of the step gets no advice
 
 
 def render(findings: Mapping[str, Any]) -> None:
-    """Print the findings; problems come last, where the reader looks first."""
+    """Print the findings. Problems come last, where the reader looks first."""
     certificate, step = findings["certificate"], findings["step"]
     print(f"\nattention: {findings['attention']}; kernels: {certificate['verdict']}", *certificate["reasons"], sep="; ")
     step_s = step["step_time_s"]

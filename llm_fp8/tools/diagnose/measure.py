@@ -1,15 +1,16 @@
 """The measurements of `llm-fp8 diagnose`, on a run that is built as for training.
 
-**A step**: fp8 coverage, certificate, time by class of kernels, and memory by kind. Recording slows the host but not
-the kernels, so the GPU's idle time is the time of an unrecorded step minus the kernels' time. Memory is divided at the
-last forward pass of a step. "kept_casts" was allocated before this pass, in addition to weights, optimizer state and
-gradients: fp8 casts of weights, which later micro-batches reuse. "activations" is what this pass allocated.
-"backward_pass" is the rest of the peak; with one micro-batch it includes the gradients.
+**A step** is described by its fp8 coverage, its certificate, the time of each class of kernels, and its memory by kind.
+Recording slows the host but not the kernels, so the GPU's idle time is the time of an unrecorded step minus the time of
+the kernels. The peak memory is split at the last forward pass of the step. "kept_casts" are the fp8 casts of weights
+that micro-batches reuse: all memory allocated before this pass, except weights, optimizer state and gradients.
+"activations" is the memory that this pass allocates. "backward_pass" is the rest of the peak. With one micro-batch it
+includes the gradients.
 
 **Quality** (--quality) is the cost of fp8's forward pass before any training, by kind of module. The model predicts the
 same text in bf16, in fp8, with only one kind of module in fp8, and with all other kinds in fp8. The measure is the
-Kullback-Leibler divergence from bf16's next-token distributions, in nats per supervised token; the rounding of bf16
-itself diverges by about 0.001. The loss is not a measure, since a disturbance may lower the loss of new text.
+Kullback-Leibler divergence from bf16's next-token distributions, in nats per supervised token. Rounding to bf16 alone
+causes a divergence of about 0.001. The loss is no measure, since a disturbance may also lower the loss of new text.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ from llm_fp8.utils.torch_internals import wrap_forward
 
 NUM_WARMUP_STEPS = 4
 NUM_TIMED_STEPS = 7
-NUM_BATCHES = 4  # the number of micro-batches for the quality
-NUM_LISTED = 10  # the number of modules that the terminal shows; the JSON file has all
-_CHUNK = 512  # the number of tokens whose logits are in memory at a time
+NUM_BATCHES = 4  # number of micro-batches that measure the quality
+NUM_LISTED = 10  # number of modules that the terminal shows; the JSON file has all
+_CHUNK = 512  # number of tokens whose logits are in memory at a time
 
 
 def plan_without_output(config: Config) -> RunPlan:
@@ -69,7 +70,7 @@ def plan_without_output(config: Config) -> RunPlan:
 
 
 def diagnose(config: Config, trace: Path | None = None) -> dict[str, Any]:
-    """Return the findings on the run of `config`, as in the JSON file; also write the recorded step to `trace`."""
+    """Build the run of `config`, measure it and return the findings. Write a trace of a step to `trace`, if set."""
     plan = plan_without_output(config)
     set_seed(plan.config.optim.seed)
     tokenizer, _ = load_tokenizer(plan.config.model, plan.source)
@@ -83,12 +84,12 @@ def diagnose(config: Config, trace: Path | None = None) -> dict[str, Any]:
 
 
 def measure(setup: TrainingSetup, stepper: Stepper, loader: TrainLoader, trace: Path | None) -> dict[str, Any]:
-    """Measure steps after a warm-up: first their time, then memory, then kernels."""
+    """Measure steps after a warm-up: first their time, then one step's memory, then one step's kernels."""
     plan, steps = setup.plan, iter(loader)
     stepper.model.train()
 
-    def take(num_steps: int = 1) -> tuple[float, list[Batch]]:
-        """Take steps; return the mean seconds of a step and the last one's micro-batches."""
+    def take_steps(num_steps: int = 1) -> tuple[float, list[Batch]]:
+        """Take steps. Return the mean time of a step in s, and the micro-batches of the last step."""
         torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(num_steps):
@@ -97,11 +98,11 @@ def measure(setup: TrainingSetup, stepper: Stepper, loader: TrainLoader, trace: 
         torch.cuda.synchronize()
         return (time.perf_counter() - began) / num_steps, batches
 
-    take(NUM_WARMUP_STEPS)
-    step_s, batches = take(NUM_TIMED_STEPS)
-    memory = memory_by_kind(stepper, take)
+    take_steps(NUM_WARMUP_STEPS)
+    step_s, batches = take_steps(NUM_TIMED_STEPS)
+    memory = memory_by_kind(stepper, take_steps)
     with profiled(trace) as profile:
-        take()
+        take_steps()
     kernels = profile.kernels
     busy_s = profile.work_s + profile.exposed_communication_s
     certificate = certify(
@@ -131,28 +132,28 @@ def _figures(by_name: Mapping[Any, KernelTime]) -> dict[str, dict[str, float]]:
     return {name: {"count": kernels.count, "time_s": kernels.time_s} for name, kernels in by_name.items()}
 
 
-def held_gib(tensors: Iterable[Any]) -> float:
+def gpu_gib(tensors: Iterable[Any]) -> float:
     return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_cuda) / GIB
 
 
-def memory_by_kind(stepper: Stepper, take: Callable[[], object]) -> dict[str, float]:
-    """Measure a step's peak memory in GiB, by kind (see the module's docstring); `take` takes a step."""
+def memory_by_kind(stepper: Stepper, take_step: Callable[[], object]) -> dict[str, float]:
+    """Return the peak memory of one step in GiB, by kind (see the module's docstring)."""
     parameters = list(stepper.model.parameters())
     marks: list[tuple[float, float]] = []
 
     def mark(*_: object) -> None:
-        marks.append((torch.cuda.memory_allocated() / GIB, held_gib(parameter.grad for parameter in parameters)))
+        marks.append((torch.cuda.memory_allocated() / GIB, gpu_gib(parameter.grad for parameter in parameters)))
 
     model: nn.Module = stepper.training_model
     hooks = [model.register_forward_pre_hook(mark), model.register_forward_hook(mark)]
     torch.cuda.reset_peak_memory_stats()
-    take()
+    take_step()
     for hook in hooks:
         hook.remove()
     peak = torch.cuda.max_memory_allocated() / GIB
-    weights = held_gib(parameters)
+    weights = gpu_gib(parameters)
     (before, gradients), (after, _) = marks[-2:]  # before and after the last forward pass
-    state = held_gib(value for entry in unwrap(stepper.optimizer).state.values() for value in entry.values())
+    state = gpu_gib(value for entry in unwrap(stepper.optimizer).state.values() for value in entry.values())
     return {
         "weights": weights,
         "optimizer_state": state,
@@ -166,19 +167,19 @@ def memory_by_kind(stepper: Stepper, take: Callable[[], object]) -> dict[str, fl
 
 
 def problems(findings: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each difference from the request; if there is one, the exit code is 1."""
+    """Return a sentence for each way in which the run differs from the request. Any makes the exit code 1."""
     precision, certificate = findings["precision"], findings["certificate"]
-    wrong = list(certificate["reasons"]) if certificate["verdict"] == "failed" else []
+    sentences = list(certificate["reasons"]) if certificate["verdict"] == "failed" else []
     if precision["fallback_reason"]:
-        wrong.append(f"--fp8_scenario {precision['requested_scenario']} fell back: {precision['fallback_reason']}")
+        sentences.append(f"--fp8_scenario {precision['requested_scenario']} fell back: {precision['fallback_reason']}")
     if "unfused" in str(findings["attention"]):
-        wrong.append("attention runs unfused: unset NVTE_FUSED_ATTN and NVTE_FLASH_ATTN, CUDNN_HOME and CUDNN_PATH")
+        sentences.append("attention runs unfused: unset NVTE_FUSED_ATTN and NVTE_FLASH_ATTN, CUDNN_HOME and CUDNN_PATH")
     skipped = findings["coverage"]["skipped"].items() if precision["effective"] == "fp8" else ()
-    return wrong + [f"{name}: {reason}" for name, reason in skipped if "not a multiple of" in reason]
+    return sentences + [f"{name}: {reason}" for name, reason in skipped if "not a multiple of" in reason]
 
 
 def measure_quality(config: Config) -> dict[str, Any]:
-    """Measure the quality of the model and recipe in the checked `config`, on its eval text or else training text."""
+    """Measure fp8's quality cost for the model and recipe of `config`, on eval text or, without it, training text."""
     plan = plan_without_output(config)
     if plan.precision.recipe is None:
         raise UserError("--quality compares fp8 with bf16; add --mixed_precision fp8.")
@@ -188,13 +189,13 @@ def measure_quality(config: Config) -> dict[str, Any]:
     setup = build_setup(plan, in_bf16=True)
     warm_up_scales(setup, data.train)
     setup.training_model.eval()
-    # Compiled code would bypass the forward functions that replace those of the modules.
+    # Compiled code would bypass the forward functions that `_Comparison` installs.
     with torch.no_grad(), setup.precision.preserving_state(), torch.compiler.set_stance("force_eager"):
         return _Comparison(setup, batches).findings()
 
 
 class _Comparison:
-    """A model whose modules can be taken out of fp8, and the last hidden states of `batches` in bf16."""
+    """Computes `batches` with any of the fp8 modules in bf16, and compares with a pass entirely in bf16."""
 
     def __init__(self, setup: TrainingSetup, batches: list[Batch]) -> None:
         self.setup, self.batches = setup, batches
@@ -208,7 +209,7 @@ class _Comparison:
         self.num_tokens = sum(map(len, self.reference))
 
     def findings(self) -> dict[str, Any]:
-        """Measure divergences and loss differences by kind of module and in total, and errors of single modules."""
+        """Return divergences and loss differences by kind of module and in total, and errors of single modules."""
 
         def num_weights(modules: Iterable[nn.Module]) -> int:
             return sum(weight.numel() for module in modules for weight in linear_weights(module))
@@ -232,7 +233,7 @@ class _Comparison:
         }
 
     def cost(self, in_bf16: Collection[nn.Module]) -> dict[str, float]:
-        """Measure the divergence from bf16 and the loss difference, in nats per token, with these modules in bf16."""
+        """Return the divergence and loss difference from bf16, in nats per token, if modules `in_bf16` stay in bf16."""
         self._in_bf16 = in_bf16
         sums = torch.zeros(2, dtype=torch.float64, device=self.setup.plan.device)
         weight = self.setup.model.module.get_output_embeddings().weight
@@ -248,7 +249,7 @@ class _Comparison:
         return {"divergence": divergence, "loss_difference": loss_difference}
 
     def _hidden(self, batch: Batch) -> Tensor:
-        """Compute the last hidden states of the supervised tokens [tokens, h]."""
+        """Compute the last hidden states [tokens, h] of the supervised tokens."""
         with self.setup.precision.context(first_microbatch=None):
             return self.setup.training_model.hidden(batch)[batch.labels != IGNORE_INDEX]
 
@@ -265,7 +266,7 @@ class _Comparison:
 
 
 def describe_quality(findings: dict[str, Any]) -> str:
-    """Return the findings as text, with the kind of module for which bf16 would help most per FLOP."""
+    """Describe the findings, and the kind of module for which bf16 would lower the divergence most per FLOP."""
     total, kinds = findings["all_in_fp8"]["divergence"], findings["kinds"]
     saved = {kind: total - cost["without"]["divergence"] for kind, cost in kinds.items()}
     shares = {kind: cost["linear_flop_share"] for kind, cost in kinds.items()}

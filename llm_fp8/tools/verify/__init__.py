@@ -1,1 +1,1 @@
-"""Is this machine fit to train in fp8? Checks import heavy packages, so one that does not load fails a check."""
+"""Is this machine fit to train in fp8? Checks import packages late, so that a broken package fails one check."""

@@ -1,8 +1,8 @@
-"""The input (`Setup`) and the result (`Result`) of a check; the checks of packages, variables and GPUs.
+"""Check packages, environment variables and GPUs. A check receives a `Setup` and returns a `Result`.
 
 The rules for variables cover settings that guides to fp8 training recommend, and settings that silently break or slow a
-run, by the source of torch 2.13, accelerate 1.15 and Transformer Engine 2.20. docs/multi_gpu.md explains these settings
-and useful ones.
+run. They follow the source of torch 2.13, accelerate 1.15 and Transformer Engine 2.20. docs/multi_gpu.md explains them
+and useful settings.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _OF_OPTIONS = tuple(name for name in USED if name not in (*_REQUIRED, "huggingfa
 OPTIONAL = (*_OF_OPTIONS, "wandb-workspaces", "nvidia-ml-py")
 """Packages that only an option, the dashboard or the energy figures need."""
 IMPORTED = (*_REQUIRED, *_OF_OPTIONS)
-"""Packages that are imported if installed; Transformer Engine only on a machine with a GPU."""
+"""Packages to import if they are installed. Transformer Engine is imported only on a machine with a GPU."""
 _PIP = f"{sys.executable} -m pip"
 
 GEMM_SIZE = 8192
@@ -44,13 +44,13 @@ KNOWN_TFLOPS = {
     "NVIDIA H100 80GB HBM3": {"bf16": 680.1, "fp8": 1281.5},
     "NVIDIA H200": {"bf16": 687.3, "fp8": 1309.8},
 }
-"""Name of a GPU -> the recorded result of `measure_tflops`; other GPUs are not judged."""
-LEAST_SHARE = 0.85
+"""Name of a GPU -> a recorded result of `measure_tflops`. Other GPUs are not judged."""
+MIN_SHARE = 0.85  # of the recorded rate
 
 
 @dataclass
 class Result:
-    """The result of one check; `fail` and `warn` add findings."""
+    """The result of one check. `fail` and `warn` add a sentence and the command that fixes the problem."""
 
     summary: str = ""
     details: list[str] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Result:
     failures: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     fixes: list[str] = field(default_factory=list)  # commands for a shell in the repository
-    name: str = ""  # name of the check
+    name: str = ""  # of the check
     wall_s: float = 0.0
 
     def fail(self, sentence: str, fix: str) -> None:
@@ -78,7 +78,7 @@ class Result:
 
 @dataclass
 class Setup:
-    """The input of all checks: the user's shape and the environment at the start."""
+    """The input of all checks: the model and shape to train, and the environment at the start."""
 
     model_name: str
     max_seq_length: int
@@ -88,7 +88,7 @@ class Setup:
 
     @functools.cached_property
     def num_gpus(self) -> int:
-        """Number of GPUs that torch can use; 0 if torch does not load, which `check_packages` reports."""
+        """The number of GPUs that torch can use. 0 if torch does not load, which `check_packages` reports."""
         try:
             import torch
         except (ImportError, OSError):
@@ -97,7 +97,7 @@ class Setup:
 
 
 def pins_of(text: str) -> list[Requirement]:
-    """Parse a requirements file's `text`. Return the lines whose markers hold here, with normalised names."""
+    """Parse a requirements file. Return the requirements whose markers match this machine, with normalised names."""
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
     pins = [Requirement(line) for line in lines if line and not line.startswith("-")]
     for pin in pins:
@@ -106,19 +106,19 @@ def pins_of(text: str) -> list[Requirement]:
 
 
 def read_pins(has_gpu: bool) -> list[Requirement]:
-    """Return the pins for this machine; pins for GPUs replace others."""
+    """Return the pinned requirements of this machine. With a GPU, the pins for GPUs replace others."""
     files = (*REQUIREMENTS, GPU_REQUIREMENTS) if has_gpu else REQUIREMENTS
     return list({pin.name: pin for file in files for pin in pins_of((SHIPPED / file).read_text())}.values())
 
 
 def judge_packages(pins: list[Requirement], installed: dict[str, str], errors: dict[str, str]) -> Result:
-    """Fail for a missing or broken package that every run needs. Warn of a version other than the pinned one, and of
-    a broken package that only an option needs. `installed`: package -> version. `errors`: package -> its import error.
+    """Fail for a missing or broken package that every run needs. Warn about a version that differs from its pin, and
+    about a broken package that only an option needs. `installed` maps packages to versions, `errors` to import errors.
     """
     result = Result()
     for pin in pins:
         version = installed.get(pin.name)
-        # Transformer Engine must build against the installed torch; other packages accept the flag.
+        # Transformer Engine must be built against the installed torch. The flag does not matter to other packages.
         fix = f"{_PIP} install --no-build-isolation '{str(pin).partition(';')[0]}'"
         if version is None and pin.name not in OPTIONAL:
             result.fail(f"{pin.name} is not installed", fix)
@@ -133,7 +133,7 @@ def judge_packages(pins: list[Requirement], installed: dict[str, str], errors: d
 
 
 def check_packages(setup: Setup) -> Result:
-    """Compare installed versions with the pins and import the packages."""
+    """Compare the installed versions with the pins, and import the packages."""
     from llm_fp8.utils.te_internals import require_te
 
     pins, errors = read_pins(setup.num_gpus > 0), {}
@@ -154,18 +154,18 @@ def check_packages(setup: Setup) -> Result:
 
 
 class Rule(NamedTuple):
-    """A setting that the check reports; a finding is a rule with the variable's own name and value."""
+    """A setting to report. In a finding, `name` and `value` are those of the variable instead of patterns."""
 
     name: str  # a regular expression for the whole name
     value: str  # a regular expression for the whole value, ignoring case
     level: str  # harmful (a run is several times slower, hangs or is not as requested), slower, or no effect
-    effect: str  # ends a sentence that begins with the setting
+    effect: str  # completes a sentence that begins with the setting
 
 
 _LAUNCH = "WORLD_SIZE|RANK|LOCAL_RANK"
 _ACCELERATE = "(ACCELERATE_(USE|FP8|DEEPSPEED|DYNAMO|MIXED|GRADIENT_ACCUMULATION)|FSDP|PARALLELISM_CONFIG)_.*"
 LAUNCHED = re.compile(f"{_LAUNCH}|{_ACCELERATE}")
-"""Variables that a launcher sets for its processes; they should not be in a shell."""
+"""Variables that a launcher sets for its processes. A shell should not have them."""
 
 RULES: tuple[Rule, ...] = (
     Rule("NVTE_(FP8_ALLREDUCE|APPLY_QK_LAYER_SCALING|FP8_DPA_BWD)", ".*", "no effect", "does nothing here"),
@@ -180,11 +180,11 @@ RULES: tuple[Rule, ...] = (
     Rule("NCCL_IB_DISABLE", "1", "slower", "leaves plain sockets between hosts, without InfiniBand or RoCE"),
     Rule("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "slower", "checks every collective across processes first"),
     Rule("GPU_NUM", ".*", "no effect", "is not read; torchrun takes --nproc_per_node"),
-    Rule(_LAUNCH, ".*", "harmful", "makes a script take itself for a process of a launch"),
+    Rule(_LAUNCH, ".*", "harmful", "makes a script behave as a process of a launch"),
     Rule("ACCELERATE_USE_CPU", "1|true|yes|on", "harmful", "makes Accelerate train on the CPU"),
     Rule(_ACCELERATE, ".*", "slower", "is left over from accelerate launch and sets an option of the next run"),
 )
-"""The first rule that matches a variable's name and value applies."""
+"""The first rule that matches the name and value of a variable applies."""
 
 
 def judge_variables(environ: Mapping[str, str]) -> list[Rule]:
@@ -197,7 +197,7 @@ def judge_variables(environ: Mapping[str, str]) -> list[Rule]:
 
 
 def check_variables(setup: Setup) -> Result:
-    """Fail for harmful variables in the user's environment; warn of others."""
+    """Fail for harmful variables in the user's environment, and warn about the others that a rule matches."""
     findings = judge_variables(setup.environ)
     result = Result("" if findings else "no variable that harms a run, slows it or has no effect")
     for rule in findings:
@@ -208,7 +208,7 @@ def check_variables(setup: Setup) -> Result:
 
 
 def check_gpu(setup: Setup) -> Result:
-    """Skip a machine without a GPU; fail if torch cannot use the driver's GPUs."""
+    """Fail if torch cannot use the driver's GPUs. A machine without a GPU skips the check."""
     import torch
 
     from llm_fp8.observability.provenance import output_of
@@ -233,8 +233,8 @@ def check_gpu(setup: Setup) -> Result:
 
 
 def measure_tflops(device: torch.device) -> dict[str, float]:
-    """Measure TFLOP/s of cubic GEMMs of `GEMM_SIZE` in bf16 and, if the GPU has it, fp8 (e4m3, one scale per tensor,
-    bf16 result). The data are random normal: zeros would draw less power and keep clocks higher than in training.
+    """Measure the TFLOP/s of square GEMMs of size `GEMM_SIZE` in bf16 and, if the GPU has it, fp8 (e4m3, one scale per
+    tensor, bf16 result). Data are random normal, since zeros draw less power and keep clocks higher than training does.
     """
     import torch
     from torch.nn.functional import ScalingType, scaled_mm
@@ -244,28 +244,28 @@ def measure_tflops(device: torch.device) -> dict[str, float]:
 
     def tflops(launch: Callable[[], object]) -> float:
         timer = Timer("launch()", globals={"launch": launch})  # Timer synchronises
-        timer.timeit(NUM_GEMMS)  # clocks settle
+        timer.timeit(NUM_GEMMS)  # a warm-up, until clocks settle
         return 2 * GEMM_SIZE**3 / timer.timeit(NUM_GEMMS).mean / 1e12
 
     with torch.cuda.device(device):
-        left, right = (torch.randn(GEMM_SIZE, GEMM_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
-        result = torch.empty_like(left)
-        rates = {"bf16": tflops(lambda: torch.mm(left, right, out=result))}
+        a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
+        result = torch.empty_like(a)
+        rates = {"bf16": tflops(lambda: torch.mm(a, b, out=result))}
         if torch.cuda.get_device_capability(device) >= MIN_FP8_CAPABILITY:
-            left8 = left.to(torch.float8_e4m3fn)
+            a_fp8 = a.to(torch.float8_e4m3fn)
             scaling = torch.ones((), device=device), ScalingType.TensorWise
-            right8 = right.t().contiguous().to(torch.float8_e4m3fn).t()  # column-major, as the kernel takes it
-            rates["fp8"] = tflops(lambda: scaled_mm(left8, right8, *scaling, *scaling, use_fast_accum=True))
+            b_fp8 = b.t().contiguous().to(torch.float8_e4m3fn).t()  # the kernel requires column-major
+            rates["fp8"] = tflops(lambda: scaled_mm(a_fp8, b_fp8, *scaling, *scaling, use_fast_accum=True))
     return rates
 
 
 def judge_tflops(measured: dict[str, float], gpu_name: str) -> Result:
-    """Warn of a rate below `LEAST_SHARE` of the recorded one."""
-    known = KNOWN_TFLOPS.get(gpu_name, measured)
-    share = min(value / known[name] for name, value in measured.items())
+    """Warn about a rate below `MIN_SHARE` of the recorded one."""
+    recorded = KNOWN_TFLOPS.get(gpu_name, measured)
+    share = min(value / recorded[name] for name, value in measured.items())
     result = Result(", ".join(f"{name} {value:,.0f} TFLOP/s" for name, value in measured.items()))
     result.facts = {"measured": measured, "known": KNOWN_TFLOPS.get(gpu_name)}
-    if share < LEAST_SHARE:
+    if share < MIN_SHARE:
         fix = "nvidia-smi; nvidia-smi -q -d PERFORMANCE,POWER,CLOCK   # while the GPU is busy"
         result.warn(f"{share:.0%} of an {gpu_name}'s known rate: its clocks are lowered, or other programs use it", fix)
     return result

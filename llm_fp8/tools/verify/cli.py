@@ -34,7 +34,7 @@ _STYLES = {"failed": "bold red", "warning": "yellow", "skipped": "dim", "passed"
 
 
 class Check(NamedTuple):
-    """A row of the table of checks; --quick runs only rows with `quick`."""
+    """A check and the conditions under which it runs. --quick runs only checks with `quick`."""
 
     name: str
     function: Callable[[Setup], Result]
@@ -54,7 +54,7 @@ CHECKS = (  # in the order of execution
 
 
 def run_check(check: Check, setup: Setup) -> Result:
-    """Run a check; an exception is a failure of the check."""
+    """Run a check. If it raises an exception, the check fails."""
     print(f"{check.name} ...", file=sys.stderr, flush=True)
     began = time.perf_counter()
     try:
@@ -70,7 +70,7 @@ def run_check(check: Check, setup: Setup) -> Result:
 
 
 def main(argv: Sequence[str] | None = None, description: str = "Is this machine fit to train in fp8?") -> int:
-    # Without torchrun's own variable a WORLD_SIZE is a leftover in the shell.
+    # Without torchrun's own variable, WORLD_SIZE is left over from an earlier launch.
     ranks = LaunchRanks.from_environment(os.environ if "TORCHELASTIC_RUN_ID" in os.environ else {})
     if ranks.world_size > 1:
         from llm_fp8.tools.verify.hosts import check_hosts
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None, description: str = "Is this machine 
         return EXIT_FAILED_CHECK if any(result.failures for result in results) else 0
     parser = OneSentenceParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, names = parser.add_argument, [check.name for check in CHECKS]
-    add("--model_name", default="meta-llama/Llama-3.2-1B", help="two layers of this are trained (default %(default)s)")
+    add("--model_name", default="meta-llama/Llama-3.2-1B", help="two layers of this model train (default %(default)s)")
     add("--max_seq_length", type=positive, default=1024, help="tokens of a sequence (default %(default)s)")
     add("--batch_size", type=positive, default=8, help="sequences of a micro-batch (default %(default)s)")
     slow = ", ".join(check.name for check in CHECKS if not check.quick)
@@ -95,13 +95,13 @@ def main(argv: Sequence[str] | None = None, description: str = "Is this machine 
     for name in filter(checks.LAUNCHED.fullmatch, environ):
         del os.environ[name]  # otherwise the runs would behave as processes of a launch
     os.environ.update({**CUDA_DEFAULTS, **os.environ})  # torch is not loaded yet
-    wanted = options.only.split(",") if options.only else [c.name for c in CHECKS if c.quick or not options.quick]
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the current run too
+    selected = options.only.split(",") if options.only else [c.name for c in CHECKS if c.quick or not options.quick]
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # stops the current run too
     with tempfile.TemporaryDirectory(prefix="verify-fp8-") as scratch:
         setup = Setup(options.model_name, options.max_seq_length, options.batch_size, environ, Path(scratch))
         with contextlib.suppress(ImportError, OSError):  # `check_packages` reports these errors
             runs.cut_model(setup)
-        results = [run_check(check, setup) for check in CHECKS if check.name in wanted]
+        results = [run_check(check, setup) for check in CHECKS if check.name in selected]
     code = 0 if setup.num_gpus else EXIT_NO_GPU
     code = EXIT_FAILED_CHECK if any(result.failures for result in results) else code
     if options.output is not None:
@@ -115,11 +115,11 @@ def main(argv: Sequence[str] | None = None, description: str = "Is this machine 
 
 
 def print_table(results: list[Result], console: Console) -> None:
-    """Print the table, with details of failures and warnings, and then the commands that fix them."""
+    """Print the results, with details of failures and warnings, then the commands that fix these."""
     table = Table(Column(no_wrap=True), Column(no_wrap=True), "", "", box=None, pad_edge=False, show_header=False)
     for result in results:
-        wrong = [*result.failures, *result.warnings]
-        text = "\n".join([*wrong, *filter(None, [result.summary]), *(result.details if wrong else ())])
+        problems = [*result.failures, *result.warnings]
+        text = "\n".join([*problems, *filter(None, [result.summary]), *(result.details if problems else ())])
         status = f"[{_STYLES[result.status]}]{result.status}[/]"
         table.add_row(status, result.name, escape(text), f"{result.wall_s:.1f} s")
     console.print(table)

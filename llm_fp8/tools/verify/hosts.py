@@ -1,7 +1,7 @@
 """Check the hosts of a launch together before a run, with the run's own options.
 
-Every check is collective and has the same result on every rank. An error that only one rank meets ends the launch
-with a message that names the host, and so does a check that takes longer than `LIMIT_S`.
+Every check is collective and has the same result on every rank. An error on a single rank, or a check that takes longer
+than `LIMIT_S`, ends the launch with a message that names the host.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ STEP = shlex.split(
     "--sharding_mode fsdp_full --validation_fraction 0 --save_every 1 --no_export --no_certify"
 )
 NETWORK = (
-    "export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0   # the hosts' network, as 'ip address' names it; "
+    "export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0   # the hosts' network, by its name in 'ip address'; "
     "and let the firewall open all ports between them"
 )
 
 
 def check_hosts(argv: Sequence[str], ranks: LaunchRanks) -> list[Result]:
-    """Run the checks with the run's options `argv`; stop at the first failure, return the results. Collective."""
+    """Run the checks with the run's options `argv` until one fails, and return the results. Collective."""
     folder = Path(parse_launch(list(argv), os.environ, parallel=True).run.output_dir or "runs")
     checks = {"versions": lambda: check_versions(ranks), "network": check_network, "step": lambda: check_step(folder)}
     results: list[Result] = []
@@ -75,17 +75,17 @@ def _within_limit(name: str, check: Callable[[], Result]) -> Result:
     return result
 
 
-def _end(name: str, why: str) -> NoReturn:
-    """End this process, since its collectives may hang. The first rank of the launch to end prints `why`."""
+def _end(name: str, reason: str) -> NoReturn:
+    """End this process at once, since its collectives may hang. The first rank to end prints `reason`."""
     try:
         if first_to_end():
-            print(f"error: {platform.node()}: {name}: {why}", file=sys.stderr, flush=True)
+            print(f"error: {platform.node()}: {name}: {reason}", file=sys.stderr, flush=True)
     finally:
         os._exit(EXIT_FAILED_CHECK)
 
 
 def check_versions(ranks: LaunchRanks) -> Result:
-    """Join the other processes, and compare packages, code, GPUs and drivers of the hosts."""
+    """Start the process group, and compare packages, code, GPUs and drivers between the hosts."""
     start_process_group(ranks)
     provenance = collect_provenance(sys.argv)
     gpus = Counter(gpu["name"] for gpu in provenance["gpus"])
@@ -121,13 +121,13 @@ def check_network() -> Result:
     for _ in range(5):
         dist.all_reduce(tensor)
     torch.cuda.synchronize()
-    # Bus bandwidth as in nccl-tests: the rate of the slowest link, whatever the number of GPUs.
+    # The bus bandwidth of nccl-tests, which does not depend on the number of GPUs: the slowest link's rate.
     gb_per_s = 5 * tensor.nbytes * 2 * (size - 1) / size / (time.perf_counter() - began) / 1e9
     return Result(f"NCCL sums 256 MiB over {size} GPUs at {gb_per_s:.1f} GB/s (bus bandwidth)")
 
 
 def check_step(output_dir: Path) -> Result:
-    """Train the embedded model for a step and save it in a new folder below `output_dir`, which all ranks must see."""
+    """Train the embedded model for one step and save it below `output_dir`, a folder that all ranks must share."""
     with contextlib.ExitStack() as stack:
         with reading("--output_dir", output_dir, "the folder"):
             output_dir.mkdir(parents=True, exist_ok=True)
@@ -136,14 +136,14 @@ def check_step(output_dir: Path) -> Result:
             folder = TemporaryDirectory(prefix="verify-", dir=output_dir, ignore_cleanup_errors=True)
             return os.path.basename(stack.enter_context(folder))
 
-        folder = output_dir / decided_by_main(make_folder)  # each rank has its own path to it
+        folder = output_dir / decided_by_main(make_folder)  # the path may differ between ranks
         with contextlib.suppress(OSError):
             Path(folder, str(dist.get_rank())).touch()
         hosts = gathered(platform.node())
-        seen = gathered([os.path.exists(f"{folder}/{rank}") for rank in range(len(hosts))])
+        sees = gathered([os.path.exists(f"{folder}/{rank}") for rank in range(len(hosts))])
         result = Result()
-        # Hosts with a rank whose file the main rank does not see, or that does not see the main rank's file.
-        apart = dict.fromkeys(host for rank, host in enumerate(hosts) if not (seen[0][rank] and seen[rank][0]))
+        # Hosts of ranks whose file the main rank does not see, or that do not see the main rank's file.
+        apart = dict.fromkeys(host for rank, host in enumerate(hosts) if not (sees[0][rank] and sees[rank][0]))
         if apart:
             sentence = f"--output_dir {output_dir} on {listed(apart)} is not the folder that {hosts[0]} writes to"
             result.fail(sentence, "give an --output_dir on a file system that all hosts share and may write to")

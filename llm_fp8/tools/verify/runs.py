@@ -1,8 +1,8 @@
-"""Short training runs, started as a user starts them and read from their run folders.
+"""Start short training runs as a user starts them, and read the results from their run folders.
 
-On a GPU two decoder layers of --model_name train from random weights on the embedded dataset, in bf16 and in each fp8
-recipe. A recipe is judged by its certificate, its attention and the distance of its losses from bf16's. Without a GPU
-the embedded model trains on the CPU and emulates torchao's recipes.
+On a GPU, two decoder layers of --model_name train from random weights on the embedded dataset, in bf16 and in each fp8
+recipe. A recipe is judged by its certificate, its attention backend and the distance of its losses from bf16's. Without
+a GPU, the embedded model trains on the CPU and emulates torchao's recipes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llm_fp8.config.recipes import DEFAULTS, recipe_names, recipe_words
-from llm_fp8.tools.programs import Ended, run_program, training_command
+from llm_fp8.tools.programs import Outcome, run_program, training_command
 from llm_fp8.tools.verify.checks import Result, Setup
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_json, read_jsonl
@@ -27,21 +27,21 @@ OPTIONS = shlex.split("--max_steps 6 --learning_rate 1e-4 --log_every 1 --packin
 CPU_OPTIONS = shlex.split("--model_name embedded --max_seq_length 256 --batch_size 2 --num_of_samples 200")
 NUM_LAYERS = 2
 MAX_LOSS_DIFFERENCE = 0.02
-"""Sound fp8 changes the losses of these few steps by far less; a wrong scale or layout changes them by much more."""
+"""Largest relative difference from bf16's losses. Correct fp8 stays far below, a wrong scale or layout far above."""
 
 
 class Run(NamedTuple):
-    """A run that has ended; its summary and its losses (nats per supervised token) are empty if it failed."""
+    """A run and its results. If it failed, its summary and its losses (nats per supervised token) are empty."""
 
     name: str
     command: list[str]
-    ended: Ended
+    outcome: Outcome
     summary: dict[str, Any]
     losses: list[float]
 
 
 def cut_model(setup: Setup) -> Path:
-    """Make a model folder with the embedded tokenizer and the config of --model_name, cut to `NUM_LAYERS` layers."""
+    """Write a model folder with the config of --model_name, cut to `NUM_LAYERS` layers, and the embedded tokenizer."""
     from llm_fp8.config.options import ModelConfig
     from llm_fp8.data.embedded import MODEL_DIR
     from llm_fp8.models.source import load_config, resolve_source
@@ -69,20 +69,20 @@ def train(setup: Setup, name: str, *words: str, num_processes: int = 1) -> Run:
         shape = ["--max_seq_length", str(setup.max_seq_length), "--batch_size", str(setup.batch_size)]
         shape += ["--model_name", str(cut_model(setup)), "--random_init"]
     command = training_command(num_processes, *OPTIONS, *shape, *words, "--output_dir", str(folder))
-    ended = run_program(command, log=folder.with_suffix(".log"), timeout_s=300)
-    if ended.failure is not None:
-        return Run(name, command, ended, {}, [])
+    outcome = run_program(command, log=folder.with_suffix(".log"), timeout_s=300)
+    if outcome.failure is not None:
+        return Run(name, command, outcome, {}, [])
     losses = [record["loss"] for record in read_jsonl(folder / "metrics.jsonl") if "loss" in record]
-    return Run(name, command, ended, read_json(folder / "summary.json"), losses)
+    return Run(name, command, outcome, read_json(folder / "summary.json"), losses)
 
 
 def judge(result: Result, run: Run, baseline: Run | None = None) -> None:
-    """Judge a run: it must succeed, be certified, use fast attention, lower its loss, and stay near `baseline`."""
+    """Judge a run. It must succeed, be certified, use fast attention, lower its loss and stay near `baseline`."""
     name, losses, rerun = run.name, run.losses, shlex.join(run.command)
-    result.facts[name] = {"wall_s": run.ended.wall_s, "losses": losses, "summary": run.summary}
-    if run.ended.failure is not None:
-        result.fail(f"{name}: the run failed: {run.ended.failure}", rerun)
-        result.details += run.ended.output.strip().splitlines()[-12:]
+    result.facts[name] = {"wall_s": run.outcome.wall_s, "losses": losses, "summary": run.summary}
+    if run.outcome.failure is not None:
+        result.fail(f"{name}: the run failed: {run.outcome.failure}", rerun)
+        result.details += run.outcome.output.strip().splitlines()[-12:]
         return
     certificate = run.summary.get("certificate") or {}
     verdict = certificate.get("verdict", "certified")
@@ -98,12 +98,12 @@ def judge(result: Result, run: Run, baseline: Run | None = None) -> None:
         difference = max(abs(loss / base - 1) for loss, base in zip(losses, baseline.losses, strict=True))
         if difference > MAX_LOSS_DIFFERENCE:
             result.fail(f"{name}: the losses {losses} differ from bf16's {baseline.losses} by {difference:.1%}", rerun)
-    ran = f", {verdict}, {certificate['num_fp8_gemm_kernels']} fp8 GEMM kernels" if certificate else ""
-    result.details.append(f"{name}: loss {losses[0]:.3f} to {losses[-1]:.3f}{ran}, {run.ended.wall_s:.0f} s")
+    kernels = f", {verdict}, {certificate['num_fp8_gemm_kernels']} fp8 GEMM kernels" if certificate else ""
+    result.details.append(f"{name}: loss {losses[0]:.3f} to {losses[-1]:.3f}{kernels}, {run.outcome.wall_s:.0f} s")
 
 
-def train_in_each(setup: Setup, recipes: Iterable[str], *words: str) -> Result:
-    """Train in bf16, then in each recipe, without a fallback."""
+def train_all(setup: Setup, recipes: Iterable[str], *words: str) -> Result:
+    """Train in bf16, then in each of `recipes`, without a fallback."""
     result = Result()
     baseline = train(setup, "bf16", "--mixed_precision", "bf16", *words)
     judge(result, baseline)
@@ -118,28 +118,28 @@ def train_in_each(setup: Setup, recipes: Iterable[str], *words: str) -> Result:
 
 
 def check_steps(setup: Setup) -> Result:
-    """Train in bf16 and in each recipe of Transformer Engine that this GPU has; on the CPU train in bf16 only."""
+    """Train in bf16 and in each recipe of Transformer Engine that this GPU supports. On the CPU, train in bf16 only."""
     if not setup.num_gpus:
-        return train_in_each(setup, ())
+        return train_all(setup, ())
     from llm_fp8.config.options import PrecisionConfig
     from llm_fp8.settle.machine import look
     from llm_fp8.utils.ranks import LaunchRanks
 
     try:
-        lacking = look(PrecisionConfig(mixed_precision="fp8"), LaunchRanks()).lacking
+        unavailable = look(PrecisionConfig(mixed_precision="fp8"), LaunchRanks()).lacking
     except UserError as error:  # Transformer Engine cannot be used
-        lacking = dict.fromkeys(recipe_names("te"), str(error))
-    usable = [name for name in recipe_names("te") if name not in lacking]
-    result = train_in_each(setup, usable, "--use_te")
-    result.details += [f"{name}: {reason}" for name, reason in lacking.items()]
-    if not usable:
+        unavailable = dict.fromkeys(recipe_names("te"), str(error))
+    available = [name for name in recipe_names("te") if name not in unavailable]
+    result = train_all(setup, available, "--use_te")
+    result.details += [f"{name}: {reason}" for name, reason in unavailable.items()]
+    if not available:
         result.fail("no fp8 recipe of Transformer Engine runs on this GPU", TRANSFORMER_ENGINE.install)
     return result
 
 
 def check_torchao_steps(setup: Setup) -> Result:
     """Train in bf16 and in each recipe of torchao. A missing package is a warning, since only one option needs it."""
-    result = train_in_each(setup, recipe_names("torchao"))
+    result = train_all(setup, recipe_names("torchao"))
     if all("exit code 2" in sentence for sentence in result.failures):
         result.warnings += result.failures
         result.failures = []

@@ -40,7 +40,7 @@ def diagnosed(tiny_model, rows, monkeypatch):
         taken.export_chrome_trace = lambda path: Path(path).write_text("{}")
         counts = iter(range(GIB, 2 * GIB, 2**20))
         monkeypatch.setattr(kernel_trace, "record_kernels", lambda: contextlib.nullcontext(taken))
-        monkeypatch.setattr(measure, "held_gib", lambda tensors: len([t for t in tensors if t is not None]) / 1024)
+        monkeypatch.setattr(measure, "gpu_gib", lambda tensors: len([t for t in tensors if t is not None]) / 1024)
         for name in ("synchronize", "reset_peak_memory_stats"):
             monkeypatch.setattr(torch.cuda, name, lambda *_: None)
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: next(counts))

@@ -12,7 +12,7 @@ import torch
 
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.models.source import load_config, load_tokenizer, resolve_source
-from llm_fp8.tools.programs import Ended
+from llm_fp8.tools.programs import Outcome
 from llm_fp8.tools.verify import checks, cli, runs
 from llm_fp8.tools.verify.checks import Result, Setup, judge_variables
 from llm_fp8.tools.verify.cli import CHECKS, Check, main, run_check
@@ -116,8 +116,8 @@ FALLS = [7.0, 6.5, 6.1]
 
 def made_up_run(losses: list[float] | None = None, code: int = 0, **summary: Any) -> Run:
     contents = {"certificate": CERTIFIED, "attention_backend": "fused (cuDNN)", "sharding_mode": "single"} | summary
-    ended = Ended(code, "error: --fp8_backend torchao needs torchao; run: pip install torchao", 9.0)
-    return Run("delayed", ["python", "train_fp8.py"], ended, contents, FALLS if losses is None else losses)
+    outcome = Outcome(code, "error: --fp8_backend torchao needs torchao; run: pip install torchao", 9.0)
+    return Run("delayed", ["python", "train_fp8.py"], outcome, contents, FALLS if losses is None else losses)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_check_steps_trains_on_the_cpu(setup, monkeypatch):
     run = runs.train(setup, "bf16", "--mixed_precision", "bf16", "--max_steps", "2")
     result = Result()
     runs.judge(result, run)
-    assert result.status == "passed", (result.failures, run.ended.output)
+    assert result.status == "passed", (result.failures, run.outcome.output)
     assert len(run.losses) == 2
 
 
