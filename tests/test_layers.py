@@ -1,5 +1,5 @@
-"""What the layout holds beyond the import contracts of pyproject.toml, which `scripts/test.sh` checks with
-import-linter: what te_llama.py imports, and that tests share through tests/support.
+"""Rules of the layout beyond the import contracts of pyproject.toml, which `scripts/test.sh` checks: what te_llama.py
+may import, where private names of libraries may occur, and that tests share code through tests/support only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PACKAGE = ROOT / "llm_fp8"
 
 
 def imported_modules(file: Path) -> Iterator[str]:
-    """Every module that a file imports, at the top or inside of a function; of `from a import b` both a and a.b."""
+    """Yield every module that a file imports, also inside functions; `from a import b` yields a and a.b."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -26,18 +26,18 @@ def imported_modules(file: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def test_te_llama_imports_from_rooms_below_it_alone():
+def test_te_llama_imports_only_rooms_below_it():
     modules = imported_modules(ROOT / "te_llama.py")
-    ours = {module.split(".")[1] for module in modules if module.startswith("llm_fp8.")}
-    assert ours and ours <= {"kernels", "config", "utils"}
+    rooms = {module.split(".")[1] for module in modules if module.startswith("llm_fp8.")}
+    assert rooms and rooms <= {"kernels", "config", "utils"}
 
 
 PUBLIC_BUT_UNDERSCORED = {"_replace", "_fields", "_exit", "_actions", "_option_string_actions", "_ArgumentGroup"}
-"""Of named tuples, os and argparse."""
+"""Underscored names of the public interfaces of named tuples, os and argparse."""
 
 
 def private_names(source: str) -> set[str]:
-    """Private names that the code reads from something else than `self` or a class of its own, or imports."""
+    """Return the private names that the code imports or reads from objects of other modules."""
     names, defined = set(), set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):
@@ -58,7 +58,7 @@ def private_names(source: str) -> set[str]:
 
 
 @pytest.mark.slow
-def test_private_names_of_libraries_stand_in_the_internals_alone():
+def test_private_names_of_libraries_occur_only_in_internals_modules():
     files = [*PACKAGE.rglob("*.py"), ROOT / "te_llama.py"]
     names_of = {file.name: names for file in files if (names := private_names(file.read_text()))}
     assert set(names_of) == {"hf_internals.py", "te_internals.py", "torch_internals.py"}, names_of
@@ -71,8 +71,8 @@ def test_no_test_imports_a_test():
         assert [module for module in modules if re.search(r"\.(test_|conftest)", module)] == [], file
 
 
-def test_the_package_reads_and_starts_nothing_of_benchmarks_and_scripts():
-    """A path is put together from its parts, so a part would stand alone in a string."""
+def test_package_names_no_folder_outside_it():
+    """Search for the folder names as whole strings, because paths are joined from their parts."""
     for file in PACKAGE.rglob("*.py"):
         constants = [node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)]
         assert not {"scripts", "benchmarks", "results"} & {value for value in constants if isinstance(value, str)}, file

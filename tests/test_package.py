@@ -1,4 +1,4 @@
-"""The wheel: it is built once, without a network, and its content and its command are looked at."""
+"""Tests of the wheel's contents, metadata and command; it is built once, without a network."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BUILT_FROM = ("llm_fp8", "configs", "te_llama.py", "train_fp8.py", "train_multi_
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> zipfile.ZipFile:
-    """Made from a copy, because setuptools leaves a build folder behind."""
+    """Return the wheel, built from a copy because setuptools leaves a build folder behind."""
     source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in BUILT_FROM:
         if (ROOT / name).is_dir():
@@ -35,8 +35,8 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
         else:
             shutil.copy2(ROOT / name, source / name)
     build = f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})"
-    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
     (path,) = folder.glob("*.whl")
     assert path.name == f"llm_fp8-{__version__}-py3-none-any.whl"
     return zipfile.ZipFile(path)
@@ -46,7 +46,7 @@ def metadata(wheel: zipfile.ZipFile, name: str) -> str:
     return wheel.read(f"llm_fp8-{__version__}.dist-info/{name}").decode()
 
 
-def test_the_wheel_holds_every_file_of_the_package_and_nothing_of_the_scripts(wheel):
+def test_wheel_contains_all_package_files_and_no_scripts(wheel):
     package = (path for path in (ROOT / "llm_fp8").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     configs = (f"llm_fp8/config/shipped/configs/{path.name}" for path in (ROOT / "configs").iterdir())
     expected = {str(path.relative_to(ROOT)) for path in package} | set(configs)
@@ -58,18 +58,18 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_of_the_scripts(wh
     assert "Apache License" in metadata(wheel, "licenses/LICENSE")
 
 
-def test_dependencies_and_extras_are_the_requirements_files(wheel):
+def test_dependencies_and_extras_match_requirements_files(wheel):
     lines = metadata(wheel, "METADATA").splitlines()
     listed = [Requirement(line.removeprefix("Requires-Dist: ")) for line in lines if line.startswith("Requires-Dist: ")]
     for extra, file in REQUIREMENTS.items():
         text = [line.partition("#")[0].strip() for line in (ROOT / file).read_text().splitlines()]
-        wanted = {(each.name, str(each.specifier)) for each in map(Requirement, filter(None, text))}
+        expected = {(each.name, str(each.specifier)) for each in map(Requirement, filter(None, text))}
         of_extra = [each for each in listed if (f'extra == "{extra}"' if extra else "extra") in str(each.marker or "")]
         chosen = of_extra if extra else [each for each in listed if each not in of_extra]
-        assert {(each.name, str(each.specifier)) for each in chosen} == wanted
+        assert {(each.name, str(each.specifier)) for each in chosen} == expected
 
 
-def test_the_command_is_there_and_each_of_its_programs_can_be_called(wheel):
+def test_wheel_installs_command_with_callable_programs(wheel):
     entry_points = configparser.ConfigParser()
     entry_points.read_string(metadata(wheel, "entry_points.txt"))
     assert dict(entry_points["console_scripts"]) == {"llm-fp8": "llm_fp8.__main__:main"}
@@ -79,7 +79,7 @@ def test_the_command_is_there_and_each_of_its_programs_can_be_called(wheel):
         assert callable(import_module(module).main)
 
 
-@pytest.mark.parametrize("words, code, answer", [
+@pytest.mark.parametrize("arguments, code, message", [
     (["--help"], 0, "whether a model fits"),
     (["--version"], 0, f"llm-fp8 {__version__}\n"),
     ([], 2, "error: the following arguments are required: COMMAND"),
@@ -88,11 +88,11 @@ def test_the_command_is_there_and_each_of_its_programs_can_be_called(wheel):
     (["verify", "--batch_size=0"], 2, "error: argument --batch_size: must be at least 1"),
     (["train", "--batch_size=0"], 2, "batch_size: must be at least 1"),
 ])  # fmt: skip
-def test_the_command_hands_its_words_to_the_program(words, code, answer, monkeypatch, capsys):
+def test_command_passes_arguments_to_program(arguments, code, message, monkeypatch, capsys):
     from llm_fp8.__main__ import main
 
-    monkeypatch.setattr(sys, "argv", ["llm-fp8", *words])
-    with pytest.raises(SystemExit) as ended:
+    monkeypatch.setattr(sys, "argv", ["llm-fp8", *arguments])
+    with pytest.raises(SystemExit) as system_exit:
         main()
     printed = capsys.readouterr()
-    assert ended.value.code == code and answer in printed.out + printed.err
+    assert system_exit.value.code == code and message in printed.out + printed.err

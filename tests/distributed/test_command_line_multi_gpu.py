@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.families import family_config, write_family
 from tests.support.faults import START_S
-from tests.support.launches import complete
+from tests.support.launches import train_under_torchrun
 from tests.support.multi_gpu_training import PRECISIONS
 from tests.support.reference import documents, mean_loss
-from tests.support.small import assert_goes_on, run_json, short_run, steps, summary_json, write_rows
+from tests.support.small import assert_same_continuation, run_json, short_run, steps, summary_json, write_rows
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -74,7 +74,7 @@ def test_rows_shared_by_two_gpus_take_the_steps_of_whole_ones(precision, layout,
     whole, shared, resumed = tmp_path / "whole", tmp_path / "shared", tmp_path / "resumed"
     common, rows = [*options, *PRECISIONS[precision], layout], ROWS_PER_GPU[layout]
     sharing = [*common, f"--batch_size={2 * rows}", "--context_parallel_size=2"]
-    complete({whole: [*common, f"--batch_size={rows}"], shared: sharing}, START_S)
+    train_under_torchrun({whole: [*common, f"--batch_size={rows}"], shared: sharing}, START_S)
     for name in ("loss", "grad_norm"):
         record_property(name, figures(shared, name))
         record_property(f"{name}_of_whole_rows", figures(whole, name))
@@ -93,7 +93,7 @@ def test_rows_shared_by_two_gpus_take_the_steps_of_whole_ones(precision, layout,
         assert "fp8" not in summary_json(shared)["recorded_step"]["gemm_kernels"]
         return
     assert_in_fp8(shared)
-    complete({resumed: [*sharing, from_checkpoint(shared)]}, START_S)
+    train_under_torchrun({resumed: [*sharing, from_checkpoint(shared)]}, START_S)
     assert [step["step"] for step in steps(resumed)] == list(range(SAVED_STEP + 1, NUM_STEPS + 1))
     # A forward pass has the same bits each time, gradients of attention do not.
     assert figures(resumed)[0] == figures(shared)[SAVED_STEP]
@@ -107,7 +107,7 @@ def test_fp8_parameters(options, model, tmp_path, record_property):
     without, fp8, resumed = tmp_path / "without", tmp_path / "fp8", tmp_path / "resumed"
     common = [*options, *PRECISIONS["delayed"], "--packing", f"--batch_size={ROWS_PER_GPU['--packing']}"]
     deterministic = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}  # gradients of attention have the same bits each time
-    complete({without: common, fp8: [*common, "--fp8_params"]}, START_S, **deterministic)
+    train_under_torchrun({without: common, fp8: [*common, "--fp8_params"]}, START_S, **deterministic)
     record_property("loss", figures(fp8))
     record_property("loss_without", figures(without))
     assert_in_fp8(fp8)
@@ -115,8 +115,8 @@ def test_fp8_parameters(options, model, tmp_path, record_property):
     assert figures(fp8) != figures(without), "the option must do something"
     assert figures(fp8)[0] == pytest.approx(figures(without)[0], rel=2e-3)
     assert figures(fp8) == pytest.approx(figures(without), rel=5e-3)
-    complete({resumed: [*common, "--fp8_params", from_checkpoint(fp8)]}, START_S, **deterministic)
-    assert_goes_on(fp8, resumed, completed=SAVED_STEP)
+    train_under_torchrun({resumed: [*common, "--fp8_params", from_checkpoint(fp8)]}, START_S, **deterministic)
+    assert_same_continuation(fp8, resumed, completed=SAVED_STEP)
     exported, info = AutoModelForCausalLM.from_pretrained(fp8 / "final", dtype=torch.float32, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():

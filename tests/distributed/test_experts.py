@@ -11,9 +11,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.families import EXPERTS
+from tests.support.families import MOE_FAMILIES
 from tests.support.processes import free_port, run_ranks
-from tests.support.small import assert_goes_on, final_weights, short_run, steps, stored_weights, train, write_model
+from tests.support.small import (
+    assert_same_continuation,
+    final_weights,
+    short_run,
+    steps,
+    stored_weights,
+    train,
+    write_model,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +41,7 @@ def train_before(runs: list[list[str]], ports: list[int]) -> None:
 def test_experts_are_sharded(tmp_path, rows):
     runs, models = [], {}
     for kind, mode in MODES.items():
-        models[kind] = write_model(tmp_path / kind, **EXPERTS[kind])
+        models[kind] = write_model(tmp_path / kind, **MOE_FAMILIES[kind])
         one, whole, again = (tmp_path / f"{kind}-{name}" for name in ("one", "whole", "again"))
         cut = ["--max_seq_length=128", "--learning_rate=1e-2", "--max_steps=3", "--gradient_accumulation_steps=2"]
         train(*short_run(models[kind], rows, one, *cut, "--batch_size=4"))
@@ -46,7 +54,7 @@ def test_experts_are_sharded(tmp_path, rows):
     ports = [free_port() for _ in runs]
     run_ranks(2, tmp_path / "ranks", *last, first=functools.partial(train_before, before, ports))
 
-    assert_goes_on(tmp_path / f"{RESUMED}-whole", tmp_path / f"{RESUMED}-again", completed=2)
+    assert_same_continuation(tmp_path / f"{RESUMED}-whole", tmp_path / f"{RESUMED}-again", completed=2)
     for kind, model in models.items():
         one, whole = (tmp_path / f"{kind}-{name}" for name in ("one", "whole"))
         for key in ("loss", "grad_norm"):

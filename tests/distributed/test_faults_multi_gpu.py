@@ -13,12 +13,12 @@ from tests.support.faults import (
     SCALES,
     START_S,
     VALUES,
-    check_that_the_run_stops,
-    kill_one_rank_and_restart,
-    kill_one_rank_in_a_save,
+    check_run_stops_on_nonfinite_value,
+    kill_rank_and_restart,
+    kill_rank_during_save,
 )
-from tests.support.launches import Torchrun, complete
-from tests.support.small import assert_goes_on, run_json, write_rows
+from tests.support.launches import Torchrun, train_under_torchrun
+from tests.support.small import assert_same_continuation, run_json, write_rows
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -37,26 +37,26 @@ def options(models, tmp_path) -> list[str]:
 def test_a_rank_killed_in_a_save_ends_all_and_leaves_complete_checkpoints(options, tmp_path, record_property):
     folder = tmp_path / "run"
     training = [*options, "--log_every=1", f"--output_dir={folder}"]
-    codes = kill_one_rank_in_a_save(functools.partial(Torchrun, tmp_path / "log", *training), folder, within_s=60)
+    codes = kill_rank_during_save(functools.partial(Torchrun, tmp_path / "log", *training), folder, within_s=60)
     record_property("codes", codes)
     assert f"Signal {signal.SIGKILL.value} (SIGKILL) received" in (tmp_path / "log").read_text()
 
 
 def test_torchrun_restarts_and_the_run_goes_on(options, tmp_path):
-    kill_one_rank_and_restart(functools.partial(Torchrun, cwd=tmp_path), tmp_path, *options)
+    kill_rank_and_restart(functools.partial(Torchrun, cwd=tmp_path), tmp_path, *options)
 
 
 def test_a_checkpoint_saved_beside_training_holds_every_bit(options, tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     training = [*options, "--log_every=1", "--max_steps=6", "--async_save", "--save_every=2", "--save_total_limit=9"]
-    complete({whole: training}, START_S, **DETERMINISTIC)
+    train_under_torchrun({whole: training}, START_S, **DETERMINISTIC)
     checkpoint = whole / "checkpoints" / "step-00000002"
-    complete({resumed: [*training, f"--resume_from={checkpoint}"]}, START_S, **DETERMINISTIC)
+    train_under_torchrun({resumed: [*training, f"--resume_from={checkpoint}"]}, START_S, **DETERMINISTIC)
     assert run_json(resumed)["resumed_after_step"] == 2
-    assert_goes_on(whole, resumed, completed=2)
+    assert_same_continuation(whole, resumed, completed=2)
 
 
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("place", ["activation", "gradient", *SCALES])
 def test_a_number_that_is_not_finite_stops_all_ranks_at_its_step(options, tmp_path, place, value):
-    check_that_the_run_stops(tmp_path / "run", place, value, *options)
+    check_run_stops_on_nonfinite_value(tmp_path / "run", place, value, *options)

@@ -26,7 +26,7 @@ from llm_fp8.distributed.fsdp import FsdpStrategy
 from llm_fp8.models.build import local_shard
 from llm_fp8.optim.optimizers import build_optimizer
 from llm_fp8.precision.te import TEBackend
-from tests.support.ranks import CountedAllGather, on_ranks
+from tests.support.ranks import CountedAllGather, run_on_ranks
 
 LARGEST = 448.0
 NUM_LAYERS, WIDTH, ROWS = 3, 16, 4
@@ -263,7 +263,9 @@ def is_fp8(name: str) -> bool:
 def test_master_weights_follow_one_process(tmp_path, num_ranks, mode, sync_every_micro_batch):
     norms, master_weights = train_whole()
     assert max(norms) > 2 * MAX_NORM, "a step must be clipped for this to mean anything"
-    for result in on_ranks(num_ranks, tmp_path / "ranks", train_in_fp8, mode, torch.float32, sync_every_micro_batch):
+    for result in run_on_ranks(
+        num_ranks, tmp_path / "ranks", train_in_fp8, mode, torch.float32, sync_every_micro_batch
+    ):
         assert result["norms"] == pytest.approx(norms, rel=1e-5)
         assert result["is_optimized"] and result["left_gradients"] == 0
         assert len(result["state"]) == 3 * len(master_weights)
@@ -311,7 +313,7 @@ def train_beside_frozen_weights(rank: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_frozen_weights_are_cast_once_and_keep_no_master(tmp_path):
-    for result in on_ranks(2, tmp_path / "ranks", train_beside_frozen_weights):
+    for result in run_on_ranks(2, tmp_path / "ranks", train_beside_frozen_weights):
         assert result["losses"][-1] < result["losses"][0] and not result["keeps_masters"]
         # Freed before FSDP2 drops them, which it does in the first forward pass.
         assert result["num_loaded_bytes"] == [0] * NUM_LAYERS
@@ -324,7 +326,7 @@ def test_frozen_weights_are_cast_once_and_keep_no_master(tmp_path):
 
 @pytest.mark.slow
 def test_weights_are_gathered_as_bytes(tmp_path):
-    results = on_ranks(2, tmp_path / "ranks", train_in_fp8, "fsdp_full", torch.bfloat16)
+    results = run_on_ranks(2, tmp_path / "ranks", train_in_fp8, "fsdp_full", torch.bfloat16)
     elements, bias, gathers = WIDTH * WIDTH // 2, WIDTH // 2, STEPS * MICRO_BATCHES * 2
     for result in results:
         assert result["gathered"].count(elements + 2 * bias) == gathers * (NUM_LAYERS - 1)

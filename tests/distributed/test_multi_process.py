@@ -14,11 +14,19 @@ import pytest
 import torch
 
 from llm_fp8.optim.adamw_master import split_master
-from tests.support.faults import ENDLESS, START_S, check_that_the_run_stops, kill_one_rank_in_a_save
-from tests.support.launches import Forked
+from tests.support.faults import ENDLESS, START_S, check_run_stops_on_nonfinite_value, kill_rank_during_save
+from tests.support.launches import ForkedRanks
 from tests.support.processes import exit_code, run_ranks, start_ranks, wait_until
 from tests.support.reference import check_against_reference, reference_options
-from tests.support.small import assert_goes_on, final_weights, run_json, short_run, steps, stored_weights, write_rows
+from tests.support.small import (
+    assert_same_continuation,
+    final_weights,
+    run_json,
+    short_run,
+    steps,
+    stored_weights,
+    write_rows,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +72,7 @@ def test_a_resumed_run_takes_the_same_steps(tmp_path, tiny_model, rows, mode):
     run_ranks(2, whole, *options_of_short_run(tiny_model, rows, whole), *cut, "--save_total_limit=9")
     resume = f"--resume_from={whole / 'checkpoints' / 'step-00000002'}"
     run_ranks(2, again, *options_of_short_run(tiny_model, rows, again), *cut, resume)
-    assert_goes_on(whole, again, completed=2)
+    assert_same_continuation(whole, again, completed=2)
     if mode == "fsdp_full":
         run_ranks(4, other, *options_of_short_run(tiny_model, rows, other), *common, resume, "--no_export")
         expected = [step["loss"] for step in steps(whole)][2:]
@@ -79,7 +87,7 @@ def test_a_resumed_run_takes_the_same_steps(tmp_path, tiny_model, rows, mode):
 def test_a_signal_to_one_rank_stops_all_after_saving(tmp_path, tiny_model, rows):
     folder = tmp_path / "run"
     options = [*options_of_short_run(tiny_model, rows, folder), "--sharding_mode=fsdp_full", ENDLESS]
-    with Forked(2, tmp_path / "log", *options) as launch:
+    with ForkedRanks(2, tmp_path / "log", *options) as launch:
         metrics = folder / "metrics.jsonl"
         assert wait_until(lambda: metrics.exists() and len(steps(folder)) > 2, launch, 0.01, START_S), launch.printed()
         os.kill(launch.pid_of(1), signal.SIGTERM)
@@ -91,7 +99,7 @@ def test_a_signal_to_one_rank_stops_all_after_saving(tmp_path, tiny_model, rows)
 def test_a_rank_killed_in_a_save_ends_all_and_leaves_complete_checkpoints(tmp_path, tiny_model, rows):
     folder = tmp_path / "run"
     options = [*options_of_short_run(tiny_model, rows, folder), "--sharding_mode=fsdp_full"]
-    codes = kill_one_rank_in_a_save(functools.partial(Forked, 2, tmp_path / "log", *options), folder, within_s=30)
+    codes = kill_rank_during_save(functools.partial(ForkedRanks, 2, tmp_path / "log", *options), folder, within_s=30)
     assert codes == {0: 2, 1: -signal.SIGKILL}
 
 
@@ -112,7 +120,7 @@ def test_a_run_that_fails_first_completes_what_it_is_saving(tmp_path, tiny_model
 def test_a_number_that_is_not_finite_stops_all_ranks_at_its_step(tmp_path, tiny_model, place, mode, value):
     rows = write_rows(tmp_path / "rows.jsonl", 64)
     options = [f"--model_name={tiny_model}", f"--dataset_name={rows}", "--max_seq_length=128"]
-    check_that_the_run_stops(tmp_path / "run", place, value, *options, f"--sharding_mode={mode}")
+    check_run_stops_on_nonfinite_value(tmp_path / "run", place, value, *options, f"--sharding_mode={mode}")
 
 
 @pytest.mark.parametrize("mode", ["deepspeed_1", "deepspeed_2", "deepspeed_3"])

@@ -24,7 +24,7 @@ from llm_fp8.models.model import Model, decoder_layers
 from llm_fp8.models.parity import relative_difference
 from llm_fp8.step.wgrad_fusion import FusedWgradAccumulation
 from tests.support import stand_in_te
-from tests.support.ranks import CountedAllGather, on_ranks
+from tests.support.ranks import CountedAllGather, run_on_ranks
 from tests.support.small import tiny_config
 
 pytestmark = pytest.mark.slow
@@ -99,7 +99,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @functools.cache
     def run(mode: str, in_gemms: bool = True, sync_every_micro_batch: bool = False) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp("runs") / "ranks"
-        return on_ranks(RANKS, folder, train, mode, in_gemms, sync_every_micro_batch)
+        return run_on_ranks(RANKS, folder, train, mode, in_gemms, sync_every_micro_batch)
 
     return run
 

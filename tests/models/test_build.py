@@ -28,7 +28,7 @@ from llm_fp8.step.loss_model import TrainingModel
 from llm_fp8.utils import hf_internals, te_internals, torch_internals
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import chosen_attention
-from tests.support.families import EXPERTS
+from tests.support.families import MOE_FAMILIES
 from tests.support.small import (
     CARD,
     assert_same_bits,
@@ -90,7 +90,10 @@ def test_the_exported_folder_is_complete(tmp_path, tiny_model):
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "qwen3_5_moe_text", "nemotron_h"])
 def test_random_weights_are_distributed_as_transformers_draws_them(kind):
     torch.manual_seed(0)
-    entries = EXPERTS.get(kind, {"model_type": kind}) | {"vocab_size": 2**14, "tie_word_embeddings": kind == "llama"}
+    entries = MOE_FAMILIES.get(kind, {"model_type": kind}) | {
+        "vocab_size": 2**14,
+        "tie_word_embeddings": kind == "llama",
+    }
     config, generator = tiny_config(**entries), torch.Generator().manual_seed(5)
     theirs = dict(AutoModelForCausalLM.from_config(copy.deepcopy(config)).named_parameters())
     dtypes = dict.fromkeys(("parameter_dtype", "compute_dtype"), torch.float32)

@@ -23,7 +23,7 @@ from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.step.loss_model import ROUTER_LOSS, TrainingModel
 from llm_fp8.utils.hf_internals import runs_grouped_gemms
 from tests.support.batches import random_rows
-from tests.support.families import EXPERTS
+from tests.support.families import MOE_FAMILIES
 from tests.support.hub_families import hub_config
 from tests.support.small import CARD, records, sequences_of, steps, train, write_model
 
@@ -199,7 +199,7 @@ def test_a_coefficient_without_output_router_logits_is_said_and_does_nothing():
     ],
 )
 def test_every_adapter_loads_in_peft_and_merges(tmp_path, kind, targets):
-    source = write_model(tmp_path / "source", **EXPERTS[kind])
+    source = write_model(tmp_path / "source", **MOE_FAMILIES[kind])
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     options, generator = LoraConfig(lora_rank=2, lora_targets=targets), torch.Generator().manual_seed(0)
     note = add_adapters(Model(model), options, torch.float32)
@@ -233,7 +233,7 @@ def test_a_run_logs_the_auxiliary_loss_beside_the_cross_entropy(tmp_path, rows):
     """The loss of the first step is that of a run without it; the second step's differs."""
     runs = []
     for name, entries in (("with", {"output_router_logits": True, "router_aux_loss_coef": 1.0}), ("without", {})):
-        source = write_model(tmp_path / name, **EXPERTS["olmoe"], **entries)
+        source = write_model(tmp_path / name, **MOE_FAMILIES["olmoe"], **entries)
         folder = tmp_path / f"run-{name}"
         options = [f"--model_name={source}", f"--dataset_name={rows}", "--max_seq_length=256", "--batch_size=2"]
         train(*options, "--max_steps=2", "--learning_rate=1e-2", "--eval_batches=1", f"--output_dir={folder}")

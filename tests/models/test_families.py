@@ -25,8 +25,16 @@ from llm_fp8.step.loss_model import TrainingModel
 from llm_fp8.utils.errors import UserError
 from tests.support import hub_families as hub
 from tests.support.batches import random_rows
-from tests.support.families import EXPERTS
-from tests.support.hub_families import CPU, FAMILIES, documents, examine, hub_config, table, write_hub_model
+from tests.support.families import MOE_FAMILIES
+from tests.support.hub_families import (
+    CPU,
+    FAMILIES,
+    check_family,
+    documents,
+    hub_config,
+    markdown_table,
+    write_hub_model,
+)
 from tests.support.small import LONGROPE, sequences_of, stored_weights, tiny_config, train
 from tests.support.stand_in_te import install_stand_in
 
@@ -39,7 +47,7 @@ PACKING = parse_config(["--packing"])
     "name", [name if name in IN_BRIEF else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
 def test_a_family_trains_as_in_plain_transformers(tmp_path, name):
-    assert f"| {name} |" in table([examine(name, tmp_path)])
+    assert f"| {name} |" in markdown_table([check_family(name, tmp_path)])
 
 
 OPTIONS = ("--max_steps=2", "--max_seq_length=256", "--batch_size=2", "--mixed_precision=no")
@@ -155,8 +163,8 @@ YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_
 LONG = dict(rope_parameters=LONGROPE, original_max_position_embeddings=64, head_dim=16)
 WINDOWS = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=8)
 WINDOWS |= LONG | dict(rope_parameters={"full_attention": LONGROPE, "sliding_attention": YARN})
-ROUTERS = EXPERTS["mixtral"] | dict(output_router_logits=True, router_aux_loss_coef=0.1)
-VARIANTS = dict(llama=LONG, phi3=LONG, phimoe=LONG | EXPERTS["phimoe"], mixtral=ROUTERS, gemma3_text=WINDOWS)
+ROUTERS = MOE_FAMILIES["mixtral"] | dict(output_router_logits=True, router_aux_loss_coef=0.1)
+VARIANTS = dict(llama=LONG, phi3=LONG, phimoe=LONG | MOE_FAMILIES["phimoe"], mixtral=ROUTERS, gemma3_text=WINDOWS)
 VARIANTS |= dict(ministral3=LONG | dict(rope_parameters=YARN))
 
 
@@ -199,8 +207,11 @@ def test_what_depends_on_the_rest_of_a_row_or_a_batch_is_refused():
 
 def test_what_acts_on_the_logits_without_weights_is_no_tower():
     text = hub._EXPERTS | dict(swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16, d_rel=4)
-    seeing = hub._seeing(text | {"unpadded_vocab_size": 64}, text_hidden_size=64)
-    assert probe(parse_config(["--no_packing"]), AutoConfig.for_model("inkling2", **seeing), CPU, torch.float32) is None
+    multimodal = hub._multimodal(text | {"unpadded_vocab_size": 64}, text_hidden_size=64)
+    assert (
+        probe(parse_config(["--no_packing"]), AutoConfig.for_model("inkling2", **multimodal), CPU, torch.float32)
+        is None
+    )
 
 
 def test_an_adapter_that_peft_would_not_read_back_is_refused_before_the_training():

@@ -78,7 +78,7 @@ def test_a_run_names_it_and_has_the_losses_of_the_other_attention(run, layout, m
         ("flash", ["--attn_implementation", "auto"], BY_FLASH_ATTENTION if use_te else {}),
     ):
         folder = tmp_path / name
-        shared = gpu_training.common(model_folder, folder, PACKING[layout], "--max_steps", "6", "--no_export")
+        shared = gpu_training.training_options(model_folder, folder, PACKING[layout], "--max_steps", "6", "--no_export")
         shared.remove("--use_te")
         done = gpu_training.train(*shared, *RUNS[run], *options, environment=environment)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

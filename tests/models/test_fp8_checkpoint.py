@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Pretrain
 
 from llm_fp8.models.fp8_checkpoint import dequantised, fp8_format
 from llm_fp8.utils.errors import UserError
-from tests.support.fp8_files import KINDS, quantised, quantization_config, write_fp8_model
-from tests.support.ranks import full_parameters, on_ranks, sharded_model
+from tests.support.fp8_files import KINDS, quantise, quantization_config, write_fp8_model
+from tests.support.ranks import full_parameters, run_on_ranks, sharded_model
 from tests.support.small import assert_same_bits, built_model, final_weights, run_json, steps, stored_weights, train
 
 
@@ -60,7 +60,7 @@ def test_each_rank_reads_its_rows(tmp_path):
     # Of 32 rows the ranks hold 11, 11 and 10, which no block divides.
     written = [write_fp8_model(tmp_path / kind, kind, "40KB") for kind in KINDS]
     expected = [loaded(plain) for _, plain in written]
-    for of_rank in on_ranks(3, tmp_path / "run", all_sharded, [fp8 for fp8, _ in written]):
+    for of_rank in run_on_ranks(3, tmp_path / "run", all_sharded, [fp8 for fp8, _ in written]):
         for weights, products in zip(of_rank, expected, strict=True):
             assert_same_bits(weights, products)
 
@@ -78,7 +78,7 @@ def test_compressed_tensors_own_files_load_as_it_decompresses_them(tmp_path):
         assert len(modules) == 14
         for module in modules:
             with torch.no_grad():
-                module.weight_scale.copy_(quantised(module.weight.detach().float(), kind)[1])
+                module.weight_scale.copy_(quantise(module.weight.detach().float(), kind)[1])
         compressor = compressors.ModelCompressor.from_pretrained_model(model)
         compressor.compress_model(model)
         folder = tmp_path / kind

@@ -23,8 +23,8 @@ from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
 from tests.support import gpu_steps
 from tests.support.batches import packed_batch
 from tests.support.families import te_model, write_family
-from tests.support.gpu_steps import BF16, MICRO_BATCHES, add_drawn_adapters_, fp8, recorded_step, step
-from tests.support.gpu_training import certificate_of, common, figures, losses, train
+from tests.support.gpu_steps import BF16, MICRO_BATCHES, add_random_adapters_, fp8, step, third_step_kernels
+from tests.support.gpu_training import certificate_of, losses, metric_values, train, training_options
 
 pytestmark = pytest.mark.gpu
 
@@ -43,7 +43,10 @@ def build(options, device, use_te: bool, targets: str, keep_casts: bool = True):
 def certificate_of_step(model, precision, expected: ExpectedKernels, device) -> Certificate:
     """The certificate of a recorded step, whose kernels are held against `expected`."""
     return certify(
-        expected, recorded_step(model, precision, device), precision.module_state(), num_micro_batches=MICRO_BATCHES
+        expected,
+        third_step_kernels(model, precision, device),
+        precision.module_state(),
+        num_micro_batches=MICRO_BATCHES,
     )
 
 
@@ -107,7 +110,7 @@ def test_the_te_decoder_computes_what_peft_does(family, targets, tmp_path, devic
     ids = torch.randint(3, 1024, (2, 32), generator=torch.Generator().manual_seed(0)).to(device)
     outputs = []
     for model in (hf, te):
-        add_drawn_adapters_(model, lora, torch.float32)
+        add_random_adapters_(model, lora, torch.float32)
         outputs.append(model.train()(input_ids=ids, labels=ids))
         outputs[-1].loss.backward()
     torch.testing.assert_close(outputs[1].logits, outputs[0].logits, rtol=1e-4, atol=1e-4)
@@ -128,7 +131,7 @@ def test_the_te_decoder_computes_what_peft_does(family, targets, tmp_path, devic
 def test_a_run_exports_an_adapter_of_the_plain_model(precision, more, model_folder, tmp_path, device, record_property):
     import peft  # not above: it imports Transformer Engine, before the tests that choose a cuDNN for it
 
-    options = common(model_folder, tmp_path / "run", *precision, *more, "--lora_rank=8", "--lora_dropout=0.1")
+    options = training_options(model_folder, tmp_path / "run", *precision, *more, "--lora_rank=8", "--lora_dropout=0.1")
     options.remove("--use_te")  # which `more` gives where it is wanted
     done = train(*options, "--max_steps=30", "--save_every=15", "--eval_every=15")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -176,10 +179,15 @@ def test_a_frozen_model_in_fp8_alone_takes_the_same_steps_in_less_memory(scenari
     options = ["--mixed_precision=fp8", f"--fp8_scenario={scenario}", "--lora_rank=8", "--max_steps=6"]
     for name, more in (("held", []), ("beside", ["--fp8_until=0.999"])):  # whose rounding leaves no step in bf16
         folder = tmp_path / name
-        done = train(*common(model_folder, folder, *options, *more), "--eval_every=3", environment=environment)
+        done = train(
+            *training_options(model_folder, folder, *options, *more), "--eval_every=3", environment=environment
+        )
         assert done.returncode == 0, done.stderr
         assert ("held in fp8 only" in done.stdout) == (name == "held")
-        figures_of[name] = losses(folder) + figures(folder, "eval_loss"), figures(folder, "peak_memory_gib")[-1]
+        figures_of[name] = (
+            losses(folder) + metric_values(folder, "eval_loss"),
+            metric_values(folder, "peak_memory_gib")[-1],
+        )
     # Delayed scaling's first passes cast bf16 weights with a scale of 1, and remember what activations these gave.
     tolerance = 0.01 if scenario == "delayed" else 0.0
     assert figures_of["held"][0] == pytest.approx(figures_of["beside"][0], rel=tolerance, abs=0)

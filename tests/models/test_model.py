@@ -24,9 +24,9 @@ from llm_fp8.models.parity import check_weights
 from llm_fp8.models.source import EMBEDDED_MODEL, ModelSource, checkpoint_of, load_config
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.torch_internals import free_memory_, materialize_
-from tests.support.families import EXPERTS, FAMILIES, family_config
+from tests.support.families import FAMILIES, MOE_FAMILIES, family_config
 from tests.support.fp8_files import write_fp8_model
-from tests.support.ranks import fsdp_strategy, full_parameters, on_ranks, sharded_model
+from tests.support.ranks import fsdp_strategy, full_parameters, run_on_ranks, sharded_model
 from tests.support.small import CARD, assert_same_bits, built_model, model_structure, stored_weights, write_model
 from tests.support.stand_in_te import install_stand_in
 
@@ -70,7 +70,7 @@ def test_a_sharded_model_equals_the_unsharded_one_and_is_exported_with_the_same_
     heads = {"head_dim": 2, "num_key_value_heads": 2, "num_attention_heads": 2}
     source = write_model(tmp_path / "source", stored, "40KB", tie_word_embeddings=tied, **heads)
     assert (Path(source) / "model.safetensors.index.json").exists()
-    results = on_ranks(num_ranks, tmp_path / "run", load_and_export, source, str(tmp_path / "out"), stored)
+    results = run_on_ranks(num_ranks, tmp_path / "run", load_and_export, source, str(tmp_path / "out"), stored)
     assert_same_bits(stored_weights(tmp_path / "out"), stored_weights(source))
 
     whole = built_model(source)
@@ -123,7 +123,7 @@ def export_to_nowhere(rank: int, name: str, file: str) -> str:
 @pytest.mark.slow
 def test_a_main_rank_that_cannot_write_leaves_no_rank_waiting(tmp_path, tiny_model):
     (tmp_path / "file").touch()
-    message, nothing = on_ranks(2, tmp_path / "run", export_to_nowhere, tiny_model, str(tmp_path / "file"))
+    message, nothing = run_on_ranks(2, tmp_path / "run", export_to_nowhere, tiny_model, str(tmp_path / "file"))
     assert "could not be written" in message and nothing == ""
 
 
@@ -139,7 +139,7 @@ def random_unsharded(rank: int, name: str, dtype: torch.dtype) -> dict[str, torc
 def test_random_weights_do_not_depend_on_the_number_of_ranks(tmp_path, tiny_model, num_ranks, dtype):
     whole = built_model(tiny_model, dtype, random_init=True)
     expected = {name: parameter.detach() for name, parameter in whole.module.named_parameters()}
-    for weights in on_ranks(num_ranks, tmp_path / "run", random_unsharded, tiny_model, dtype):
+    for weights in run_on_ranks(num_ranks, tmp_path / "run", random_unsharded, tiny_model, dtype):
         assert_same_bits(weights, expected)
 
 
@@ -180,7 +180,7 @@ def test_fused_parameters_are_filled_from_several_tensors(tmp_path, family):
         for parameter in written.parameters():
             parameter.normal_()
     written.save_pretrained(tmp_path / "source", max_shard_size="200KB")
-    results = on_ranks(3, tmp_path / "run", load_and_export_te, str(tmp_path / "source"), str(tmp_path / "out"))
+    results = run_on_ranks(3, tmp_path / "run", load_and_export_te, str(tmp_path / "source"), str(tmp_path / "out"))
 
     whole = te_structure(str(tmp_path / "source"))
     whole.module.to_empty(device=CPU).tie_weights()
@@ -278,9 +278,9 @@ def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path, use_te)
             check_weights(model, te_llama.parameter_map(module))
 
 
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_experts_are_read_from_and_written_to_the_tensors_of_the_hub(tmp_path, family):
-    source = write_model(tmp_path / "source", max_shard_size="40KB", **EXPERTS[family])
+    source = write_model(tmp_path / "source", max_shard_size="40KB", **MOE_FAMILIES[family])
     expected, model = AutoModelForCausalLM.from_pretrained(source), built_model(source)
     assert_same_bits(dict(model.module.state_dict()), dict(expected.state_dict()))
     export(model, tmp_path / "out")
@@ -288,7 +288,7 @@ def test_experts_are_read_from_and_written_to_the_tensors_of_the_hub(tmp_path, f
 
 
 def test_experts_that_are_stored_as_one_tensor_are_exported_as_one(tmp_path):
-    source = write_model(tmp_path / "source", **EXPERTS["qwen3_5_moe_text"])
+    source = write_model(tmp_path / "source", **MOE_FAMILIES["qwen3_5_moe_text"])
     expected = AutoModelForCausalLM.from_pretrained(source)
     tensors = {name: tensor.contiguous() for name, tensor in expected.state_dict().items()}
     save_file(tensors, f"{source}/model.safetensors", metadata={"format": "pt"})
@@ -300,5 +300,5 @@ def test_experts_that_are_stored_as_one_tensor_are_exported_as_one(tmp_path):
 
 @pytest.mark.parametrize("kind", ["uneven block", "channel"])
 def test_experts_that_are_stored_in_fp8_are_dequantised(tmp_path, kind):
-    fp8, plain = write_fp8_model(tmp_path, kind, **EXPERTS["qwen3_moe"])
+    fp8, plain = write_fp8_model(tmp_path, kind, **MOE_FAMILIES["qwen3_moe"])
     assert_same_bits(dict(built_model(fp8).module.state_dict()), dict(built_model(plain).module.state_dict()))

@@ -12,7 +12,7 @@ from llm_fp8.observability.kernel_trace import (
     kernel_times,
     time_by_class,
 )
-from tests.support.recorded_kernels import recorded
+from tests.support.recorded_kernels import finished_profile
 
 GEMMS = {
     # seen: cuBLAS 13 on an H200, for Transformer Engine, torchao and PyTorch
@@ -158,7 +158,7 @@ def test_time_is_added_up_by_class_and_by_operand_type():
 
 
 def test_of_a_profile_only_what_the_gpu_ran_counts():
-    profile = recorded(
+    profile = finished_profile(
         ("Memset (Device)", 0, 10), ("Memset (Device)", 20, 25), annotations=(("Optimizer.step#AdamW.step", 0, 100),)
     )
     assert kernel_times(profile) == {"Memset (Device)": (2, pytest.approx(15e-6))}

@@ -26,8 +26,8 @@ from llm_fp8.observability.reporter import ProgressDisplay, RunReporter, truncat
 from llm_fp8.observability.trackers import LABELS, require_trackers, require_wandb_login
 from llm_fp8.utils.errors import UserError
 from tests.support.made_up_runs import PROVENANCE, precision_of
-from tests.support.small import forget_accelerator, records
-from tests.support.wandb_file import the_wandb_run, wandb_runs
+from tests.support.small import records, reset_accelerator
+from tests.support.wandb_file import only_wandb_run, wandb_runs
 
 RUN_SECTIONS = {
     "precision": precision_of("mxfp8", effective="delayed"),
@@ -97,7 +97,7 @@ def test_a_resumed_run_takes_back_the_steps_after_its_checkpoint(tmp_path: Path)
         reporter.finish({})
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "lo')  # killed in the middle of a line
-    forget_accelerator()
+    reset_accelerator()
     with a_reporter(config, resume_step=2) as reporter:
         assert records(tmp_path) == [a_step(1), a_step(2), an_evaluation(2)]
         assert not (tmp_path / "summary.json").exists(), "killed now, the run would pass for a finished one"
@@ -109,7 +109,7 @@ def test_the_summary_is_made_from_the_steps_of_its_own_process(tmp_path: Path) -
     config = a_config(tmp_path)
     with a_reporter(config) as reporter:
         report(reporter, [a_step(step) | {"energy_j": 1.0} for step in range(1, 5)])
-    forget_accelerator()
+    reset_accelerator()
     steps = [a_step(step) | {"energy_j": float(step)} for step in range(3, 9)]
     with a_reporter(config, resume_step=2) as reporter:
         report(reporter, steps[:3])
@@ -148,7 +148,7 @@ def test_wandb_offline_holds_the_same_numbers_and_the_configuration(
         reporter.finish({"stopped_by": None, "certificate": {"verdict": "fp8", "gemms": {"fp8": 7}}})
     # W&B's service writes the file behind our back; a process that ends waits for it, and so does this.
     wandb.teardown()
-    stored = the_wandb_run(folder)
+    stored = only_wandb_run(folder)
 
     numbers = [{key: value for key, value in record.items() if not key.startswith("_")} for record in stored.history]
     assert numbers == records(folder)
@@ -191,7 +191,7 @@ def test_a_resumed_training_continues_its_wandb_run(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = a_config(tmp_path, "--use_wandb")
     for first, last in ((1, 8), (5, 6), (5, 10)):  # killed after step 8, and after it has taken two steps again
-        forget_accelerator()
+        reset_accelerator()
         with contextlib.suppress(KeyboardInterrupt), a_reporter(config, first - 1) as reporter:
             report(reporter, [a_step(step) for step in range(first, last + 1)])
             reporter.evaluation(an_evaluation(last))
@@ -252,7 +252,7 @@ def test_other_trackers_get_options_logged_steps_and_evaluations_in_one_run(tmp_
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     config = a_config(tmp_path, "--report_to", "tensorboard,none", "--log_every", "2")
     for first, last in ((1, 6), (5, 9)):
-        forget_accelerator()
+        reset_accelerator()
         with contextlib.suppress(KeyboardInterrupt), a_reporter(config, first - 1) as reporter:
             report(reporter, [a_step(step) for step in range(first, last + 1)])
             if last == 6:

@@ -11,8 +11,8 @@ from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify
 from llm_fp8.precision.coverage import ModuleState
 from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.utils.te_internals import attention_backend
-from tests.support.gpu_steps import BF16, MICRO_BATCHES, SCENARIOS, build, fp8, recorded_step
-from tests.support.gpu_training import certificate_of, common, train, train_patched
+from tests.support.gpu_steps import BF16, MICRO_BATCHES, SCENARIOS, build, fp8, third_step_kernels
+from tests.support.gpu_training import certificate_of, train, train_patched, training_options
 from tests.support.small import steps, summary_json
 
 pytestmark = pytest.mark.gpu
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 def certified(model, precision, coverage, device, recomputed=()) -> Certificate:
     """The certificate of a step."""
-    kernels = recorded_step(model, precision, device)
+    kernels = third_step_kernels(model, precision, device)
     return certify(
         ExpectedKernels.of_model(precision, coverage, recomputed),
         kernels,
@@ -69,7 +69,7 @@ def test_autocast_around_plain_linear_layers_is_caught(device, record_property):
     plan = build(fp8(), device, use_te=False)[1].plan
     model, precision, coverage = build(BF16, device, use_te=False)
     with te.autocast(enabled=True, recipe=plan.recipe):
-        kernels = recorded_step(model, precision, device)
+        kernels = third_step_kernels(model, precision, device)
     num_linears = sum(isinstance(m, torch.nn.Linear) for m in decoder_layers(model.model).modules())
     expected = ExpectedKernels(plan.name, plan.compute_name, plan.effective_scenario, 3 * num_linears)
     certificate = certify(expected, kernels, ModuleState(), num_micro_batches=MICRO_BATCHES)
@@ -115,7 +115,7 @@ BROKEN = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_run_ends_with_code_1(case, model_folder, tmp_path, record_property):
     patch, options, words = BROKEN[case]
-    done = train_patched(patch, *common(model_folder, tmp_path / "run", *options, "--max_steps", "50"))
+    done = train_patched(patch, *training_options(model_folder, tmp_path / "run", *options, "--max_steps", "50"))
     assert done.returncode == 1, done.stdout + done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("error: the GPU does not run what was asked for") and words in last
@@ -128,7 +128,7 @@ def test_a_broken_run_ends_with_code_1(case, model_folder, tmp_path, record_prop
 
 
 def test_a_run_prints_its_certificate(model_folder, tmp_path, record_property):
-    done = train(*common(model_folder, tmp_path / "run", "--mixed_precision", "fp8", "--max_steps", "12"))
+    done = train(*training_options(model_folder, tmp_path / "run", "--mixed_precision", "fp8", "--max_steps", "12"))
     assert done.returncode == 0, done.stderr
     stored = certificate_of(tmp_path / "run")
     # Three layers of four weights in two micro-batches.
@@ -141,7 +141,9 @@ def test_a_run_prints_its_certificate(model_folder, tmp_path, record_property):
 def test_unfused_attention_shows_in_the_certificate(model_folder, tmp_path, record_property):
     environment = {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0"}
     done = train(
-        *common(model_folder, tmp_path / "run", "--mixed_precision", "fp8", "--no_packing", "--max_steps", "2"),
+        *training_options(
+            model_folder, tmp_path / "run", "--mixed_precision", "fp8", "--no_packing", "--max_steps", "2"
+        ),
         environment=environment,
     )
     assert done.returncode == 0, done.stderr

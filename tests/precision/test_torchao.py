@@ -24,7 +24,16 @@ from llm_fp8.precision.torchao import TorchaoBackend, build_config
 from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import run_ranks
-from tests.support.small import assert_goes_on, precision_on, records, run_json, short_run, steps, tiny_config, train
+from tests.support.small import (
+    assert_same_continuation,
+    precision_on,
+    records,
+    run_json,
+    short_run,
+    steps,
+    tiny_config,
+    train,
+)
 
 CPU = torch.device("cpu")
 FP8 = ["--mixed_precision=fp8", "--fp8_backend=torchao"]
@@ -79,7 +88,7 @@ def test_it_resumes_and_recomputes_exactly(tiny_model, rows, tmp_path):
     checkpoint = whole / "checkpoints" / "step-00000002"
     train(*options(tiny_model, rows, resumed, *shared, f"--resume_from={checkpoint}"))
     assert losses(again) == losses(whole), "recomputed layers change nothing"
-    assert_goes_on(whole, resumed, completed=2)
+    assert_same_continuation(whole, resumed, completed=2)
     coverage = run_json(whole)["precision"]["coverage"]
     assert set(coverage["converted"].values()) == {1}
     assert coverage["skipped"]["model.layers.*.mlp.down_proj"] == "1 bf16 (kept in bf16)"
@@ -153,7 +162,7 @@ def test_weights_are_gathered_in_fp8_and_a_resumed_run_goes_on(tiny_model, rows,
     assert set(re.findall("gathers (.*)", log)) == {"torch.float8_e4m3fn"}
     checkpoint = two / "checkpoints" / "step-00000002"
     run_ranks(2, again, *options(tiny_model, rows, again, *cut, f"--resume_from={checkpoint}"))
-    assert_goes_on(two, again, completed=2)
+    assert_same_continuation(two, again, completed=2)
     # A checkpoint holds plain rows: one process without the option goes on from it.
     alone = options(tiny_model, rows, tmp_path / "alone", "--batch_size=4", "--gradient_accumulation_steps=2", *FP8)
     train(*alone, f"--resume_from={checkpoint}", "--no_export")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llm_fp8.config.recipes import RECIPES, recipe_names
-from tests.support.gpu_training import certificate_of, common, losses, train, train_patched
+from tests.support.gpu_training import certificate_of, losses, train, train_patched, training_options
 from tests.support.small import run_json
 
 pytestmark = [
@@ -26,7 +26,7 @@ FP8 = ["--mixed_precision", "fp8", "--fp8_backend", "torchao"]
 
 def plain(model: Path, folder: Path, *more: str) -> list[str]:
     """Options of a run with the Hugging Face decoder and packed rows."""
-    options = [option for option in common(model, folder, *more) if option != "--use_te"]
+    options = [option for option in training_options(model, folder, *more) if option != "--use_te"]
     return [*options, "--packing", "--attn_implementation", "sdpa"]
 
 

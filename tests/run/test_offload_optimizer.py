@@ -11,7 +11,7 @@ import torch
 from llm_fp8.optim import offload
 from llm_fp8.optim.offload import StatePipeline
 from llm_fp8.utils.errors import UserError
-from tests.support.small import assert_goes_on, final_weights, run_json, tiny_config, train, write_model
+from tests.support.small import assert_same_continuation, final_weights, run_json, tiny_config, train, write_model
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +51,7 @@ def test_a_run_and_what_it_resumes_are_the_same_bits(options, pieces, tmp_path, 
     assert not pieces and "optimizer_gib_on_host" not in run_json(plain)["effective"]
     train(*options, "--offload_optimizer=1", f"--output_dir={offloaded}")
     assert max(pieces) == 1000 and len(pieces) > 4 * 40
-    assert_goes_on(plain, offloaded, completed=0)
+    assert_same_continuation(plain, offloaded, completed=0)
     assert all(tensor.dtype == dtype for tensor in final_weights(offloaded).values())
 
     num_parameters = run_json(offloaded)["model"]["num_parameters"]
@@ -62,7 +62,7 @@ def test_a_run_and_what_it_resumes_are_the_same_bits(options, pieces, tmp_path, 
         resumed = tmp_path / f"resumed-{share}"
         checkpoint = begun / "checkpoints" / "step-00000002"
         train(*options, f"--offload_optimizer={share}", f"--output_dir={resumed}", f"--resume_from={checkpoint}")
-        assert_goes_on(plain, resumed, completed=2)
+        assert_same_continuation(plain, resumed, completed=2)
 
 
 def test_host_memory_is_asked_before_the_weights_are_read(options, tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm_fp8.config.options import PrecisionConfig
-from tests.support.documented_commands import ON_ONE_GPU, RUN, config_of, words_for_a_cpu, write_dataset
+from tests.support.documented_commands import ONE_GPU_COMMANDS, TESTED_COMMANDS, config_of, cpu_options, write_dataset
 from tests.support.small import final_weights, records, run_json, steps, train, write_model
 
 pytestmark = pytest.mark.slow
@@ -112,18 +112,18 @@ def hub_models(tiny_model, tmp_path_factory) -> dict[str, str]:
 
 def on_a_cpu(name: str) -> str:
     """What tells a command's run on a CPU from others: all but the model's size, precision, length and W&B's name."""
-    asked = config_of(RUN[name])
+    asked = config_of(TESTED_COMMANDS[name])
     model = dataclasses.replace(asked.model, model_name=asked.model.model_name.partition("/")[0], use_te=False)
     data = dataclasses.replace(asked.data, max_seq_length=128)
     run = dataclasses.replace(asked.run, wandb_run_name=None)
     return repr(dataclasses.replace(asked, model=model, data=data, run=run, precision=PrecisionConfig()))
 
 
-@pytest.mark.parametrize("name", {on_a_cpu(name): name for name in reversed(ON_ONE_GPU)}.values())
+@pytest.mark.parametrize("name", {on_a_cpu(name): name for name in reversed(ONE_GPU_COMMANDS)}.values())
 def test_a_documented_command(name, tmp_path, hub_models, hub_dataset, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    asked, folder = config_of(RUN[name]), tmp_path / "run"
-    words = words_for_a_cpu(RUN[name], hub_models[asked.model.model_name.partition("/")[0]], hub_dataset)
+    asked, folder = config_of(TESTED_COMMANDS[name]), tmp_path / "run"
+    words = cpu_options(TESTED_COMMANDS[name], hub_models[asked.model.model_name.partition("/")[0]], hub_dataset)
     assert train(*words, "--max_steps=3", "--eval_batches=1", f"--output_dir={folder}") == 0
     wandb.teardown()
     recorded = run_json(folder)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.support.gpu_training import certificate_of, common, figures, losses, train, trained
+from tests.support.gpu_training import certificate_of, losses, metric_values, printed_output, train, training_options
 
 pytestmark = pytest.mark.gpu
 
@@ -27,10 +27,10 @@ PRECISIONS = {
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_resume_continues_bit_for_bit_with_deterministic_attention(precision, model_folder, tmp_path):
     options = [*PRECISIONS[precision], "--lr_scheduler", "constant", "--num_warmup_steps", "0"]
-    trained(model_folder, tmp_path / "whole", *options, "--max_steps", "8", environment=DETERMINISTIC)
+    printed_output(model_folder, tmp_path / "whole", *options, "--max_steps", "8", environment=DETERMINISTIC)
     longer = ["--max_steps", "8", "--allow_changed", "total_steps", "--resume_from", "latest"]
     for more in (["--max_steps", "4", "--save_every", "4"], longer):
-        trained(model_folder, tmp_path / "parts", *options, *more, environment=DETERMINISTIC)
+        printed_output(model_folder, tmp_path / "parts", *options, *more, environment=DETERMINISTIC)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     ours, theirs = (load_file(tmp_path / side / "final" / "model.safetensors") for side in ("parts", "whole"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -45,7 +45,9 @@ def test_loss_does_not_depend_on_how_the_batch_is_cut(precision, model_folder, t
     for batch_size, micro_batches in ((8, 2), (4, 4), (16, 1)):
         folder = tmp_path / f"{batch_size}x{micro_batches}"
         cut = ["--batch_size", str(batch_size), "--gradient_accumulation_steps", str(micro_batches)]
-        trained(model_folder, folder, *PRECISIONS[precision], *cut, "--max_steps", "4", "--learning_rate", "1e-4")
+        printed_output(
+            model_folder, folder, *PRECISIONS[precision], *cut, "--max_steps", "4", "--learning_rate", "1e-4"
+        )
         by_cut[batch_size] = losses(folder)
     for values in by_cut.values():
         # Delayed scaling sees another history with another cut; bf16 and current scaling differ by rounding alone.
@@ -58,21 +60,21 @@ def test_the_last_steps_are_bf16s_proven_and_resumed_bit_for_bit(precision, grap
     options = [*PRECISIONS[precision], *graphs, "--max_steps=16", "--fp8_until=0.5", "--no_export"]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     saved = ["--save_every=6", "--save_total_limit=9", "--eval_every=4"]
-    trained(model_folder, whole, *options, *saved, environment=DETERMINISTIC)
+    printed_output(model_folder, whole, *options, *saved, environment=DETERMINISTIC)
     fp8, bf16 = certificate_of(whole), json.loads((whole / "certificate_after_fp8.json").read_text())
     assert fp8["verdict"] == bf16["verdict"] == "certified", (fp8["reasons"], bf16["reasons"])
     assert fp8["num_fp8_gemm_kernels"] > 0 and "fp8" not in bf16["gemm_kernels_by_type"]
     assert bf16["modules"]["num_modules"] > bf16["modules"]["num_in_fp8"] == 0
     for step in (6, 12):
         more = ["--eval_every=4", f"--resume_from={whole / 'checkpoints' / f'step-{step:08}'}"]
-        trained(model_folder, resumed / str(step), *options, *more, environment=DETERMINISTIC)
+        printed_output(model_folder, resumed / str(step), *options, *more, environment=DETERMINISTIC)
         assert losses(resumed / str(step)) == losses(whole)[step:]
-        assert figures(resumed / str(step), "eval_loss") == figures(whole, "eval_loss")[step // 4 :]
+        assert metric_values(resumed / str(step), "eval_loss") == metric_values(whole, "eval_loss")[step // 4 :]
 
 
 def test_the_run_says_what_ran_and_exports_a_hugging_face_model(model_folder, tmp_path):
     options = ("--mixed_precision", "fp8", "--fp8_scenario", "mxfp8", "--max_steps", "4")
-    output = trained(model_folder, tmp_path / "run", *options)
+    output = printed_output(model_folder, tmp_path / "run", *options)
     assert "parity with Hugging Face: 30 stored tensors loaded bit for bit; 33 tensors of 3 layers" in output
     assert "fused (cuDNN)" in output
     run = json.loads((tmp_path / "run" / "run.json").read_text())["precision"]
@@ -96,7 +98,7 @@ def test_a_system_cudnn_does_not_push_attention_off_the_fused_path(model_folder,
     others = [path for path in environment["LD_LIBRARY_PATH"].split(":") if "cudnn" not in path]
     environment["LD_LIBRARY_PATH"] = ":".join(others)
     options = ("--mixed_precision", "bf16", "--max_steps", "2")
-    assert "fused (cuDNN)" in trained(model_folder, tmp_path / "run", *options, environment=environment)
+    assert "fused (cuDNN)" in printed_output(model_folder, tmp_path / "run", *options, environment=environment)
 
 
 def test_accelerate_launch_sets_the_recipe(model_folder, tmp_path):
@@ -107,11 +109,11 @@ def test_accelerate_launch_sets_the_recipe(model_folder, tmp_path):
         "  override_linear_precision: [false, false, false]\n  use_autocast_during_eval: false\n"
     )
     launcher = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config))
-    done = train(*common(model_folder, tmp_path / "run", "--max_steps", "2"), launcher=launcher)
+    done = train(*training_options(model_folder, tmp_path / "run", "--max_steps", "2"), launcher=launcher)
     assert done.returncode == 0, done.stderr
     run = json.loads((tmp_path / "run" / "run.json").read_text())["precision"]
     assert run["effective"] == "fp8" and "amax_history_len=32" in run["recipe"]
-    refused = train(*common(model_folder, tmp_path / "other", "--mixed_precision", "bf16"), launcher=launcher)
+    refused = train(*training_options(model_folder, tmp_path / "other", "--mixed_precision", "bf16"), launcher=launcher)
     assert "contradicts accelerate's launch configuration" in refused.stderr
 
 
@@ -144,8 +146,8 @@ def test_auto_fills_the_gpu_and_takes_fp8(tmp_path):
 
 def test_auto_trains_as_the_precision_that_it_chose(model_folder, tmp_path):
     """So small a model is faster in bf16, whose run then holds no fp8 kernel; whichever it is, the bits are its own."""
-    trained(model_folder, tmp_path / "auto", "--mixed_precision", "auto", environment=DETERMINISTIC)
+    printed_output(model_folder, tmp_path / "auto", "--mixed_precision", "auto", environment=DETERMINISTIC)
     chosen = json.loads((tmp_path / "auto" / "run.json").read_text())["precision"]["effective"]
-    trained(model_folder, tmp_path / "named", "--mixed_precision", chosen, environment=DETERMINISTIC)
+    printed_output(model_folder, tmp_path / "named", "--mixed_precision", chosen, environment=DETERMINISTIC)
     assert losses(tmp_path / "auto") == losses(tmp_path / "named")
     assert certificate_of(tmp_path / "auto")["verdict"] == "certified"

@@ -10,10 +10,10 @@ import time
 
 import pytest
 
-from tests.support.documented_commands import COMMANDS, words_for_a_cpu, write_dataset
-from tests.support.faults import kill_one_rank_and_restart
+from tests.support.documented_commands import COMMANDS, cpu_options, write_dataset
+from tests.support.faults import kill_rank_and_restart
 from tests.support.launches import ROOT, SCRIPT, ForkedTorchrun, environment
-from tests.support.processes import free_port, wait_for_the_end_of_processes_with
+from tests.support.processes import free_port, wait_until_processes_end
 from tests.support.small import run_json, steps
 
 pytestmark = pytest.mark.slow
@@ -23,7 +23,7 @@ def test_the_documented_command(tmp_path, tiny_model, monkeypatch):
     """On folders laid out as the hub lays model and dataset out, in a precision and of a length that a CPU has."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    words = words_for_a_cpu(COMMANDS["two_gpus"], tiny_model, write_dataset(tmp_path / "dataset", 64))
+    words = cpu_options(COMMANDS["two_gpus"], tiny_model, write_dataset(tmp_path / "dataset", 64))
     more = ["--max_steps=3", "--eval_batches=1", "--log_every=1", "--use_wandb"]
     with ForkedTorchrun(tmp_path / "log", *words, *more) as run:
         assert run.end() == {}, run.printed()
@@ -67,7 +67,7 @@ def test_ranks_of_a_killed_accelerate_launch_save_and_end_in_the_mode_of_its_fil
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.2)
         process.kill()
-    wait_for_the_end_of_processes_with(*next(iter(mark.items())))
+    wait_until_processes_end(*next(iter(mark.items())))
     assert any(folder.glob("checkpoints/step-*")), "stopped as by SIGTERM"
     recorded = run_json(folder)
     assert recorded["effective"]["sharding_mode"] == "fsdp_full" and recorded["precision"]["effective"] == "bf16"
@@ -77,4 +77,4 @@ def test_torchrun_restarts_and_the_run_goes_on(tmp_path, tiny_model, rows, monke
     monkeypatch.chdir(tmp_path)
     options = ("--model_name", tiny_model, "--dataset_name", rows, "--sharding_mode=ddp", "--max_seq_length=128")
     options += ("--batch_size=2", "--validation_fraction=0")
-    kill_one_rank_and_restart(ForkedTorchrun, tmp_path, *options)
+    kill_rank_and_restart(ForkedTorchrun, tmp_path, *options)

@@ -19,9 +19,9 @@ import torch
 
 from llm_fp8.tools.programs import torchrun
 from tests.support.documented_commands import (
-    ON_ONE_GPU,
-    ON_TWO_GPUS,
-    RUN,
+    ONE_GPU_COMMANDS,
+    TESTED_COMMANDS,
+    TWO_GPU_COMMAND,
     config_of,
     options_of,
     write_dataset,
@@ -45,7 +45,7 @@ def dataset(tmp_path_factory) -> Path:
 
 def words_of(name: str, dataset: Path, folder: Path) -> list[str]:
     """The options of a command with what is added and replaced."""
-    words = [*options_of(RUN[name]), f"--dataset_name={dataset}"]
+    words = [*options_of(TESTED_COMMANDS[name]), f"--dataset_name={dataset}"]
     if importlib.util.find_spec("wandb") is None and "--use_wandb" in words:
         words.remove("--use_wandb")
     return [*words, *ADDED, *ADDED_FOR.get(name, []), "--output_dir", str(folder)]
@@ -62,7 +62,7 @@ def check(name: str, done: subprocess.CompletedProcess[str], folder: Path, recor
     """It trained in the precision that was asked for, and the kernels show it."""
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     precision, summary, taken = run_json(folder)["precision"], summary_json(folder), steps(folder)
-    asked = config_of(RUN[name]).precision
+    asked = config_of(TESTED_COMMANDS[name]).precision
     assert precision["requested"] == precision["effective"] == asked.mixed_precision
     assert summary["certificate"]["verdict"] == "certified", summary["certificate"]
     assert [step["step"] for step in taken] == [1, 2, 3] and all(step["loss"] > 0 for step in taken)
@@ -76,9 +76,9 @@ def check(name: str, done: subprocess.CompletedProcess[str], folder: Path, recor
     record_property("tokens_per_s_of_steps", [step["tokens_per_s"] for step in taken])
 
 
-@pytest.mark.parametrize("name", ON_ONE_GPU)
+@pytest.mark.parametrize("name", ONE_GPU_COMMANDS)
 def test_a_documented_command_trains_in_what_it_asks_for(name, dataset, tmp_path, record_property):
-    needed = NEEDED_GIB.get(config_of(RUN[name]).model.model_name, 0.0)
+    needed = NEEDED_GIB.get(config_of(TESTED_COMMANDS[name]).model.model_name, 0.0)
     if torch.cuda.get_device_properties(0).total_memory / 2**30 < needed:
         pytest.skip(f"needs a GPU of {needed:.0f} GiB")
     words = words_of(name, dataset, tmp_path / "run")
@@ -95,7 +95,7 @@ def test_a_split_that_is_not_there_is_one_sentence(dataset, tmp_path):
 
 @pytest.mark.multi_gpu
 def test_the_documented_command_on_two_gpus(dataset, tmp_path, record_property):
-    assert "--nproc_per_node=2" in RUN[ON_TWO_GPUS]
-    done = run(torchrun(2, "train_multi_gpu.py", *words_of(ON_TWO_GPUS, dataset, tmp_path / "run")))
-    check(ON_TWO_GPUS, done, tmp_path / "run", record_property)
+    assert "--nproc_per_node=2" in TESTED_COMMANDS[TWO_GPU_COMMAND]
+    done = run(torchrun(2, "train_multi_gpu.py", *words_of(TWO_GPU_COMMAND, dataset, tmp_path / "run")))
+    check(TWO_GPU_COMMAND, done, tmp_path / "run", record_property)
     assert summary_json(tmp_path / "run")["sharding_mode"] == "fsdp_full"

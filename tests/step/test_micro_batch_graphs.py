@@ -33,8 +33,8 @@ from tests.support.reference import NUM_STEPS, compare_with_reference
 from tests.support.small import (
     assert_same_bits,
     final_weights,
-    forget_accelerator,
     precision_on,
+    reset_accelerator,
     sequences_of,
     steps,
     tiny_config,
@@ -200,7 +200,7 @@ class Training:
     """The stand-in's TE decoder, trained by `Stepper.micro_batch`; without `graphs` as without --cuda_graphs."""
 
     def __init__(self, with_graphs: bool, **changes):
-        forget_accelerator()
+        reset_accelerator()
         model = te_llama.build_te_model(tiny_config(**changes), torch.bfloat16, "cpu")
         fill_weights(Model(model))
         device, options = torch.device("cpu"), PrecisionConfig(mixed_precision="bf16")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.gpu_training import certificate_of, common, figures, losses, train
+from tests.support.gpu_training import certificate_of, losses, metric_values, train, training_options
 from tests.support.small import summary_json
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ NO_WARMUP = ("--lr_scheduler", "constant", "--num_warmup_steps", "0")
 
 
 def run(model_folder, folder, *options, environment=DETERMINISTIC):
-    done = train(*common(model_folder, folder, *options, *NO_WARMUP), environment=environment)
+    done = train(*training_options(model_folder, folder, *options, *NO_WARMUP), environment=environment)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -32,7 +32,7 @@ def run(model_folder, folder, *options, environment=DETERMINISTIC):
 def assert_equal_runs(one, other):
     assert losses(one) == losses(other) and len(losses(one)) > 0
     for name in ("grad_norm", "eval_loss"):
-        assert figures(one, name) == figures(other, name), name
+        assert metric_values(one, name) == metric_values(other, name), name
     ours, theirs = (load_file(next((side / "final").glob("*model.safetensors"))) for side in (one, other))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -59,7 +59,9 @@ def test_graphs_begin_by_themselves_where_the_gpu_is_idle(more, model_folder, tm
     assert_equal_runs(eager, graphs)
     [note] = summary_json(graphs)["cuda_graphs"]["notes"]
     assert "run as CUDA graphs from step 6 on" in note
-    assert figures(graphs, "num_gemm_kernels")[0] == figures(graphs, "num_gemm_kernels")[1] > 0, "steps 5 and 10"
+    assert metric_values(graphs, "num_gemm_kernels")[0] == metric_values(graphs, "num_gemm_kernels")[1] > 0, (
+        "steps 5 and 10"
+    )
 
 
 @pytest.mark.parametrize("precision", ["bf16", "delayed"])

@@ -24,7 +24,7 @@ from llm_fp8.models.parity import relative_difference
 from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.step.wgrad_fusion import FusedWgradAccumulation
 from tests.support import stand_in_te
-from tests.support.small import forget_accelerator, tiny_config
+from tests.support.small import reset_accelerator, tiny_config
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +62,7 @@ def small_model(dtype=torch.float32, lora: LoraConfig | None = None, **changes):
 
 def prepared(model: nn.Module, summed_by: str = "gemms"):
     """An engine around the model whose gradients are summed by GEMMs or by autograd, and an optimizer."""
-    forget_accelerator()
+    reset_accelerator()
     engine = DistributedStrategy("single", Accelerator(cpu=True), ParallelConfig())
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     model, optimizer = engine.prepare(model, optimizer)

@@ -22,7 +22,7 @@ from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.step.wgrad_fusion import FusedWgradAccumulation
 from tests.support.batches import packed_batch
 from tests.support.gpu_steps import BF16, SCENARIOS, build, fp8
-from tests.support.small import forget_accelerator
+from tests.support.small import reset_accelerator
 
 pytestmark = pytest.mark.gpu
 
@@ -52,7 +52,7 @@ def micro_batches(number: int, device) -> list[Batch]:
 
 def prepared(model: nn.Module, summed_by: str):
     """An engine and an optimizer; gradients are summed by 'gemms' or by 'autograd'."""
-    forget_accelerator()
+    reset_accelerator()
     engine = DistributedStrategy("single", Accelerator(mixed_precision="no"), ParallelConfig())
     kind = "adamw_fp32" if next(model.parameters()).dtype == torch.float32 else "adamw_master"
     optimizer = build_optimizer(OptimConfig(), kind, model.named_parameters())

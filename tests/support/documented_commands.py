@@ -1,5 +1,6 @@
-"""The training commands of the guide that the scripts started from, word for word, those of the documents as they are
-read there, and a dataset folder laid out as theirs is on the hub."""
+"""Training commands from the documents and from the guide that the scripts were first written for, and a dataset folder
+with the layout that OpenMathInstruct-2 has on the hub.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +40,13 @@ COMMANDS = {
     f"{_MATH} --batch_size 1 --sharding_mode fsdp_full --mixed_precision fp8 --use_te --gradient_checkpointing "
     "--max_seq_length 512 --learning_rate 1e-5 --gradient_accumulation_steps 4 --empty_cache_freq 25",
 }
-"""By a name of our own. `split_test` asks for a split that the dataset does not have."""
+"""Name -> a command of the guide, word for word. `split_test` names a split that the dataset does not have."""
 
 
 def training_commands(document: Path) -> list[str]:
-    """Each whole line of a document that starts a training, without its comment; those with an ellipsis stand for
-    more than they say.
+    """Return the command lines of a document that start a training, without comments.
+
+    Lines with an ellipsis are left out, because they are incomplete.
     """
     lines = document.read_text().replace("\\\n", " ").splitlines()
     start = r" *(python|torchrun( --\S+)*) train_(fp8|multi_gpu)\.py --"
@@ -54,47 +56,50 @@ def training_commands(document: Path) -> list[str]:
 
 
 def script_of(command: str) -> str:
-    """The training script that it starts."""
+    """Return the name of the training script that a command starts."""
     return next(word for word in shlex.split(command) if word.startswith("train_"))
 
 
 def options_of(command: str) -> list[str]:
-    """The words after the training script's name."""
+    """Return the arguments after the training script's name."""
     words = shlex.split(command)
     return words[words.index(script_of(command)) + 1 :]
 
 
 def config_of(command: str) -> Config:
-    """What the script reads in it."""
+    """Return the options that the script parses from a command."""
     script = script_of(command)
     return parse_config(options_of(command), prog=script, parallel=script == "train_multi_gpu.py")
 
 
 def readme_commands() -> dict[str, str]:
-    """Those of the README that the guide does not have, by the name of the W&B run, or else of the script."""
-    guides = [config_of(command) for command in COMMANDS.values()]
-    others = [command for command in training_commands(README) if config_of(command) not in guides]
+    """Return the README's commands that are not in the guide, by the name of their W&B run or else of their script."""
+    guide_configs = [config_of(command) for command in COMMANDS.values()]
+    others = [command for command in training_commands(README) if config_of(command) not in guide_configs]
     return {f"readme_{config_of(command).run.wandb_run_name or script_of(command)}": command for command in others}
 
 
-RUN = COMMANDS | readme_commands()
-"""What the GPU tests run."""
-ON_ONE_GPU = [name for name, command in RUN.items() if name != "split_test" and not command.startswith("torchrun")]
-ON_TWO_GPUS = "two_gpus"
+TESTED_COMMANDS = COMMANDS | readme_commands()
+"""Name -> a command that the GPU tests run."""
+ONE_GPU_COMMANDS = [
+    name for name, command in TESTED_COMMANDS.items() if name != "split_test" and not command.startswith("torchrun")
+]
+TWO_GPU_COMMAND = "two_gpus"
 SPLITS = ("train", "train_1M")
-"""Two of those that the dataset has on the hub."""
+"""Two of the splits that OpenMathInstruct-2 has on the hub."""
 
 
-def words_for_a_cpu(command: str, model: str, dataset: Path) -> list[str]:
-    """The options with the folders of model and dataset, and with a precision and a length that a CPU has."""
-    words = [word for word in options_of(command) if word != "--use_te"]
+def cpu_options(command: str, model: str, dataset: Path) -> list[str]:
+    """Return a command's options with local folders of model and dataset, in bf16, without TE, at 128 tokens."""
+    options = [word for word in options_of(command) if word != "--use_te"]
     folders = [f"--model_name={model}", f"--dataset_name={dataset}"]
-    return [*words, *folders, "--mixed_precision=bf16", "--fp8_scenario=default", "--max_seq_length=128"]
+    return [*options, *folders, "--mixed_precision=bf16", "--fp8_scenario=default", "--max_seq_length=128"]
 
 
 def write_dataset(folder: Path, num_rows: int | None = None) -> Path:
-    """The embedded problems, which have OpenMathInstruct-2's columns, as a dataset folder of the hub with splits
-    like its.
+    """Write the embedded dataset as a dataset folder of the hub with the splits `SPLITS`.
+
+    Its columns are those of OpenMathInstruct-2.
     """
     parts = sorted((DATASET_DIR / "data").glob("train-*.jsonl"))
     lines = [line for part in parts for line in part.read_text().splitlines()][:num_rows]

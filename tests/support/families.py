@@ -1,4 +1,4 @@
-"""Small models that have each family's awkward features on."""
+"""Small models of each family with the features that are easy to get wrong, such as RoPE scaling and windows."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ FAMILIES = {
         tie_word_embeddings=True,
     ),
 }
-"""3 layers, head_dim 64 unless said."""
+"""Name -> changes to the config of `family_config`, which has 3 layers and, by default, head_dim 64."""
 
 _LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12)
 _SHARED = dict(n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1)
 _MOE = dict(num_experts_per_tok=2, moe_intermediate_size=24)
 _HYBRID = dict(layer_types=["linear_attention", "full_attention"], linear_num_value_heads=2, linear_num_key_heads=2)
-EXPERTS = {
+MOE_FAMILIES = {
     "qwen3_moe": dict(num_experts=4, **_MOE),
     "olmoe": dict(num_experts=4, num_experts_per_tok=2),
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
@@ -74,19 +74,19 @@ EXPERTS = {
     "granitemoe": dict(num_local_experts=4, num_experts_per_tok=2),
     "phimoe": dict(num_local_experts=4, num_experts_per_tok=2),
 }  # fmt: skip
-"""Mixtures of experts, by model type: changes to `tiny_config`."""
-EXPERTS = {kind: dict(model_type=kind, **changes) for kind, changes in EXPERTS.items()}
+MOE_FAMILIES = {kind: dict(model_type=kind, **changes) for kind, changes in MOE_FAMILIES.items()}
+"""Model type of a mixture of experts -> changes to `tiny_config`."""
 
 
 def family_config(name: str, **sizes: int):
-    """The transformers config of an entry of `FAMILIES`, with other `sizes` where they are given."""
+    """Return the transformers config of an entry of `FAMILIES`; `sizes` override its entries."""
     shape = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=3, rms_norm_eps=1e-5)
     heads = dict(num_attention_heads=8, num_key_value_heads=2)
     return tiny_config(**{**shape, **heads, **FAMILIES[name], **sizes})
 
 
 def write_family(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """A small model with weights, whose sizes fp8 takes, laid out as the hub lays it out."""
+    """Write a small model and its tokenizer in the hub's layout; its sizes are multiples that fp8 GEMMs need."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(family_config(family), dtype=dtype).save_pretrained(folder)
     AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)
@@ -94,7 +94,7 @@ def write_family(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16)
 
 
 def te_model(folder: Path, dtype: torch.dtype = torch.float32, device="cpu", **layers: bool) -> Model:
-    """The TE decoder with the weights in `folder`."""
+    """Return the TE decoder with the weights in `folder`."""
     config = AutoConfig.from_pretrained(folder)
     stored = StoredCheckpoint([Path(folder) / "model.safetensors"], config)
     model = Model(te_llama.build_te_model(config, dtype, device, **layers), stored)

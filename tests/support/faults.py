@@ -1,7 +1,7 @@
-"""What a run of several processes must leave behind when one of them is signalled or killed, or meets NaN or infinity
-in one micro-batch or one fp8 scale, on the CPU and on GPUs alike.
+"""Checks of what a multi-process run leaves behind after a fault, for CPU and GPU tests.
 
-The `options` are those of a run that saves checkpoints under `folder`; each function says which ones it adds.
+The fault is a signal to one process, or NaN or infinity in one micro-batch or one fp8 scale. `options` are those of a
+run that saves checkpoints under `folder`; each function adds its own.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from tests.support.processes import exit_code, start_ranks, wait_until
 from tests.support.small import run_json, steps
 
 START_S = 120.0
-"""Until a run has taken its first steps."""
+"""Seconds within which a run has to take its first steps."""
 ENDLESS = "--max_steps=100000"
 
 
-def kill_one_rank_in_a_save(start: Callable[..., Any], folder: Path, within_s: float) -> dict[int, int | None]:
-    """SIGKILL to rank 1 while a checkpoint is being written ends all in time; the checkpoints of before are whole and
-    the run goes on.
+def kill_rank_during_save(start: Callable[..., Any], folder: Path, within_s: float) -> dict[int, int | None]:
+    """Kill rank 1 while a checkpoint is being written, check the run, and return the exit codes by rank.
 
-    Ranks that end by themselves say why; torchrun may end them before they can. Returns the exit codes.
+    Every rank must end within `within_s`, the earlier checkpoints must be complete, and the run must resume. A rank
+    that ends by itself prints why, unless torchrun ends it first.
     """
     checkpoints = folder / "checkpoints"
     with start(ENDLESS, "--save_every=1") as launch:
@@ -42,26 +42,27 @@ def kill_one_rank_in_a_save(start: Callable[..., Any], folder: Path, within_s: f
         victim = launch.pid_of(1)
         assert wait_until(lambda: any(checkpoints.glob(".tmp-step-*")), launch)
         os.kill(victim, signal.SIGKILL)
-        killed = time.monotonic()
+        kill_time_s = time.monotonic()
         codes = launch.end(within_s)
-    assert codes[1] == -signal.SIGKILL and time.monotonic() - killed < within_s, launch.printed()
+    assert codes[1] == -signal.SIGKILL and time.monotonic() - kill_time_s < within_s, launch.printed()
     output = launch.printed()
     assert "another process of this run is gone" in output or codes.get(0) != EXIT_USER_ERROR, output
     manager = CheckpointManager(folder, limit=3)
-    left = sorted(checkpoints.glob("step-*"))
-    assert left and all(manager.find(str(path)).folder == path for path in left)
-    last = int(left[-1].name.removeprefix("step-"))
+    saved = sorted(checkpoints.glob("step-*"))
+    assert saved and all(manager.find(str(path)).folder == path for path in saved)
+    last = int(saved[-1].name.removeprefix("step-"))
     with start(f"--max_steps={last + 2}", "--allow_changed=total_steps", "--resume_from=latest") as launch:
         assert launch.end(START_S) == {}, launch.printed()
-    assert f"resumed from {left[-1]} after step {last}" in launch.printed()
+    assert f"resumed from {saved[-1]} after step {last}" in launch.printed()
     assert [step["step"] for step in steps(folder)] == list(range(1, last + 3))
     assert not any(checkpoints.glob(".tmp-*"))
     return codes
 
 
-def kill_one_rank_and_restart(start: Callable[..., Any], folder: Path, *options: str) -> None:
-    """Rank 1 is killed after the first checkpoint; torchrun, started in `folder`, starts all anew and they resume by
-    themselves, in the folder that they had.
+def kill_rank_and_restart(start: Callable[..., Any], folder: Path, *options: str) -> None:
+    """Kill rank 1 after the first checkpoint and check that the ranks that torchrun restarts resume the run.
+
+    torchrun is started in `folder`. The restarted ranks must continue in the same run folder.
     """
     training = ["--max_steps=60", "--save_every=20", "--log_every=1", "--no_export"]
     with start(folder / "log", *options, *training, launcher=("--max_restarts=1",)) as launch:
@@ -83,10 +84,10 @@ SCALES = ("scaling_fwd", "scaling_bwd")
 
 @contextlib.contextmanager
 def _planted(loop: Timeline, place: str, value: float) -> Iterator[None]:
-    """For one step: `value` in an entry of the embeddings of a micro-batch, of their gradient, or of an fp8 scale."""
+    """Put `value` into one entry of a micro-batch's embeddings, of their gradient, or of an fp8 scale, for one step."""
     if place in SCALES:
         scales = [tensor for name, tensor in loop.precision.state_tensors().items() if name.endswith(f"{place}.scale")]
-        scales[0].data[0] = value  # of the input, or of the gradient of the output
+        scales[0].data[0] = value  # the scale of a layer's input, or of the gradient of its output
         yield
         return
     outputs: list[Tensor] = []
@@ -112,31 +113,31 @@ def _planted(loop: Timeline, place: str, value: float) -> Iterator[None]:
         handle.remove()
 
 
-def plant(place: str, value: float) -> None:
-    """Make this process, if it is `RANK`, plant `value` at `STEP` of the run that it will train."""
+def plant_nonfinite_value(place: str, value: float) -> None:
+    """Patch this process so that `value` appears at step `STEP` of its training if its rank is `RANK`."""
     take_step = Timeline.take_step
 
-    def take_and_plant(loop: Timeline, batches: list[Any], start: Any) -> Any:
+    def take_step_with_value(loop: Timeline, batches: list[Any], start: Any) -> Any:
         if loop.step + 1 != STEP or loop.accelerator.process_index != RANK:
             return take_step(loop, batches, start)
         print(f"rank {RANK} planted {value} at rows {[row for batch in batches for row in batch.row_ids]}", flush=True)
         with _planted(loop, place, value):
             return take_step(loop, batches, start)
 
-    Timeline.take_step = take_and_plant  # type: ignore[method-assign]
+    Timeline.take_step = take_step_with_value  # type: ignore[method-assign]
 
 
-def check_that_the_run_stops(folder: Path, place: str, value: float, *options: str) -> None:
-    """Two ranks end with code 2 and a sentence that names the step and the rows; nothing of the step is saved."""
+def check_run_stops_on_nonfinite_value(folder: Path, place: str, value: float, *options: str) -> None:
+    """Check that both ranks exit with code 2 and an error that names step and rows, and save nothing of that step."""
     log = folder.with_name(f"{folder.name}.log")
     training = [*options, "--max_steps=8", "--save_every=2", "--log_every=4", f"--output_dir={folder}"]
     cut = ["--batch_size=2", f"--gradient_accumulation_steps={MICRO_BATCH}", "--no_merge_micro_batches"]
-    ranks = start_ranks(2, log, *training, *cut, first=functools.partial(plant, place, value))
+    ranks = start_ranks(2, log, *training, *cut, first=functools.partial(plant_nonfinite_value, place, value))
     codes = [exit_code(rank, 120) for rank in ranks]
     output = log.read_text()
     assert codes == [2, 2], output
-    (sentence,) = {line for line in output.splitlines() if line.startswith("error: ")}
+    (error,) = {line for line in output.splitlines() if line.startswith("error: ")}
     rows = output.partition("at rows [")[2].partition("]")[0]
-    assert f"step {STEP}: the loss is " in sentence and f"{rows} (rank {RANK})" in sentence, output
+    assert f"step {STEP}: the loss is " in error and f"{rows} (rank {RANK})" in error, output
     assert sorted(path.name for path in (folder / "checkpoints").glob("step-*")) == ["step-00000002"]
     assert not (folder / "final").exists()

@@ -1,4 +1,4 @@
-"""Models, rows and folders that tests share, and what happens before the first test and before each."""
+"""Fixtures and pytest hooks that all tests share."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import torch
 from tests.support.families import write_family
 from tests.support.processes import fork_server
 from tests.support.reference import NUM_ROWS
-from tests.support.small import forget_accelerator, write_model, write_rows
+from tests.support.small import reset_accelerator, write_model, write_rows
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what this machine has no GPUs for."""
+    """Skip tests that need more GPUs than this machine has."""
     num_gpus = torch.cuda.device_count()
     for item in items:
         for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """All is imported: what is there stays out of the garbage collector's sight."""
+    """Exclude every object that the imports made from garbage collection, then enable it."""
     gc.freeze()
     gc.enable()
     if any(item.get_closest_marker("slow") for item in session.items):
@@ -37,41 +37,42 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(autouse=True)
-def own_accelerator() -> None:
-    """A test is a program of its own to Accelerate, and leaves what is there out of the garbage collector's sight:
-    every training ends with `gc.collect()`, which would take longer than the training.
+def fresh_process_state() -> None:
+    """Reset Accelerate, so that each test may choose its own settings, and exclude existing objects from collection.
+
+    Every training ends with `gc.collect()`, which would otherwise take longer than the training.
     """
-    forget_accelerator()
+    reset_accelerator()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a tiny model with weights."""
+    """Return the folder of a tiny Llama with weights."""
     return write_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="session")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A jsonl file of 64 short problems."""
+    """Return the path of a jsonl file with 64 short problems."""
     return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", 64)
 
 
 @pytest.fixture(scope="session")
 def sixteen_rows(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A jsonl file of the problems that `tests.support.reference` trains on."""
+    """Return the path of a jsonl file with the problems that `tests.support.reference` trains on."""
     return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", NUM_ROWS)
 
 
 @pytest.fixture(scope="session")
 def tied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a tiny model with weights, whose output head is its embedding."""
+    """Return the folder of a tiny model with weights, whose lm_head is tied to the embedding."""
     return write_model(tmp_path_factory.mktemp("models") / "tied", tie_word_embeddings=True)
 
 
 @pytest.fixture(scope="session")
 def gemma_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a tiny Gemma 3 with weights, a layer of either type."""
+    """Return the folder of a tiny Gemma 3 with weights, one layer with a sliding window and one without."""
     entries = dict(head_dim=16, query_pre_attn_scalar=24, sliding_window=24, sliding_window_pattern=2)
     rope = dict(rope_type="linear", factor=4.0)
     folder = tmp_path_factory.mktemp("models") / "gemma3"
@@ -80,7 +81,7 @@ def gemma_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a small Llama with weights and the embedded tokenizer, whose sizes fp8 takes."""
+    """Return the folder of a small Llama with weights and tokenizer; its sizes are multiples that fp8 GEMMs need."""
     return write_family(tmp_path_factory.mktemp("models") / "llama3", "llama3_rope_gqa")
 
 
@@ -91,10 +92,10 @@ def device() -> torch.device:
 
 @pytest.fixture
 def call_main(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Call the main function of a program's module with these words."""
+    """Return a function that calls the main function of a program's module with command-line arguments."""
 
-    def call(program: ModuleType, *words: object) -> int:
-        monkeypatch.setattr(sys, "argv", [program.__name__, *map(str, words)])
+    def call(program: ModuleType, *arguments: object) -> int:
+        monkeypatch.setattr(sys, "argv", [program.__name__, *map(str, arguments)])
         return program.main()
 
     return call
@@ -102,7 +103,7 @@ def call_main(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of four megabytes."""
+    """Return the mount point of a file system of 4 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if shutil.which("mount") is None:

@@ -1,4 +1,4 @@
-"""Model folders in fp8, written by a few lines of their own, each beside its twin that holds the products in fp32."""
+"""Model folders with fp8 weights, written without the package's code, each with an fp32 copy of the same values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BLOCKS = {"block": (128, 128), "uneven block": (20, 12), "compressed block": (1
 
 
 def quantization_config(kind: str) -> dict[str, Any]:
-    """What config.json says of such weights."""
+    """Return the `quantization_config` entry of config.json for weights of this kind."""
     block = list(_BLOCKS.get(kind, ()))
     if kind in ("block", "uneven block"):
         return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": block}
@@ -35,8 +35,8 @@ def quantization_config(kind: str) -> dict[str, Any]:
     }
 
 
-def quantised(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 values and scale of a matrix; the factor keeps scales from being powers of two."""
+def quantise(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return e4m3 values and scale of a matrix. The factor 1.1 avoids scales that are powers of two."""
     rows, columns = {"channel": (1, weight.shape[1]), "tensor": weight.shape}.get(kind) or _BLOCKS[kind]
     scale = torch.stack(
         [
@@ -44,34 +44,34 @@ def quantised(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tens
             for band in weight.split(rows, 0)
         ]
     )
-    values = (weight.double() / spread(scale, weight.shape, (rows, columns))).to(torch.float8_e4m3fn)
+    values = (weight.double() / expanded_scale(scale, weight.shape, (rows, columns))).to(torch.float8_e4m3fn)
     return values, scale.reshape(1) if kind == "tensor" else scale
 
 
-def spread(scale: torch.Tensor, shape: torch.Size, block: tuple[int, ...]) -> torch.Tensor:
-    """A scale for every value, in fp64."""
-    wide = scale.double().reshape(-(-shape[0] // block[0]), -1)
-    return wide.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
+def expanded_scale(scale: torch.Tensor, shape: torch.Size, block: tuple[int, ...]) -> torch.Tensor:
+    """Return the scale of every value of a matrix of this shape, in fp64."""
+    row_blocks = scale.double().reshape(-(-shape[0] // block[0]), -1)
+    return row_blocks.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
 
 
 def write_fp8_model(folder: Path, kind: str, max_shard_size: str = "1GB", **changes: Any) -> tuple[str, str]:
-    """The fp8 folder and its twin of plain fp32 weights, both below `folder`."""
+    """Write a model in fp8 and its fp32 copy below `folder`; returns the paths (fp8, fp32)."""
     plain, fp8 = folder / "plain", folder / "fp8"
     for path in (plain, fp8):
         write_model(path, max_shard_size=max_shard_size, **changes)
     suffix = "_scale_inv" if kind in ("block", "uneven block") else "_scale"
     weight_map = {}
     for file in sorted(fp8.glob("*.safetensors")):
-        stored, products = load_file(file), load_file(plain / file.name)
+        stored, dequantised = load_file(file), load_file(plain / file.name)
         for name in [name for name in stored if name.endswith("_proj.weight")]:
-            values, scale = quantised(stored[name], kind)
+            values, scale = quantise(stored[name], kind)
             if kind == "channel":
                 scale = scale.to(torch.bfloat16)  # compressed-tensors writes scales in the model's dtype
             block = _BLOCKS.get(kind) or ((1, values.shape[1]) if kind == "channel" else values.shape)
-            products[name] = (values.double() * spread(scale, values.shape, block)).float()
+            dequantised[name] = (values.double() * expanded_scale(scale, values.shape, block)).float()
             stored[name], stored[name + suffix] = values, scale.contiguous()
         save_file(stored, file, metadata={"format": "pt"})
-        save_file(products, plain / file.name, metadata={"format": "pt"})
+        save_file(dequantised, plain / file.name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(stored, file.name)
     if (index := fp8 / "model.safetensors.index.json").exists():
         index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
@@ -80,6 +80,6 @@ def write_fp8_model(folder: Path, kind: str, max_shard_size: str = "1GB", **chan
 
 
 def set_quantization(folder: str | Path, entries: Any, **changes: Any) -> None:
-    """Put `entries` and `changes` into a folder's config.json."""
+    """Write `entries` as the `quantization_config` of a folder's config.json, and `changes` as further entries."""
     path = Path(folder) / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": entries, **changes}))

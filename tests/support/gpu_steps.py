@@ -1,4 +1,4 @@
-"""A small random model in each precision on a GPU, and steps of it."""
+"""Build a small random model in a precision on a GPU and run steps of it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fp8(**options) -> PrecisionConfig:
 def build(
     options: PrecisionConfig, device, use_te: bool = True, family: str = "llama3_rope_gqa", lora: LoraConfig = NO_LORA
 ):
-    """Training model, precision and coverage of a small random model, with adapters whose B are not zero."""
+    """Return training model, precision and coverage of a small random model; LoRA's B are nonzero."""
     plan = precision_on(options, device)
     precision = Precision(plan, options, device, torch.bfloat16)
     config = family_config(family)
@@ -43,15 +43,15 @@ def build(
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     if lora.lora_rank:
-        add_drawn_adapters_(model, lora, torch.bfloat16)
+        add_random_adapters_(model, lora, torch.bfloat16)
     reasons = precision.attach(model, decoder_layers(model), converts=not use_te)
     gemms = gemms_per_weight(Model(model))
     coverage = measure_coverage(model, precision.fp8_modules, plan.compute_name, reasons, gemms)
     return TrainingModel(model, sequences_of(S), torch.bfloat16), precision, coverage
 
 
-def add_drawn_adapters_(model, lora: LoraConfig, dtype: torch.dtype) -> None:
-    """Freeze `model` and add adapters, the same for both decoders, whose B are not zero."""
+def add_random_adapters_(model, lora: LoraConfig, dtype: torch.dtype) -> None:
+    """Freeze `model` and add adapters with nonzero B; Hugging Face's and the TE decoder get the same values."""
     add_adapters(Model(model), lora, dtype)
     initialize_adapters_(model, 0)
     with torch.no_grad():
@@ -60,7 +60,7 @@ def add_drawn_adapters_(model, lora: LoraConfig, dtype: torch.dtype) -> None:
 
 
 def step(model, precision, batch, num_micro_batches: int = 1) -> torch.Tensor:
-    """Forward and backward; returns the last loss."""
+    """Run forward and backward on every micro-batch; returns the last loss."""
     for number in range(num_micro_batches):
         with precision.context(first_microbatch=number == 0 if num_micro_batches > 1 else None):
             loss = model(batch)[0] / batch.num_supervised_tokens
@@ -71,8 +71,8 @@ def step(model, precision, batch, num_micro_batches: int = 1) -> torch.Tensor:
 MICRO_BATCHES = 2
 
 
-def recorded_step(model, precision, device):
-    """The kernels of the third step."""
+def third_step_kernels(model, precision, device):
+    """Return the kernel times of the third step."""
     batch = packed_batch(device)
     for _ in range(2):
         step(model, precision, batch, MICRO_BATCHES)

@@ -1,4 +1,4 @@
-"""train_fp8.py as a user runs it, on a GPU: its options and the process."""
+"""Run train_fp8.py on a GPU as a user does, in a process of its own, and read what it writes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def train(
 
 
 def train_patched(patch: str, *options: str) -> subprocess.CompletedProcess:
-    """The work of train_fp8.py after the statements `patch`, which break something; the process with its output."""
+    """Run train_fp8.py after the statements `patch`, which inject a fault; returns the finished process."""
     program = f"""
 import sys
 {patch}
@@ -37,29 +37,29 @@ run_script(lambda: run_training(parse_config(sys.argv[1:])))
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
-def common(model_folder: Path, folder: Path, *more: str) -> list[str]:
-    """The options of a short run with Transformer Engine's layers."""
-    words = f"--model_name={model_folder} --output_dir={folder} --use_te --max_seq_length=256 --batch_size=8"
-    words += (
+def training_options(model_folder: Path, folder: Path, *more: str) -> list[str]:
+    """Return the options of a short run with Transformer Engine's layers, followed by `more`."""
+    options = f"--model_name={model_folder} --output_dir={folder} --use_te --max_seq_length=256 --batch_size=8"
+    options += (
         " --learning_rate=1e-3 --gradient_accumulation_steps=2 --no_merge_micro_batches --log_every=1 --eval_batches=2"
     )
-    return [*words.split(), *more]
+    return [*options.split(), *more]
 
 
-def trained(model_folder: Path, folder: Path, *more: str, environment: dict[str, str] | None = None) -> str:
-    """What a run with these options besides the `common` ones prints; it has to end well."""
-    done = train(*common(model_folder, folder, *more), environment=environment)
-    assert done.returncode == 0, done.stderr
-    return str(done.stdout)
+def printed_output(model_folder: Path, folder: Path, *more: str, environment: dict[str, str] | None = None) -> str:
+    """Train with `training_options` and `more`, check that it succeeds, and return what it prints."""
+    process = train(*training_options(model_folder, folder, *more), environment=environment)
+    assert process.returncode == 0, process.stderr
+    return str(process.stdout)
 
 
-def figures(folder: Path, name: str) -> list[float]:
-    """The metric `name` of the steps or evaluations that have it."""
+def metric_values(folder: Path, name: str) -> list[float]:
+    """Return the values of a metric, in order, from the lines of metrics.jsonl that have it."""
     return [record[name] for record in records(folder) if name in record]
 
 
 def losses(folder: Path) -> list[float]:
-    return figures(folder, "loss")
+    return metric_values(folder, "loss")
 
 
 def certificate_of(folder: Path) -> dict:

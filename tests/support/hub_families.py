@@ -1,4 +1,4 @@
-"""Tiny models of the families that people bring, laid out as the hub lays them out, and what becomes of each here.
+"""Tiny models of the supported families in the hub's layout, and a check of which features work with each.
 
 `python -m tests.support.hub_families` prints the table of docs/precision.md.
 """
@@ -68,7 +68,7 @@ def _rope(*sections: int) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}}
 
 
-def _seeing(text: dict[str, Any], **vision: Any) -> dict[str, Any]:
+def _multimodal(text: dict[str, Any], **vision: Any) -> dict[str, Any]:
     return {"text_config": _TEXT | text, "vision_config": _VISION | vision}
 
 
@@ -109,9 +109,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Phi-3.5-MoE": ("phimoe", _EXPERTS),
     "Qwen3-Next": ("qwen3_next", _EXPERTS | _LINEAR),
     "Qwen3.5, text": ("qwen3_5_text", _LINEAR),
-    "Qwen3.5": ("qwen3_5", _seeing(_LINEAR)),
+    "Qwen3.5": ("qwen3_5", _multimodal(_LINEAR)),
     "Qwen4-Exp, text": ("qwen4_exp_text", _EXPERTS | _LINEAR | _QWEN4),
-    "Qwen3.5-MoE": ("qwen3_5_moe", _seeing(_EXPERTS | _LINEAR)),
+    "Qwen3.5-MoE": ("qwen3_5_moe", _multimodal(_EXPERTS | _LINEAR)),
     "LFM2": ("lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
     "LFM2-MoE": ("lfm2_moe", _EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
     "Granite 4 hybrid": (
@@ -125,29 +125,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16}
         | {"n_groups": 1, "chunk_size": 16},
     ),
-    "Gemma 3": ("gemma3", _seeing(_WINDOWS) | {"mm_tokens_per_image": 4}),
+    "Gemma 3": ("gemma3", _multimodal(_WINDOWS) | {"mm_tokens_per_image": 4}),
     "Gemma 3n, text": ("gemma3n_text", _WINDOWS | _GEMMA3N),
     "Gemma 4, text": ("gemma4_text", _GEMMA4),
-    "Gemma 4": ("gemma4", _seeing(_GEMMA4) | {"audio_config": None}),
-    "Mistral 3": ("mistral3", _seeing({"model_type": "mistral"}, model_type="pixtral", head_dim=16)),
-    "Kimi K2.5": ("kimi_k25", _seeing({"model_type": "deepseek_v3"} | _EXPERTS | _MLA, **_KIMI_VISION)),
-    "Llama 4": ("llama4", _seeing(_EXPERTS | _LLAMA4, **_LLAMA4_VISION)),
-    "Qwen2.5-VL": ("qwen2_5_vl", _seeing(_rope(4, 2, 2), fullatt_block_indexes=[0], window_size=16)),
-    "Qwen3-VL": ("qwen3_vl", _seeing(_rope(4, 2, 2), deepstack_visual_indexes=[0])),
-    "Qwen3-VL-MoE": ("qwen3_vl_moe", _seeing(_EXPERTS | _rope(4, 2, 2), deepstack_visual_indexes=[0])),
+    "Gemma 4": ("gemma4", _multimodal(_GEMMA4) | {"audio_config": None}),
+    "Mistral 3": ("mistral3", _multimodal({"model_type": "mistral"}, model_type="pixtral", head_dim=16)),
+    "Kimi K2.5": ("kimi_k25", _multimodal({"model_type": "deepseek_v3"} | _EXPERTS | _MLA, **_KIMI_VISION)),
+    "Llama 4": ("llama4", _multimodal(_EXPERTS | _LLAMA4, **_LLAMA4_VISION)),
+    "Qwen2.5-VL": ("qwen2_5_vl", _multimodal(_rope(4, 2, 2), fullatt_block_indexes=[0], window_size=16)),
+    "Qwen3-VL": ("qwen3_vl", _multimodal(_rope(4, 2, 2), deepstack_visual_indexes=[0])),
+    "Qwen3-VL-MoE": ("qwen3_vl_moe", _multimodal(_EXPERTS | _rope(4, 2, 2), deepstack_visual_indexes=[0])),
 }
-"""Name -> model_type and what its config has beside the sizes of `_TEXT`."""
+"""Name -> model_type and the config entries that it adds to `_TEXT`."""
 
 
 def hub_config(name: str, **changes: Any) -> PretrainedConfig:
-    """The config of a family of `FAMILIES`."""
+    """Return the config of a family of `FAMILIES`, with `changes`."""
     model_type, entries = FAMILIES[name]
     entries = copy.deepcopy(entries if "text_config" in entries else _TEXT | entries)
     return AutoConfig.for_model(model_type, **entries | changes)
 
 
 def write_hub_model(folder: Path, name: str) -> Path:
-    """A folder as on the hub: the whole checkpoint in the family's own layout, tokenizer and processor's settings."""
+    """Write a model folder as on the hub: full checkpoint, tokenizer and, if multimodal, the processor's settings."""
     torch.manual_seed(0)
     hf_config = hub_config(name)
     model = auto_class(hf_config).from_config(hf_config)
@@ -166,8 +166,8 @@ _KERNELS = "with causal-conv1d and flash-linear-attention, or mamba-ssm"
 
 
 @dataclass(frozen=True)
-class Row:
-    """What the table says of a family."""
+class SupportRow:
+    """One family's row in the table; each field is the text of a cell."""
 
     family: str
     te: str
@@ -177,8 +177,8 @@ class Row:
     sharded: str
 
 
-def examine(name: str, folder: Path) -> Row:
-    """Train a family for `NUM_STEPS` steps and hold it, its export and its adapter against plain transformers."""
+def check_family(name: str, folder: Path) -> SupportRow:
+    """Train a family for `NUM_STEPS` steps and compare losses, export and adapter with plain transformers."""
     source = write_hub_model(folder / "source", name)
     options = ModelConfig(model_name=str(source))
     hf_config = load_config(resolve_source(options))
@@ -194,23 +194,23 @@ def examine(name: str, folder: Path) -> Row:
     batch = collate([rows] if packing == "yes" else [[document] for document in rows])
     built = built_model(options.model_name)
     model, training_model = built.module, TrainingModel(built.module, sequences_of(ROW), torch.float32, form).eval()
-    whole = _whole(source)
+    full_model = _full_model(source)
     losses = _train(model, lambda: training_model(batch)[0] / batch.num_supervised_tokens)
-    expected = _train(whole, lambda: _loss(whole))
+    expected = _train(full_model, lambda: _loss(full_model))
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
 
     tokenizer = AutoTokenizer.from_pretrained(source)
     export_hf(built, tokenizer, folder / "final", dtype=torch.float32, card=CARD)
-    torch.testing.assert_close(_loss(_whole(folder / "final")), _loss(whole), rtol=1e-5, atol=0)
+    torch.testing.assert_close(_loss(_full_model(folder / "final")), _loss(full_model), rtol=1e-5, atol=0)
     before, after = stored_weights(source), stored_weights(folder / "final")
     assert before.keys() == after.keys(), "an export has the source's names"
     if is_multimodal(hf_config):
         towers = [key for key, tensor in before.items() if torch.equal(tensor, after[key])]
         assert len(towers) >= len([key for key in before if "vision" in key or "visual" in key]) > 0
-    linears, experts = _linears(model), any("grouped" in one.reason for one in routed_modules(model).values())
+    linears, experts = _linears(model), any("grouped" in module.reason for module in routed_modules(model).values())
     assert linears.keys() & linears_left(model, 1).keys() <= read_by_kernels(model).keys()
     assert built.layout  # raises where ranks could not load their shards
-    return Row(
+    return SupportRow(
         family=name,
         te="yes" if hf_config.model_type in te_llama.FAMILIES else "no",
         fp8=_all_but(*(["out_proj"] if read_by_kernels(model) else []), *(["routed experts"] if experts else [])),
@@ -221,7 +221,7 @@ def examine(name: str, folder: Path) -> Row:
 
 
 def _check_adapter(options: ModelConfig, folder: Path) -> str:
-    """Adapters on all linear layers, exported, read by PEFT beside the source: the same loss."""
+    """Check that an exported adapter has the same loss in PEFT and merged; returns the cell for LoRA."""
     built, lora = built_model(options.model_name), LoraConfig(lora_rank=4)
     model = built.module
     note = add_adapters(built, lora, torch.float32)
@@ -231,27 +231,27 @@ def _check_adapter(options: ModelConfig, folder: Path) -> str:
     tokenizer = AutoTokenizer.from_pretrained(folder / "source")
     export_adapter(built, tokenizer, folder / "adapter", options=lora, base_model=str(folder / "source"), card=CARD)
     batch = Layout(len(LENGTHS), ROW, 2, packed=False)([[document] for document in documents()])
-    adapted = TrainingModel(model, sequences_of(ROW), torch.float32).eval()(batch)[0] / batch.num_supervised_tokens
+    adapted_loss = TrainingModel(model, sequences_of(ROW), torch.float32).eval()(batch)[0] / batch.num_supervised_tokens
     with torch.no_grad():
-        read = _loss(PeftModel.from_pretrained(_whole(folder / "source"), str(folder / "adapter")))
+        peft_loss = _loss(PeftModel.from_pretrained(_full_model(folder / "source"), str(folder / "adapter")))
         with mock.patch("sys.argv", ["", f"--adapter={folder / 'adapter'}", f"--output={folder / 'merged'}"]):
             importlib.import_module("scripts.merge_adapter").main()
-        merged = _loss(_whole(folder / "merged"))
-    torch.testing.assert_close((adapted.detach(), merged), (read, read), rtol=1e-5, atol=0)
+        merged_loss = _loss(_full_model(folder / "merged"))
+    torch.testing.assert_close((adapted_loss.detach(), merged_loss), (peft_loss, peft_loss), rtol=1e-5, atol=0)
     return _all_but(*(["out_proj"] if "Mamba" in note else []), *(["routed experts"] if "experts" in note else []))
 
 
-def _all_but(*left: str) -> str:
-    return f"all but {' and '.join(left)}" if left else "all"
+def _all_but(*excluded: str) -> str:
+    return f"all but {' and '.join(excluded)}" if excluded else "all"
 
 
 def documents() -> list[Document]:
-    """Two, all of whose tokens are supervised."""
+    """Return two documents in which every token is supervised."""
     return sum(random_rows([[length] for length in LENGTHS], 1024, seed=3), [])
 
 
-def _whole(folder: Path) -> PreTrainedModel:
-    """The whole checkpoint by plain transformers; in evaluation mode, since Gemma 3 wants images in the other."""
+def _full_model(folder: Path) -> PreTrainedModel:
+    """Load the full checkpoint with plain transformers, in evaluation mode: in training mode Gemma 3 needs images."""
     model, info = auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )
@@ -260,12 +260,12 @@ def _whole(folder: Path) -> PreTrainedModel:
 
 
 def _loss(model: nn.Module) -> Tensor:
-    rows = [(torch.from_numpy(one.input_ids), torch.from_numpy(one.supervised)) for one in documents()]
+    rows = [(torch.from_numpy(each.input_ids), torch.from_numpy(each.supervised)) for each in documents()]
     return mean_loss(model, rows)
 
 
 def _train(model: nn.Module, loss_of: Any) -> Tensor:
-    """The losses of `NUM_STEPS` steps of AdamW."""
+    """Return the losses of `NUM_STEPS` steps of AdamW."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0), []
     for _ in range(NUM_STEPS):
         loss = loss_of()
@@ -277,7 +277,7 @@ def _train(model: nn.Module, loss_of: Any) -> Tensor:
 
 
 def _linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """The linear layers but lm_head, router and what subclasses make of one."""
+    """Return the linear layers by name, except lm_head, routers and instances of subclasses of nn.Linear."""
     routed, head = routed_modules(model), model.get_output_embeddings()
     return {
         name: module
@@ -286,11 +286,11 @@ def _linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     }
 
 
-def table(rows: list[Row]) -> str:
-    """The rows as Markdown, families with the same cells in one."""
+def markdown_table(rows: list[SupportRow]) -> str:
+    """Return the rows as a Markdown table; families with equal cells share a row."""
     families = dict[tuple[str, ...], list[str]]()
     for row in rows:
-        family, *cells = (getattr(row, f.name) for f in fields(Row))
+        family, *cells = (getattr(row, f.name) for f in fields(SupportRow))
         families.setdefault(tuple(cells), []).append(family)
     titles = ["family", "TE", "fp8 by module swap", "packing", "LoRA", "sharded"]
     lines = [titles, ["---"] * len(titles), *(["; ".join(names), *cells] for cells, names in families.items())]
@@ -302,5 +302,5 @@ if __name__ == "__main__":
     rows = []
     for family in FAMILIES:
         with tempfile.TemporaryDirectory() as place:
-            rows.append(examine(family, Path(place)))
-    print(table(rows))
+            rows.append(check_family(family, Path(place)))
+    print(markdown_table(rows))

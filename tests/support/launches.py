@@ -1,6 +1,4 @@
-"""One run of several processes, as torchrun starts it or forked by the test: who they are, what they print, how they
-end.
-"""
+"""Start a run of several processes with torchrun or by forking, and read its output, process ids and exit codes."""
 
 from __future__ import annotations
 
@@ -14,46 +12,55 @@ from typing import Any
 
 import psutil
 
-from tests.support.processes import CONTEXT, DEADLINE_S, begin, exit_code, free_port, start_ranks, train_as_a_rank
+from tests.support.processes import (
+    CONTEXT,
+    DEADLINE_S,
+    begin_process,
+    exit_code,
+    free_port,
+    start_ranks,
+    train_as_a_rank,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "train_multi_gpu.py")
 _FAILURE = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)")
-"""What torchrun's report says of a process."""
+"""Rank and exit code in torchrun's report of a failed process."""
 
 
 def torchrun(*options: str) -> list[str]:
-    """The launcher for two processes, with a port of its own."""
+    """Return the torchrun command for two processes on a free port."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
     return [*command, *options]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's, for a launcher that is started in any folder."""
+    """Return this process's environment with the repository on PYTHONPATH, so that a launcher can start anywhere."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **more}
 
 
 class Launch:
-    """What tests of faults ask of a run that was started. Used as a context: at its end nothing of the run is left."""
+    """A started run. As a context manager it ends all processes of the run on exit."""
 
     def __init__(self, log: Path) -> None:
-        self._log, self._before = log, len(log.read_text()) if log.exists() else 0
+        self._log, self._start = log, len(log.read_text()) if log.exists() else 0
 
     def __enter__(self):
         return self
 
     def printed(self) -> str:
-        """All that was printed until now, in any order."""
-        return self._log.read_text()[self._before :]
+        """Return what the processes have printed so far; their lines may be interleaved."""
+        return self._log.read_text()[self._start :]
 
 
 class Torchrun(Launch):
-    """train_multi_gpu.py with these options in two processes under torchrun; what they print is appended to `log`.
+    """A run of train_multi_gpu.py in two processes under torchrun, whose output is appended to `log`.
 
     Args:
+        options: options of train_multi_gpu.py.
         launcher: options of torchrun.
-        cwd: where it is started.
+        cwd: the folder in which torchrun is started.
         more: environment variables.
     """
 
@@ -76,14 +83,15 @@ class Torchrun(Launch):
         return self._process.poll() is None
 
     def pid_of(self, rank: int) -> int:
-        """The process of a rank, of the latest start."""
+        """Return the process id of a rank; after a restart, of the new process."""
         children = psutil.Process(self._process.pid).children()
         (child,) = [child for child in children if child.environ().get("RANK") == str(rank)]
         return child.pid
 
     def end(self, deadline_s: float = DEADLINE_S) -> dict[int, int | None]:
-        """Wait for the end; rank -> exit code (negative for a signal) of those that torchrun says have failed, which
-        leaves out those that it ended itself.
+        """Wait for the end; returns the exit codes of failed ranks, negative for a signal.
+
+        Ranks that torchrun ended itself are not among them.
         """
         code = self._process.wait(deadline_s)
         return _failed_ranks(self.printed(), code)
@@ -95,19 +103,19 @@ def _failed_ranks(printed: str, code: int | None) -> dict[int, int | None]:
     return failed
 
 
-def _agent(words: list[str], options: list[str], log: str, inherited: dict[str, str]) -> None:
-    """torchrun's agent with ranks that are forked from it, which saves their imports."""
+def _agent(launcher: list[str], options: list[str], log: str, inherited: dict[str, str]) -> None:
+    """Run torchrun's agent with forked ranks, which need not import the packages again."""
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
-    begin(log, inherited)
-    config, _, _ = config_from_args(parse_args([*words, SCRIPT]))
+    begin_process(log, inherited)
+    config, _, _ = config_from_args(parse_args([*launcher, SCRIPT]))
     config.start_method = "fork"
     elastic_launch(config, train_as_a_rank)(options)
 
 
-def complete(runs: dict[Path, list[str]], deadline_s: float, **more: str) -> None:
-    """Train with these options into these folders under torchrun, all at once; each run must end well."""
+def train_under_torchrun(runs: dict[Path, list[str]], deadline_s: float, **more: str) -> None:
+    """Train one run per folder with its options under torchrun, all at once, and check that each succeeds."""
     with contextlib.ExitStack() as stack:
         launches = []
         for folder, options in runs.items():
@@ -118,13 +126,13 @@ def complete(runs: dict[Path, list[str]], deadline_s: float, **more: str) -> Non
 
 
 class ForkedTorchrun(Launch):
-    """train_multi_gpu.py under torchrun's own agent with two forked ranks, for a machine without a GPU."""
+    """A run of train_multi_gpu.py under torchrun's agent with two forked ranks, for a machine without a GPU."""
 
     def __init__(self, log: Path, *options: object, launcher: tuple[str, ...] = ()) -> None:
         super().__init__(log)
         log.touch()
-        words = ["--nproc_per_node=2", f"--master_port={free_port()}", *launcher]
-        args = (words, list(map(str, options)), str(log), dict(os.environ))
+        agent_options = ["--nproc_per_node=2", f"--master_port={free_port()}", *launcher]
+        args = (agent_options, list(map(str, options)), str(log), dict(os.environ))
         self._agent: Any = CONTEXT.Process(target=_agent, args=args)
         self._agent.start()
 
@@ -135,18 +143,18 @@ class ForkedTorchrun(Launch):
         return self._agent.is_alive()
 
     def pid_of(self, rank: int) -> int:
-        """The process of a rank, of the latest start."""
+        """Return the process id of a rank; after a restart, of the new process."""
         children = sorted(psutil.Process(self._agent.pid).children(), key=psutil.Process.create_time)
         return children[rank - 2].pid
 
     def end(self, deadline_s: float = DEADLINE_S) -> dict[int, int | None]:
-        """Wait for the end; rank -> exit code of those that torchrun says have failed."""
+        """Wait for the end; returns the exit codes of the ranks that torchrun reports as failed."""
         code = exit_code(self._agent, deadline_s)
         return _failed_ranks(self.printed(), code)
 
 
-class Forked(Launch):
-    """The same work in so many processes without a launcher, quick to start on a machine without a GPU."""
+class ForkedRanks(Launch):
+    """A run of train_multi_gpu.py in forked processes without torchrun, for a machine without a GPU."""
 
     def __init__(self, num_ranks: int, log: Path, *options: object) -> None:
         super().__init__(log)
@@ -163,6 +171,6 @@ class Forked(Launch):
         return self._ranks[rank].pid
 
     def end(self, deadline_s: float = DEADLINE_S) -> dict[int, int | None]:
-        """Wait for the end; rank -> exit code of those that failed; None is a process that goes on."""
+        """Wait for the end; returns the exit codes of failed ranks, None for a rank that is still running."""
         codes = {number: exit_code(rank, deadline_s) for number, rank in enumerate(self._ranks)}
         return {number: code for number, code in codes.items() if code != 0}

@@ -1,6 +1,4 @@
-"""Run records and run folders with figures of our choosing, for the branches of the comparison that a CPU cannot
-train its way to.
-"""
+"""Run records and run folders with invented metrics, for cases of the comparison that no training on a CPU reaches."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ PROVENANCE = {
 
 
 def precision_of(variant: str, effective: str | None = None) -> dict[str, Any]:
-    """The precision section of a run of `variant`, which fell back where `effective` is another scenario."""
+    """Return run.json's precision section for `variant`; an `effective` scenario that differs is a fallback."""
     shared = {"optimizer": "adamw_master", "parameter_dtype": "torch.bfloat16", "fallback_reason": None}
     if variant in ("bf16", "no"):
         return {**shared, "requested": variant, "effective": variant}
@@ -43,14 +41,15 @@ def precision_of(variant: str, effective: str | None = None) -> dict[str, Any]:
 def made_up_run(
     variant: str = "bf16", seed: int = 1, rate: float = 100_000.0, loss: float = 1.0, **changes: Any
 ) -> RunRecord:
-    """A run of 60 steps and four evaluations at about `rate` tokens/s that ends at the eval loss `loss`;
-    `changes` are fields of it, or sections of its run.json.
+    """Return a run of 60 steps and four evaluations at about `rate` tokens/s, whose last eval loss is `loss`.
+
+    `changes` replace fields of the record or sections of its run.json.
     """
     noise = random.Random(f"{variant} {seed}")
     steps, evaluations = [], []
     for step in range(1, NUM_STEPS + 1):
-        figure = rate * noise.uniform(0.98, 1.02) if step > 10 else rate / 4
-        times = {"step_time_s": 8192 / figure, "tokens_per_s": figure, "peak_memory_gib": 37.0}
+        tokens_per_s = rate * noise.uniform(0.98, 1.02) if step > 10 else rate / 4
+        times = {"step_time_s": 8192 / tokens_per_s, "tokens_per_s": tokens_per_s, "peak_memory_gib": 37.0}
         steps.append({"step": step, "loss": loss + 3.0 / step, "tokens_seen": 8000 * step + seed, **times})
         if step % 15 == 0:
             evaluation = {"eval_loss": loss + (NUM_STEPS - step) / 100, "eval_num_supervised_tokens": 987}
@@ -82,7 +81,7 @@ def made_up_run(
 
 
 def write_run_folder(folder: Path, run: RunRecord) -> Path:
-    """`run` as its training and an evaluation of its export would have left it."""
+    """Write the files that a training and an evaluation of its export would leave for `run`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps(run.stored))
     summary = {"steps": len(run.steps), "certificate": run.summary["certificate"], "throughput": run.summary}

@@ -1,4 +1,4 @@
-"""Trainings on one or more GPUs whose steps are compared."""
+"""Short trainings on one or more GPUs, for tests that compare their steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.small import steps, summary_json
 NUM_STEPS = 6
 MICRO_BATCHES = 2
 ROWS = {1: 8, 2: 4, 4: 2}
-"""Rows of a micro-batch by number of GPUs."""
+"""Number of GPUs -> rows of a micro-batch on each, so that the global batch is the same."""
 PRECISIONS = {
     "bf16": ["--mixed_precision", "bf16"],
     "delayed": ["--mixed_precision", "fp8"],
@@ -26,8 +26,9 @@ PRECISIONS = {
 def train(
     num_gpus: int, folder: Path, model: Path | str, *options: str, first: Callable[[], None] | None = None
 ) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
-    """Train on so many GPUs, each process after calling `first`; the records of its steps, its summary and what it
-    printed.
+    """Train on `num_gpus` GPUs; returns the records of the steps, the summary and the printed output.
+
+    Each process calls `first` before it trains.
     """
     printed = run_ranks(
         num_gpus,

@@ -1,8 +1,8 @@
-"""Training in processes of their own, which can be signalled and killed.
+"""Start trainings in processes of their own, which tests can signal and kill.
 
-Where there is no GPU they are forked from multiprocessing's server, which has imported the packages once. (Importing
-them initialises CUDA, which a forked process cannot use.) What runs in them is what train_fp8.py runs, down to the exit
-code.
+They run the code of train_fp8.py and exit with its codes. Without a GPU they are forked from multiprocessing's server,
+which has imported the packages once. With a GPU they are spawned: the imports initialise CUDA, which does not survive
+a fork.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ DEADLINE_S = 60.0
 
 
 def fork_server() -> None:
-    """Let multiprocessing's server be a fork of this process, which has imported most and has not trained yet: one that
-    starts anew imports all again, in each of xdist's workers. Read in CPython 3.10 to 3.13.
+    """Fork multiprocessing's server from this process, which has not trained yet and has most packages imported.
 
-    With several threads it does start anew: after a fork, OpenMP would wait for those that this process had.
+    A server that starts normally would import them again in each of xdist's workers. With several threads it does start
+    normally, because OpenMP would wait for threads that a fork loses. Written against CPython 3.10 to 3.13.
     """
     if CONTEXT.get_start_method() != "forkserver":
         return
@@ -61,39 +61,39 @@ def fork_server() -> None:
             code = 1
             try:
                 _serve(*fds)
-            except SystemExit:  # as the server ends
+            except SystemExit:  # the server's normal end
                 code = 0
             except BaseException:
                 traceback.print_exc()
             finally:
-                util._exit_function()  # semaphores of what it imported
+                util._exit_function()  # frees the semaphores that its imports created
                 os._exit(code)
         return pid
 
-    with mock.patch.dict(os.environ, PYTHONWARNINGS="ignore"):  # semaphores of killed processes, which it removes
+    with mock.patch.dict(os.environ, PYTHONWARNINGS="ignore"):  # it warns when it frees killed processes' semaphores
         resource_tracker.ensure_running()
     with mock.patch.object(util, "spawnv_passfds", fork):
         forkserver.ensure_running()
 
 
 def _serve(listener: int, alive: int) -> None:
-    """Fork processes. Pipes of others are closed, so that they see this process's parent end."""
+    """Run the server's loop after closing inherited pipes: open copies would hide the end of this process's parent."""
     for fd in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # the listing's own
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
             kind = os.readlink(f"/proc/self/fd/{fd}").partition(":")[0]
             if kind in ("pipe", "socket") and fd not in (0, 1, 2, listener, alive):
                 os.close(fd)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not pytest's files
     with importing():
         for name in PRELOADED:
-            with contextlib.suppress(ImportError):  # of a package that not everybody has
+            with contextlib.suppress(ImportError):  # optional packages
                 importlib.import_module(name)
     forkserver.main(listener, alive, preload=[])
 
 
-def begin(log: str, environment: dict[str, str], first: Callable[[], None] | None = None) -> None:
-    """Begin a program in a process of the server: in this environment, its output appended to `log`."""
-    os.environ.clear()  # of the server, which may be older than what the test changed
+def begin_process(log: str, environment: dict[str, str], first: Callable[[], None] | None = None) -> None:
+    """Set up a forked process: set its environment, call `first` and append its output to `log`."""
+    os.environ.clear()  # inherited from the server, which may have started before the test changed a variable
     os.environ.update(environment)
     gc.freeze()
     if first is not None:
@@ -111,29 +111,30 @@ def _train(
     first: Callable[[], None] | None,
     program: Callable[[list[str]], int] | None = None,
 ) -> None:
-    begin(log, inherited | launch, first)
+    begin_process(log, inherited | launch, first)
     run_script(lambda: _run(options, parallel=bool(launch)) if program is None else program(options))
 
 
-def _run_file(words: list[str], log: str, environment: dict[str, str]) -> None:
-    begin(log, environment)
-    sys.argv = words
-    # A user's interpreter has the file's folder there, and not the repository.
-    sys.path[:] = [str(Path(words[0]).resolve().parent), *(path for path in sys.path if Path(path).resolve() != ROOT)]
+def _run_file(arguments: list[str], log: str, environment: dict[str, str]) -> None:
+    begin_process(log, environment)
+    sys.argv = arguments
+    # A user's interpreter has the file's folder on its path, and not the repository.
+    folder = str(Path(arguments[0]).resolve().parent)
+    sys.path[:] = [folder, *(path for path in sys.path if Path(path).resolve() != ROOT)]
     for name in [name for name in sys.modules if name.partition(".")[0] in ("llm_fp8", "te_llama", "benchmarks")]:
         del sys.modules[name]
-    runpy.run_path(words[0], run_name="__main__")
+    runpy.run_path(arguments[0], run_name="__main__")
 
 
 def run_program(
     command: Sequence[str], *, log: Path, environ: Mapping[str, str] | None = None, timeout_s: float = 4 * DEADLINE_S
 ) -> Outcome:
-    """`llm_fp8.tools.programs.run_program` for Python and a file, in a process that need not import all anew."""
+    """Replace `llm_fp8.tools.programs.run_program` for `python FILE`, in a forked process that has the imports done."""
     environment = dict(os.environ if environ is None else environ)
     process = CONTEXT.Process(target=_run_file, args=(list(command[1:]), str(log), environment), daemon=True)
     process.start()
     code = exit_code(process, timeout_s)
-    process.kill()  # where it has not ended
+    process.kill()  # if it has not ended
     return Outcome(code, log.read_text(), 0.0)
 
 
@@ -144,7 +145,7 @@ def _run(options: list[str], parallel: bool) -> int:
 
 
 def train_as_a_rank(options: list[str]) -> None:
-    """Train as one of several processes, whose place a launcher has put into the environment; exits where it fails."""
+    """Train as one of several ranks, using the launcher's environment variables; exits with a code if it fails."""
     try:
         run_script(lambda: _run(options, parallel=True))
     except SystemExit as ended:
@@ -154,22 +155,24 @@ def train_as_a_rank(options: list[str]) -> None:
 
 def _start(log: Path, options: Sequence[object], launch: dict[str, str], *how: Callable[..., Any] | None) -> Any:
     log.touch()
-    words = [str(option) for option in options]
-    process = CONTEXT.Process(target=_train, args=(words, str(log), dict(os.environ), launch, *how), daemon=True)
+    arguments = [str(option) for option in options]
+    process = CONTEXT.Process(target=_train, args=(arguments, str(log), dict(os.environ), launch, *how), daemon=True)
     process.start()
     return process
 
 
 def start_training(log: Path, *options: object, first: Callable[[], None] | None = None) -> BaseProcess:
-    """Start a process that trains with these options and appends what it prints to `log`. It calls `first` before:
-    until then a SIGINT ends it with code 1 and without a word, in multiprocessing's own start.
+    """Start a process that calls `first`, trains with these options and appends its output to `log`.
+
+    Before `first` is called, a SIGINT ends the process with code 1 and no message: multiprocessing is still starting.
     """
     return _start(log, options, {}, first)
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on, below those that Linux gives to connections, of which one may come before
-    the listener does.
+    """Return a TCP port that nothing listens on, below Linux's ephemeral ports.
+
+    An ephemeral port could be taken by a connection before the listener starts.
     """
     while True:
         with contextlib.suppress(OSError), socket.socket() as listener:
@@ -185,8 +188,10 @@ def start_ranks(
     hosts: int = 1,
     program: Callable[[list[str]], int] | None = None,
 ) -> list[BaseProcess]:
-    """Start the processes of one run as a launcher does; what they print goes to `log`, in any order. Each calls
-    `first` before it trains. `hosts`: how many they seem to be spread over. `program`: what they do instead.
+    """Start the processes of one run with a launcher's environment variables; `log` gets their output, interleaved.
+
+    Each calls `first` before it trains, or runs `program` instead of a training. `hosts` is the number of hosts that
+    the variables claim.
     """
     launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     launch |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks // hosts)}
@@ -199,7 +204,7 @@ def start_ranks(
 def run_ranks(
     num_ranks: int, folder: Path, *options: object, first: Callable[[], None] | None = None, hosts: int = 1
 ) -> str:
-    """As `start_ranks`, beside `folder`, to the end, which has to be a good one; returns what they printed."""
+    """Run `start_ranks` to the end with a log beside `folder`, check that all succeed, and return their output."""
     log = folder.with_name(f"{folder.name}.log")
     ranks = start_ranks(num_ranks, log, *options, first=first, hosts=hosts)
     codes = [exit_code(process, 4 * DEADLINE_S) for process in ranks]
@@ -210,26 +215,26 @@ def run_ranks(
 def wait_until(
     condition: Callable[[], bool], process: Any, poll_s: float = 0.001, deadline_s: float = DEADLINE_S
 ) -> bool:
-    """Wait for `condition`; False where the process, or all of a run, ended before it came true."""
+    """Wait for `condition`; returns False if the process (or every process of a run) ended before it held."""
     deadline = time.monotonic() + deadline_s
     while not condition():
         if not process.is_alive():
             return condition()
         if time.monotonic() > deadline:
-            raise TimeoutError("the training process did not get there")
+            raise TimeoutError("the training process did not reach the condition")
         time.sleep(poll_s)
     return True
 
 
 def exit_code(process: BaseProcess, deadline_s: float = DEADLINE_S) -> int | None:
-    """Wait for the end; the exit code, negative for a signal that ended it, None where it did not end in time."""
+    """Wait for the end; returns the exit code, negative for a signal, or None if the process is still running."""
     process.join(deadline_s)
     return process.exitcode
 
 
-def wait_for_the_end_of_processes_with(name: str, value: str) -> None:
-    """Wait until none is left that was started with this environment variable, or by one that was."""
+def wait_until_processes_end(name: str, value: str) -> None:
+    """Wait until no process has this environment variable, which child processes inherit."""
     deadline = time.monotonic() + DEADLINE_S
-    while left := [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get(name) == value]:
-        assert time.monotonic() < deadline, left
+    while remaining := [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get(name) == value]:
+        assert time.monotonic() < deadline, remaining
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""A function on several gloo ranks, each a process of its own, and what FSDP2 gathers there."""
+"""Run a function on several gloo ranks, each in its own process, and record what FSDP2 gathers."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def _rank_main(rank: int, num_ranks: int, folder: str, function: Callable[..., A
     dist.destroy_process_group()
 
 
-def on_ranks(num_ranks: int, folder: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `function(rank, *args)` returns in so many processes of one group; the first that fails ends all."""
+def run_on_ranks(num_ranks: int, folder: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Return `function(rank, *args)` of every rank of one process group; the first failure ends all ranks."""
     folder.mkdir()
-    how: dict[str, Any] = {"nprocs": num_ranks, "daemon": True, "start_method": "forkserver"}
-    torch.multiprocessing.start_processes(_rank_main, (num_ranks, str(folder), function, args), **how)
+    process_options: dict[str, Any] = {"nprocs": num_ranks, "daemon": True, "start_method": "forkserver"}
+    torch.multiprocessing.start_processes(_rank_main, (num_ranks, str(folder), function, args), **process_options)
     return [torch.load(folder / f"{rank}.result", weights_only=False) for rank in range(num_ranks)]
 
 
 def fsdp_strategy() -> FsdpStrategy:
-    """Full sharding in fp32 on CPUs."""
+    """Return the strategy for full sharding in fp32 on CPUs."""
     return FsdpStrategy("fsdp_full", Accelerator(cpu=True), ParallelConfig(), torch.float32, 1)
 
 
 def sharded_model(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
-    """The model of --model_name `name` as a run builds it on FSDP: structure, split, weights."""
+    """Return the model of --model_name `name`, built as in a run with FSDP: structure, shards, then weights."""
     model, strategy = model_structure(name, dtype, **options), fsdp_strategy()
     assert {parameter.device.type for parameter in model.module.parameters()} == {"meta"}
     strategy.shard(model.module, model.layers)
@@ -58,19 +58,19 @@ def sharded_model(name: str, dtype: torch.dtype = torch.float32, **options: Any)
 
 
 def full_parameters(model: Model) -> dict[str, Tensor]:
-    """The unsharded parameters by name."""
+    """Return the unsharded parameters by name."""
     return {name: model.full_tensor(parameter) for name, parameter in model.module.named_parameters()}
 
 
 class CountedAllGather:
-    """FSDP2's own way to gather, which notes how much each rank puts in.
+    """An all-gather for FSDP2 that records how many bytes this rank contributes.
 
     Attributes:
-        sent_bytes: of every gather, what this rank put in.
+        sent_bytes: this rank's contribution to each gather, in order.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Take the place of the gathers of all units of `model`."""
+        """Install this object as the all-gather of every FSDP2 module of `model`."""
         self.sent_bytes: list[int] = []
         for module in model.modules():
             if isinstance(module, FSDPModule):

@@ -1,4 +1,4 @@
-"""A finished profile that holds chosen kernels, in the form in which torch's profiler keeps it."""
+"""A finished profile with chosen kernels, in the form that torch's profiler produces."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from types import SimpleNamespace
 import torch
 
 STARTED_NS = 1_790_000_000_000_000_000
-"""When the recording of `recorded` began: nanoseconds since 1970, as the profiler counts."""
+"""Start of the recording in `finished_profile`, in nanoseconds since 1970 as in torch's profiler."""
 
 
-def recorded(*kernels: tuple[str, float, float], annotations: tuple[tuple[str, float, float], ...] = ()):
-    """Kernels and annotations of the GPU's timeline (name, start, end in microseconds), with one event of the host
-    among them.
+def finished_profile(*kernels: tuple[str, float, float], annotations: tuple[tuple[str, float, float], ...] = ()):
+    """Return a profile with these kernels and annotations of the GPU's timeline, and one event of the host.
+
+    Each is (name, start, end) with times in microseconds.
     """
     cuda, host = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
     rows = [(*kernel, cuda, False) for kernel in kernels] + [(*annotation, cuda, True) for annotation in annotations]

@@ -1,5 +1,7 @@
-"""What training must compute, written without the project's code: Hugging Face's model on one unpadded document at a
-time, logits in full, the mean over supervised tokens, torch's own AdamW and clipping.
+"""A reference for training that uses none of the package's code.
+
+It runs Hugging Face's model on one unpadded document at a time, with full logits, takes the mean loss over supervised
+tokens, and uses torch's AdamW and clipping.
 """
 
 from __future__ import annotations
@@ -28,27 +30,27 @@ OPTIONS = {
 
 
 def learning_rate(step: int) -> float:
-    """Rate of the step with this index: straight down to 0."""
+    """Return the learning rate of the step with this index, which falls linearly to 0."""
     return OPTIONS["--learning_rate"] * (1 - step / NUM_STEPS)
 
 
 @functools.cache
 def documents(rows: str, tokenizer_folder: str, train_on_prompt: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Token ids [n] and which of them are supervised [n], of every row."""
+    """Return token ids [n] and the mask of supervised tokens [n] for every row."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    made = []
+    encoded_rows = []
     for line in Path(rows).read_text().splitlines():
         row = json.loads(line)
         prompt = f"Problem:\n{row['problem']}\n\nSolution:\n"
         encoded = tokenizer(prompt + row["generated_solution"], add_special_tokens=False, return_offsets_mapping=True)
         ids = [tokenizer.bos_token_id, *encoded.input_ids, tokenizer.eos_token_id]
         in_solution = [False, *[end > len(prompt) for _, end in encoded.offset_mapping], True]
-        made.append((torch.tensor(ids), torch.tensor([train_on_prompt or inside for inside in in_solution])))
-    return made
+        encoded_rows.append((torch.tensor(ids), torch.tensor([train_on_prompt or inside for inside in in_solution])))
+    return encoded_rows
 
 
 def mean_loss(model: torch.nn.Module, rows: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Mean cross entropy over all supervised tokens of all documents; the first token is never predicted."""
+    """Return the mean cross entropy over the supervised tokens of all documents, without each first token."""
     total, count = torch.zeros(()), 0
     for ids, supervised in rows:
         logits = model(ids[None]).logits[0]
@@ -62,7 +64,7 @@ def mean_loss(model: torch.nn.Module, rows: list[tuple[torch.Tensor, torch.Tenso
 def reference(
     model_folder: str, rows: str, train_on_prompt: bool
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Losses and gradient norms of every step, and the final weights."""
+    """Return the loss and gradient norm of every step, and the final weights by name."""
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).train()
     matrices = [p for p in model.parameters() if p.ndim > 1]
     norms = [p for p in model.parameters() if p.ndim <= 1]
@@ -84,7 +86,7 @@ def reference(
 
 
 def reference_options(model: str, rows: str, folder: Path) -> list[str]:
-    """The options of a run that does what the reference does, but for how the batch is cut."""
+    """Return the options of a run that trains like the reference, without those that divide a batch."""
     return [
         *(f"{name}={value}" for name, value in OPTIONS.items()),
         f"--model_name={model}",
@@ -96,14 +98,14 @@ def reference_options(model: str, rows: str, folder: Path) -> list[str]:
     ]
 
 
-def compare_with_reference(folder: Path, model: str, rows: str, train_on_prompt: bool, *cut: str) -> None:
-    """Train in this process with options `cut` and hold losses, norms, rates and weights against the reference."""
-    train(*reference_options(model, rows, folder), *cut)
+def compare_with_reference(folder: Path, model: str, rows: str, train_on_prompt: bool, *options: str) -> None:
+    """Train in this process with further `options` and compare the run with the reference."""
+    train(*reference_options(model, rows, folder), *options)
     check_against_reference(folder, model, rows, train_on_prompt)
 
 
 def check_against_reference(folder: Path, model: str, rows: str, train_on_prompt: bool) -> None:
-    """Hold losses, norms, rates and weights of a finished run against the reference."""
+    """Compare losses, gradient norms, learning rates and weights of a finished run with the reference."""
     losses, grad_norms, weights = reference(model, rows, train_on_prompt)
     recorded = steps(folder)
     assert len(recorded) == NUM_STEPS
@@ -112,10 +114,10 @@ def check_against_reference(folder: Path, model: str, rows: str, train_on_prompt
     assert [step["learning_rate"] for step in recorded] == pytest.approx(
         [learning_rate(i) for i in range(NUM_STEPS)], rel=1e-6
     )
-    assert min(grad_norms) > 2 * OPTIONS["--max_grad_norm"], "clipping must have something to clip"
+    assert min(grad_norms) > 2 * OPTIONS["--max_grad_norm"], "clipping must change the gradient"
     exported = final_weights(folder)
     assert exported.keys() == weights.keys()
     for name, weight in weights.items():
-        # The root mean square: AdamW may step either way where a gradient is close to zero, on some CPUs.
+        # A root mean square, because the sign of AdamW's step depends on the CPU if a gradient is close to zero.
         difference = (exported[name] - weight).square().mean().sqrt()
         assert difference < 5e-6, f"{name}: {difference}"

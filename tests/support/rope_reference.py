@@ -1,6 +1,4 @@
-"""What `llm_fp8.kernels.rope_triton.split_rope` computes, in plain torch and by autograd, and the cases in which
-both are compared.
-"""
+"""A reference for `llm_fp8.kernels.rope_triton.split_rope` in plain torch with autograd, and the compared cases."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from torch import Tensor
 
 
 def positions_of(cu_seqlens: Tensor) -> Tensor:
-    """The place of each token in its document, int64 [T]; `cu_seqlens` int32 [n + 1]."""
+    """Return the position of each token in its document, int64 [T]; `cu_seqlens` is int32 [n + 1]."""
     starts = torch.repeat_interleave(cu_seqlens[:-1].long(), cu_seqlens.diff().long())
     return torch.arange(starts.shape[0], device=cu_seqlens.device) - starts
 
@@ -20,12 +18,12 @@ def positions_of(cu_seqlens: Tensor) -> Tensor:
 def split_rope_reference(
     fused: Tensor, angles: Tensor, num_heads: int, num_kv_heads: int, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The contract of `split_rope` on any device; computes in fp32, or in fp64 where `fused` is fp64."""
+    """Return the results of `split_rope` on any device, computed in fp32, or in fp64 if `fused` is fp64."""
     heads = fused.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=-2)
     positions = torch.arange(fused.shape[-2], device=fused.device) if cu_seqlens is None else positions_of(cu_seqlens)
-    of_token = angles[positions, 0]  # [tokens, 1, rotary_dim]: one row for all heads, padded for all rows of the batch
-    return _rotate(q, of_token), _rotate(k, of_token), v.contiguous()
+    token_angles = angles[positions, 0]  # [tokens, 1, rotary_dim]: shared by all heads and, if padded, by all rows
+    return _rotate(q, token_angles), _rotate(k, token_angles), v.contiguous()
 
 
 def _rotate(x: Tensor, angles: Tensor) -> Tensor:
@@ -39,7 +37,7 @@ def _rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of a projection; of `lengths` (packed) and `shape` (padded: rows, columns) one is given."""
+    """Sizes of a projection; either `lengths` (packed) or `shape` (padded: rows, columns) is set."""
 
     num_heads: int
     num_kv_heads: int
@@ -48,23 +46,23 @@ class Case:
     lengths: tuple[int, ...] = ()
     shape: tuple[int, int] | None = None
     first_position: int = 0
-    """The angles of position 0 are those of this one."""
+    """The position whose angles the table's first row has."""
 
     def angles(self, device: str | torch.device) -> Tensor:
-        """fp32 [positions, 1, 1, rotary_dim]; no position to spare."""
+        """Return fp32 angles [positions, 1, 1, rotary_dim] for exactly the positions that occur."""
         num_positions = max(self.lengths) if self.shape is None else self.shape[1]
         positions = self.first_position + torch.arange(num_positions, dtype=torch.float32)
         frequencies = 10000.0 ** (-torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim)
         return torch.outer(positions, frequencies).repeat(1, 2)[:, None, None, :].to(device)
 
     def cu_seqlens(self, device: str | torch.device) -> Tensor | None:
-        """int32 [n + 1], None where padded."""
+        """Return int32 [n + 1], or None if padded."""
         if self.shape is not None:
             return None
         return torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
 
     def fused(self, dtype: torch.dtype, device: str | torch.device) -> Tensor:
-        """Random numbers [T, width] or [B, S, width]."""
+        """Return a random projection [T, width] or [B, S, width]."""
         width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         generator = torch.Generator().manual_seed(0)
         return torch.randn(*(self.shape or (sum(self.lengths),)), width, generator=generator).to(device, dtype)
@@ -92,11 +90,11 @@ GRADIENT_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "inside a wider tensor": lambda x: torch.cat((x, x), dim=-2)[..., : x.shape[-2], :],
     "one head for all": lambda x: x[..., :1, :].expand_as(x),
 }
-"""Strides that a gradient may come with, without a change of its shape."""
+"""Name -> a function that gives a gradient other strides and the same shape."""
 
 
 def _assert_rounding_apart(value: Tensor, reference: Tensor, pairs: Tensor) -> None:
-    """The bound of `llm_fp8.kernels.rope_triton`; `pairs` |x| + |y| in the shape of both."""
+    """Check the error bound of `llm_fp8.kernels.rope_triton`; `pairs` are |x| + |y| in the shape of both."""
     assert (value.dtype, value.shape) == (reference.dtype, reference.shape)
     unit = 0.0 if value.dtype == torch.float32 else torch.finfo(value.dtype).eps
     allowed = unit * reference.float().abs() + 2.0**-21 * pairs
@@ -105,7 +103,7 @@ def _assert_rounding_apart(value: Tensor, reference: Tensor, pairs: Tensor) -> N
 
 
 def _pair_sizes(heads: Tensor, rotary_dim: int) -> Tensor:
-    """|x| + |y| of each column of [..., heads, d] and its partner, fp32; zero for columns that are only copied."""
+    """Return fp32 |x| + |y| of each column of [..., heads, d] and its partner, zero for columns that are copied."""
     first, second = heads[..., :rotary_dim].float().abs().chunk(2, dim=-1)
     rest = torch.zeros_like(heads[..., rotary_dim:], dtype=torch.float32)
     return torch.cat((first + second, first + second, rest), dim=-1)
@@ -117,21 +115,21 @@ Split = Callable[[Tensor, Tensor, int, int, Tensor | None], tuple[Tensor, ...]]
 def assert_same_split(
     split: Split, other: Split, case: Case, dtype: torch.dtype, layout: str, device: str | torch.device
 ) -> None:
-    """Two implementations agree to rounding, forward and backward, in everything that is only copied to the bit."""
+    """Check that two implementations agree to rounding in forward and backward, and bitwise in copied columns."""
     sizes, widths = (case.num_heads, case.num_kv_heads), (case.rotary_dim, case.rotary_dim, 0)
     angles, cu_seqlens = case.angles(device), case.cu_seqlens(device)
     ours, theirs = (case.fused(dtype, device).requires_grad_() for _ in range(2))
     parts, reference = split(ours, angles, *sizes, cu_seqlens), other(theirs, angles, *sizes, cu_seqlens)
     inputs = ours.detach().unflatten(-1, (-1, case.head_dim)).split((*sizes, sizes[1]), dim=-2)
-    for part, wanted, source, width in zip(parts, reference, inputs, widths, strict=True):
+    for part, expected, source, width in zip(parts, reference, inputs, widths, strict=True):
         assert part.is_contiguous()
-        _assert_rounding_apart(part, wanted, _pair_sizes(source, width))
+        _assert_rounding_apart(part, expected, _pair_sizes(source, width))
         assert torch.equal(part[..., width:], source[..., width:])
     generator = torch.Generator().manual_seed(1)
-    drawn = [torch.randn(part.shape, generator=generator).to(device, dtype) for part in parts]
-    gradients = [GRADIENT_LAYOUTS[layout](gradient) for gradient in drawn]
+    contiguous_gradients = [torch.randn(part.shape, generator=generator).to(device, dtype) for part in parts]
+    gradients = [GRADIENT_LAYOUTS[layout](gradient) for gradient in contiguous_gradients]
     torch.autograd.backward(parts, gradients)
     torch.autograd.backward(reference, gradients)
     pairs = torch.cat([_pair_sizes(g, width) for g, width in zip(gradients, widths, strict=True)], dim=-2)
-    gradient, wanted = (leaf.grad.unflatten(-1, (-1, case.head_dim)) for leaf in (ours, theirs))
-    _assert_rounding_apart(gradient, wanted, pairs)
+    gradient, expected = (leaf.grad.unflatten(-1, (-1, case.head_dim)) for leaf in (ours, theirs))
+    _assert_rounding_apart(gradient, expected, pairs)

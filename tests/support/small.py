@@ -1,4 +1,4 @@
-"""A model of some ten thousand weights and a few dozen rows, and how tests train with them."""
+"""Tiny models (about ten thousand weights), small datasets, and helpers that train with them and read the results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LONGROPE |= dict(original_max_position_embeddings=64, short_mscale=1.1, long_msc
 
 
 def tiny_config(model_type: str = "llama", **changes: Any) -> PretrainedConfig:
-    """Two layers of width 32 with the embedded tokenizer's vocabulary."""
+    """Return a config of two layers with hidden size 32 and the embedded tokenizer's vocabulary."""
     entries: dict[str, Any] = dict(
         vocab_size=1024,
         hidden_size=32,
@@ -49,22 +49,20 @@ def tiny_config(model_type: str = "llama", **changes: Any) -> PretrainedConfig:
 
 
 def write_model(folder: Path, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB", **changes: Any) -> str:
-    """A folder laid out as the hub lays models out, with random weights that are the same every time; returns its
-    path.
-    """
+    """Write a model folder in the hub's layout with reproducible random weights; returns its path."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(tiny_config(**changes), dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
-                parameter.uniform_(0.5, 1.5)  # norms of ones would hide that they are lost or decayed
+                parameter.uniform_(0.5, 1.5)  # with gains of 1, a lost or decayed norm would go unnoticed
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)
     return str(folder)
 
 
 def built_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 3, **options: Any) -> Model:
-    """The model that --model_name `name` gives to a run of one process, with parameters of this dtype."""
+    """Return the model of --model_name `name`, built as in a run of one process, with parameters of this dtype."""
     config = ModelConfig(model_name=name, **options)
     source = resolve_source(config)
     hf_config = load_config(source)
@@ -74,7 +72,7 @@ def built_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 3, **
 
 
 def model_structure(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
-    """The same model without memory, as a sharded run builds it."""
+    """Return the same model on the meta device, as in a sharded run."""
     config = ModelConfig(model_name=name, **options)
     source = resolve_source(config)
     hf_config = load_config(source)
@@ -83,36 +81,34 @@ def model_structure(name: str, dtype: torch.dtype = torch.float32, **options: An
 
 
 def precision_on(options: PrecisionConfig, device: torch.device) -> PrecisionPlan:
-    """The precision that a run of these options has on `device`."""
+    """Return the precision of a run with these options on `device`."""
     machine = look(options, LaunchRanks()) if device.type == "cuda" else Machine()
     return with_recipe(resolve_precision(Config(precision=options), machine), options, device)
 
 
 def write_rows(path: Path, num_rows: int) -> str:
-    """The first so many short rows of the embedded dataset as a jsonl file; returns its path."""
+    """Write the first `num_rows` short rows of the embedded dataset to a jsonl file; returns its path."""
     lines = (DATASET_DIR / "data" / "train-00000-of-00004.jsonl").read_text().splitlines()
     path.write_text("".join(line + "\n" for line in [line for line in lines if len(line) < 400][:num_rows]))
     return str(path)
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """A file of these rows, in a folder that need not be there yet."""
+    """Write rows to a jsonl file and create its folder; returns its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def forget_accelerator() -> None:
-    """Drop what Accelerate keeps for the life of a program: the next training in this process may ask for another
-    precision.
-    """
+def reset_accelerator() -> None:
+    """Reset Accelerate's global state, so that the next training in this process may use another precision."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()  # after a training that failed in the middle of a step
 
 
 def train(*options: object, parallel: bool = False) -> int:
-    """Run the work of train_fp8.py, or train_multi_gpu.py, in this process; returns the exit code."""
-    forget_accelerator()
+    """Train in this process as train_fp8.py does (`parallel`: train_multi_gpu.py); returns the exit code."""
+    reset_accelerator()
     return run_training(parse_launch([str(option) for option in options], os.environ, parallel=parallel))
 
 
@@ -122,13 +118,13 @@ def sequences_of(length: int) -> Config:
 
 
 def short_run(model: object, rows: object, folder: Path, *more: object) -> list[str]:
-    """The options of a run without evaluation in sequences of 256 tokens, but for `more`, which win."""
-    words = f"--model_name={model} --dataset_name={rows} --output_dir={folder} --validation_fraction=0"
-    return [*words.split(), "--max_seq_length=256", "--log_every=1", *map(str, more)]
+    """Return the options of a run without evaluation, at 256 tokens; options in `more` override them."""
+    options = f"--model_name={model} --dataset_name={rows} --output_dir={folder} --validation_fraction=0"
+    return [*options.split(), "--max_seq_length=256", "--log_every=1", *map(str, more)]
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:
-    """Those of optimizer steps."""
+    """Return the records of optimizer steps."""
     return [record for record in records(folder) if "loss" in record]
 
 
@@ -141,7 +137,7 @@ def summary_json(folder: Path) -> dict[str, Any]:
 
 
 def final_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The exported weights."""
+    """Return the exported weights by name."""
     return load_file(Path(folder) / "final" / "model.safetensors")
 
 
@@ -150,21 +146,21 @@ CARD = {"base model": "a/b", "optimizer steps": 0}
 
 
 def stored_weights(folder: str | Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder's safetensors files."""
+    """Return all tensors in a folder's safetensors files by name."""
     return {
         name: tensor for path in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(path).items()
     }
 
 
 def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    """Same names, dtypes and values."""
+    """Check that names, dtypes and values are equal."""
     assert left.keys() == right.keys()
     for name, tensor in left.items():
         assert tensor.dtype == right[name].dtype and torch.equal(tensor, right[name]), name
 
 
-def assert_goes_on(whole: Path, resumed: Path, completed: int) -> None:
-    """`resumed` went on after `completed` steps of the run `whole`: the same losses and final weights, bit for bit."""
-    assert [step["step"] for step in steps(resumed)] == [step["step"] for step in steps(whole)][completed:]
-    assert [step["loss"] for step in steps(resumed)] == [step["loss"] for step in steps(whole)][completed:]
-    assert_same_bits(final_weights(whole), final_weights(resumed))
+def assert_same_continuation(uninterrupted: Path, resumed: Path, completed: int) -> None:
+    """Check that `resumed`, after `completed` steps, has bitwise the losses and final weights of `uninterrupted`."""
+    assert [step["step"] for step in steps(resumed)] == [step["step"] for step in steps(uninterrupted)][completed:]
+    assert [step["loss"] for step in steps(resumed)] == [step["loss"] for step in steps(uninterrupted)][completed:]
+    assert_same_bits(final_weights(uninterrupted), final_weights(resumed))

@@ -1,9 +1,8 @@
-"""Transformer Engine's modules as te_llama.py uses them, in plain torch: the TE decoder without Transformer Engine and
-without a GPU.
+"""Replacements in plain torch for the Transformer Engine modules that te_llama.py uses.
 
-Shapes, parameter names and signatures are Transformer Engine's; there is no fp8. What they compute is written from its
-documentation. With `fuse_wgrad_accumulation` weight gradients go where Transformer Engine 2.20 lets its GEMMs write
-them (`_FusedWgrad`).
+They run the TE decoder without Transformer Engine and without a GPU. Shapes, parameter names and signatures are
+Transformer Engine's, and the computation follows its documentation, without fp8. With `fuse_wgrad_accumulation` weight
+gradients go where the GEMMs of Transformer Engine 2.20 write them (`_FusedWgrad`).
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ def _parameter(*shape: int, params_dtype: torch.dtype, device: str) -> nn.Parame
 
 
 def _check_dtypes(module: nn.Module, inputs: Tensor) -> None:
-    """Outside of torch.autocast Transformer Engine's modules take no parameter, be it of a module inside, of another
-    dtype than their input.
-    """
+    """Raise as Transformer Engine does if a parameter's dtype is not the input's outside of torch.autocast."""
     if not torch.is_autocast_enabled("cpu"):
         for name, parameter in module.named_parameters():
             assert parameter.dtype == inputs.dtype, (
@@ -38,13 +35,11 @@ def _check_dtypes(module: nn.Module, inputs: Tensor) -> None:
 
 
 class _FusedWgrad(torch.autograd.Function):
-    """A linear layer as Transformer Engine computes it with `fuse_wgrad_accumulation`; `weight` is the parameter
-    itself.
+    """A linear layer with Transformer Engine's `fuse_wgrad_accumulation`; `weight` is the parameter itself.
 
-    In the forward pass `overwrite_main_grad` and `is_first_microbatch` are read, in the backward pass `main_grad`,
-    which has to be there by then. The GEMM's fp32 sum is rounded once, with or without what is in `main_grad`. autograd
-    is given None for the weight, or, where the weight has an attribute `grad_added_to_main_grad`, memory with anything
-    in it.
+    The forward pass reads `overwrite_main_grad` and `is_first_microbatch`; they decide whether the backward pass adds
+    to `main_grad` or overwrites it. `main_grad` must exist by the backward pass. The GEMM's fp32 sum is rounded once.
+    autograd gets None for the weight, or uninitialised memory if the weight has `grad_added_to_main_grad`.
     """
 
     @staticmethod
@@ -75,13 +70,13 @@ class _FusedWgrad(torch.autograd.Function):
 
 
 class _LinearModule(nn.Module):
-    """What Transformer Engine's modules with GEMMs share."""
+    """Base of the modules with GEMMs."""
 
     fuse_wgrad_accumulation = False
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether it has found that FSDP2 splits its parameters, which it looks for once."""
+        """True if FSDP2 shards the parameters; computed once, at the first access, as in Transformer Engine."""
         return bool(vars(self).setdefault("_is_fsdp2", True))
 
     def product(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None) -> Tensor:
@@ -103,7 +98,7 @@ class Linear(_LinearModule):
 
 
 def _normed(inputs: Tensor, gain: Tensor, eps: float, zero_centered_gamma: bool) -> Tensor:
-    """RMSNorm; 1 is added to a zero-centred gain in fp32, the dtype in which Transformer Engine's kernels compute."""
+    """Return RMSNorm of the inputs; 1 is added to a zero-centred gain in fp32, as in Transformer Engine's kernels."""
     if not zero_centered_gamma:
         return F.rms_norm(inputs, gain.shape, gain, eps)
     return F.rms_norm(inputs.float(), gain.shape, gain.float() + 1, eps).to(inputs.dtype)
@@ -163,7 +158,9 @@ class LayerNormMLP(_LinearModule):
     def forward(self, inputs: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         _check_dtypes(self, inputs)
         normed = _normed(inputs, self.layer_norm_weight, *self.norm_options)
-        from transformer_engine.pytorch.module import layernorm_mlp  # whose table may have been replaced
+        from transformer_engine.pytorch.module import (
+            layernorm_mlp,
+        )  # imported late, after a test may have replaced its table
 
         gate_and_up = self.product(normed, self.fc1_weight, self.fc1_bias, is_first_microbatch)
         activated = layernorm_mlp._get_act_func_supported_list()[self.activation][0](gate_and_up, None)
@@ -182,10 +179,13 @@ class DotProductAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.groups, self.scale = num_heads // num_gqa_groups, softmax_scale
-        self.num_before, _ = window_size  # attended to before a position, -1 for all
+        self.num_before, _ = window_size  # earlier positions that are attended to, -1 for all
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, qkv_format: str, cu_seqlens_q: Tensor, **_: Any) -> Tensor:
-        """q, k, v [tokens, heads, d] (thd) or [B, S, heads, d] (bshd, right-padded) -> the same with heads * d."""
+        """Return attention for q, k, v [tokens, heads, d] (thd) or [B, S, heads, d] (bshd, right-padded).
+
+        The result has heads * d in the place of the last two dimensions.
+        """
         output = torch.zeros(*q.shape[:-2], q.shape[-2] * q.shape[-1], dtype=q.dtype)
         bounds = cu_seqlens_q.tolist()
         for number, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
@@ -202,8 +202,9 @@ class DotProductAttention(nn.Module):
 
 
 def apply_rotary_pos_emb(x: Tensor, freqs: Tensor, tensor_format: str, cu_seqlens: Tensor | None, **_: Any) -> Tensor:
-    """x [tokens, heads, d] (thd) or [B, S, heads, d]; freqs [positions, 1, 1, d]; every document begins at position
-    0.
+    """Rotate x [tokens, heads, d] (thd) or [B, S, heads, d] by the angles freqs [positions, 1, 1, d].
+
+    Positions start at 0 in every document.
     """
     positions = torch.arange(x.shape[-3])
     if cu_seqlens is not None:
@@ -219,7 +220,7 @@ def swiglu(gate_and_up: Tensor, quantizer: None) -> Tensor:
 
 
 def geglu(gate_and_up: Tensor, quantizer: None) -> Tensor:
-    """With the tanh form, as in the kernel `nvte_geglu`."""
+    """Return GEGLU with GELU's tanh approximation, as in the kernel `nvte_geglu`."""
     gate, up = gate_and_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 
@@ -234,15 +235,15 @@ dswiglu, dgeglu = (functools.partial(_backward, function) for function in (swigl
 
 
 def activations(recipe: Any = None) -> dict[str, tuple[Any, ...]]:
-    """LayerNormMLP's table: forward, backward, and backward with cast where there is one."""
+    """Return LayerNormMLP's table: forward, backward, and backward with cast or None."""
     return {"geglu": (geglu, dgeglu, None), "swiglu": (swiglu, dswiglu, None)}
 
 
 def install_modules(monkeypatch: pytest.MonkeyPatch, contents: dict[str, dict[str, Any]]) -> None:
-    """Let imports give modules with these members until the test ends; a parent stands before its children."""
+    """Make modules with these members importable until the test ends; `contents` lists parents before children."""
     for name, members in contents.items():
         module = ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None)  # asked for by importlib.util.find_spec
+        module.__spec__ = ModuleSpec(name, None)  # read by importlib.util.find_spec
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
         parent, _, child = name.rpartition(".")
@@ -251,7 +252,7 @@ def install_modules(monkeypatch: pytest.MonkeyPatch, contents: dict[str, dict[st
 
 
 def install_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `import transformer_engine` give this, and let --use_te do without a GPU, until the test ends."""
+    """Make these modules importable as `transformer_engine`, and allow --use_te without a GPU, until the test ends."""
     contents: dict[str, dict[str, Any]] = {
         "transformer_engine": {},
         "transformer_engine.pytorch": {

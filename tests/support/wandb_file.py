@@ -1,8 +1,8 @@
-"""What W&B was given by an offline run, for the tests of the tracker: W&B's Python part has no reader of its file.
+"""A reader for the file of an offline W&B run, which W&B's Python package does not have.
 
 `run-ID.wandb` is a LevelDB log (LevelDB's doc/log_format.md): a 7-byte header, then blocks of 32 KiB with pieces of
-records. A piece is its checksum (4 bytes), length (2), kind (1: whole, 2: first, 3: middle, 4: last) and data; a record
-is a protobuf message of W&B's.
+records. A piece has a checksum (4 bytes), a length (2), a kind (1: whole, 2: first, 3: middle, 4: last) and data. A
+record is a protobuf message of W&B.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCK = 2**15
 
 @dataclass
 class WandbRun:
-    """What the file of a W&B run holds."""
+    """The contents of a W&B run's file."""
 
     id: str = ""
     project: str = ""
@@ -33,13 +33,13 @@ class WandbRun:
     history: list[dict[str, Any]] = field(default_factory=list)
     logged_summary: dict[str, Any] = field(default_factory=dict)
     axes: dict[str, str] = field(default_factory=dict)
-    """Metric, or pattern of metrics -> the one that it is drawn by ('' for an axis)."""
+    """Metric or pattern of metrics -> the metric on its x axis ('' if it is itself an axis)."""
     exit_code: int | None = None
-    """None for a run that was killed."""
+    """None if the run was killed."""
 
     @property
     def summary(self) -> dict[str, Any]:
-        """As W&B shows it: the last value of each key, then what the run put there itself."""
+        """The summary that W&B shows: each key's last value, overridden by values that the run wrote to the summary."""
         last = {key: value for entry in self.history for key, value in entry.items() if not key.startswith("_")}
         return {**last, **self.logged_summary}
 
@@ -47,12 +47,12 @@ class WandbRun:
 def _records(data: bytes) -> Iterator[bytes]:
     position, pieces = 7, b""
     while position + 7 <= len(data):
-        if BLOCK - position % BLOCK < 7:  # the rest of the block is filled up
+        if BLOCK - position % BLOCK < 7:  # the rest of the block is padding
             position += BLOCK - position % BLOCK
             continue
         _, length, kind = struct.unpack("<IHB", data[position : position + 7])
         end = position + 7 + length
-        if kind == 0 or end > len(data):  # never finished: its run was killed
+        if kind == 0 or end > len(data):  # incomplete, because the run was killed
             return
         pieces += data[position + 7 : end]
         position = end
@@ -65,14 +65,14 @@ def _values(items: Any) -> dict[str, Any]:
     return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
-def the_wandb_run(folder: Path) -> WandbRun:
-    """The one offline W&B run of an output folder."""
+def only_wandb_run(folder: Path) -> WandbRun:
+    """Return the offline W&B run of an output folder, which must have exactly one."""
     (run,) = wandb_runs(folder)
     return run
 
 
 def wandb_runs(folder: Path) -> list[WandbRun]:
-    """What each start of a training gave to W&B, in order of time."""
+    """Return the offline W&B run of each start of a training, in order of time."""
     return [_run_in(file) for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))]
 
 

@@ -32,7 +32,7 @@ import llm_fp8.tools.hf_trainer_callback as callback_module
 from llm_fp8.tools.hf_trainer_callback import CertificateCallback, certify_step, requested_precision
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import run_program
-from tests.support.small import forget_accelerator, tiny_config
+from tests.support.small import reset_accelerator, tiny_config
 from tests.support.stand_in_te import install_modules
 
 Format = enum.Enum("Format", "E4M3 E5M2 HYBRID")
@@ -145,7 +145,7 @@ def trained(monkeypatch, tmp_path, record):
     install_made_up_te(monkeypatch)
 
     def run(launch: dict[str, str], kernels: dict[str, int], lost=(), model=None, **arguments) -> Trainer:
-        forget_accelerator()
+        reset_accelerator()
         record(kernels)
         for name, value in launch.items():
             monkeypatch.setenv(name, value)

@@ -19,7 +19,7 @@ from scripts import wandb_dashboard
 from scripts.wandb_dashboard import COLUMNS, PRECISION, SECTIONS, TIME, build_workspace
 from tests.support.documented_metrics import DOCUMENTED
 from tests.support.small import train
-from tests.support.wandb_file import the_wandb_run
+from tests.support.wandb_file import only_wandb_run
 
 
 def the_spec(group: str | None = None) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def test_an_offline_run_holds_every_key(tmp_path, monkeypatch):
     words += ("--max_steps=4", "--eval_every=2", "--max_seq_length=128", "--batch_size=4", "--num_of_samples=80")
     assert train(*words, "--eval_batches=2", "--no_export", "--mixed_precision=bf16") == 0
     wandb.teardown()  # waits for W&B's own process, which writes the file
-    run = the_wandb_run(tmp_path / "first")
+    run = only_wandb_run(tmp_path / "first")
     assert (run.project, run.name, run.group, run.job_type) == ("a-project", "a-run", "pairs", "train")
     assert {"nightly", "h200", "bf16", "CPU"} <= set(run.tags)
     assert set(LABELS) <= set(run.config) and run.config[PRECISION] == "bf16"

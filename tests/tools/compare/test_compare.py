@@ -30,7 +30,7 @@ from llm_fp8.tools.compare.verdict import QUALITY_MARGIN, judge
 from llm_fp8.utils.errors import UserError
 from tests.support import small
 from tests.support.made_up_runs import made_up_run, precision_of, write_run_folder
-from tests.support.wandb_file import the_wandb_run
+from tests.support.wandb_file import only_wandb_run
 
 TRAIN = "--max_steps 8 --eval_every 4 --eval_batches 2 --batch_size 4 --max_seq_length 128 --num_of_samples 200"
 TRAIN += " --no_export"
@@ -358,7 +358,7 @@ def test_runs_that_were_trained_are_compared_from_folders_and_from_wandb(tmp_pat
         """wandb.Api with one run, filled from what an offline run would send."""
 
         def run(self, path: str) -> Any:
-            stored = the_wandb_run(runs[0].folder)
+            stored = only_wandb_run(runs[0].folder)
             rows = [{**dict.fromkeys(("eval_loss", "loss")), **row} for row in stored.history]
             fields = {"state": state, "config": stored.config, "summary": stored.summary}
             return type("Run", (), {**fields, "scan_history": lambda self: rows})()

@@ -20,8 +20,8 @@ from llm_fp8.observability.metrics import GIB
 from llm_fp8.tools.diagnose import cli, measure
 from llm_fp8.tools.diagnose.measure import describe_quality, measure_quality
 from llm_fp8.utils.errors import UserError
-from tests.support.recorded_kernels import recorded
-from tests.support.small import forget_accelerator, write_model
+from tests.support.recorded_kernels import finished_profile
+from tests.support.small import reset_accelerator, write_model
 
 FP8 = ["--mixed_precision=fp8", "--fp8_backend=torchao", "--max_seq_length=256", "--batch_size=2"]
 LINEARS = {f"self_attn.{name}_proj" for name in "qkvo"} | {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
@@ -35,8 +35,8 @@ def diagnosed(tiny_model, rows, monkeypatch):
     """Diagnose the tiny model with these options, on a CPU that counts memory as a GPU would."""
 
     def run(*options: str, trace: Path | None = None) -> dict[str, Any]:
-        forget_accelerator()
-        taken = recorded((GEMM, 0, 600), (ATTENTION, 600, 800), ("_update_kernel", 900, 1000))
+        reset_accelerator()
+        taken = finished_profile((GEMM, 0, 600), (ATTENTION, 600, 800), ("_update_kernel", 900, 1000))
         taken.export_chrome_trace = lambda path: Path(path).write_text("{}")
         counts = iter(range(GIB, 2 * GIB, 2**20))
         monkeypatch.setattr(kernel_trace, "record_kernels", lambda: contextlib.nullcontext(taken))
@@ -114,7 +114,7 @@ def test_a_trace_needs_a_step(call_main, tmp_path):
 
 
 def measured(model: str, rows: str, *more: str) -> dict[str, Any]:
-    forget_accelerator()
+    reset_accelerator()
     return measure_quality(parse_config([f"--model_name={model}", f"--dataset_name={rows}", *FP8, *more]))
 
 
@@ -153,6 +153,6 @@ def test_quality_finds_the_module_with_the_largest_fp8_error(outlier_model, tiny
 
 
 def test_quality_needs_fp8(tiny_model, rows):
-    forget_accelerator()
+    reset_accelerator()
     with pytest.raises(UserError, match="--mixed_precision fp8"):
         measure_quality(parse_config([f"--model_name={tiny_model}", f"--dataset_name={rows}"]))
