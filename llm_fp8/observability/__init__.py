@@ -1,1 +1,1 @@
-"""Measurements of a run: metrics, kernel traces, energy, provenance, reporting."""
+"""Measure and report a run: metrics, kernel traces, energy and provenance."""

@@ -5,9 +5,9 @@
     time_by_class(profile.kernels)   ->   {"gemm": KernelTime(count=387, time_s=0.05, names={...}), "attention": ...}
     gemm_kernels(profile.kernels)    ->   {"fp8": KernelTime(count=384, ...), "bf16": ...}
 
-The names come from profiles of PyTorch, torch.compile and the fp8 back ends on an H200. A GEMM whose name does not tell
-its operand types is "unknown"; a kernel that no rule matches is "other", possibly a GEMM. TE's norms and activations
-that write fp8 are not casts. NCCL's kernels are communication, and include the time that a rank waits for another.
+The names come from profiles of PyTorch, torch.compile and the fp8 back ends on an H200. A GEMM whose name does not show
+its operand types is "unknown". A kernel that no rule matches is "other", and may be a GEMM. TE's norms and activations
+that write fp8 are not casts. NCCL's kernels are communication. They include the time that a rank waits for another.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from llm_fp8.observability.metrics import throughput_summary
 
 _Model = Literal["gemm", "attention", "cast", "norm", "activation", "rope", "loss"]
 KernelClass = Literal[_Model, Literal["optimizer", "communication", "copy", "elementwise", "other"]]
-"""cast: quantisation, its transposes, amax and scales. optimizer: also gradient norm and clipping. copy: also fills,
-concatenation and casts between floating-point types. elementwise: also what torch.compile fuses."""
+"""cast includes quantisation with its transposes, amax and scales. optimizer includes gradient norm and clipping. copy
+includes fills, concatenation and casts between floating-point types. elementwise includes what torch.compile fuses."""
 
 GemmKind = Literal["fp4", "fp8", "bf16", "fp16", "fp32", "unknown"]
-"""Operand type of a GEMM (not of its result); fp32 includes TF32."""
-LOW_PRECISION: tuple[GemmKind, ...] = ("fp8", "fp4")  # operands of the fp8 recipes
-MIN_REPORTED_IDLE = 0.2  # share of a step from which a run reports it
+"""Type of a GEMM's operands, not of its result. fp32 includes TF32."""
+LOW_PRECISION: tuple[GemmKind, ...] = ("fp8", "fp4")  # operand types of the fp8 recipes
+MIN_REPORTED_IDLE = 0.2  # smallest share of a step that a run reports
 
 Interval = tuple[float, float]
 KernelTimes: TypeAlias = Mapping[str, tuple[int, float]]
-"""Kernel name -> number of runs and total seconds."""
+"""Kernel name -> number of launches and their total time in s."""
 
 
 @dataclass
@@ -47,13 +47,13 @@ class KernelTime:
     count: int = 0
     time_s: float = 0.0
     names: dict[str, float] = field(default_factory=dict)
-    """Kernel name -> seconds, the longest first."""
+    """Kernel name -> time in s, the longest first."""
 
 
-# Sums the parts of a split-K GEMM: its time counts as GEMM time, but it is not a GEMM itself.
+# Kernels that sum the parts of a split-K GEMM. Their time is GEMM time, but they do not count as GEMMs.
 _PARTIAL_SUM = re.compile(r"splitk\w*reduce|reduce_1block_kernel|splitk_?reduction", re.IGNORECASE)
 
-_COMPILED = r"^triton_(?:poi|red|per|for|mix|unk)_fused(?=_)"  # torch.compile's, named by the fused operations
+_COMPILED = r"^triton_(?:poi|red|per|for|mix|unk)_fused(?=_)"  # torch.compile names a kernel by the fused operations
 _COMPILED_TEMPLATE = r"^triton_(?:tem_|mm|bmm|addmm)"
 _RULES: tuple[tuple[KernelClass, str], ...] = (
     ("cast", rf"{_COMPILED}.*(?:_scaled_mm|_abs_(?:\w+_)?max_|_clamp_(?:\w+_)?reciprocal_)"),
@@ -89,7 +89,7 @@ _RULES: tuple[tuple[KernelClass, str], ...] = (
         r"at::(?:native|cuda)|at_cuda_detail|indexing_backward|elementwise|\bcub::|thrust::|reduce_\w*kernel",
     ),
 )
-"""Case-insensitive patterns; the first match decides. Attention precedes GEMM: its kernels are built of GEMMs."""
+"""Case-insensitive patterns. The first match decides. Attention precedes GEMM, since its kernels contain GEMMs."""
 
 _OPERAND = re.compile(
     r"""(?P<fp4> e2m1 | (?:nv|mx)?fp4 | float4 | ue\dm\dx(?:e2m1|f4) )
@@ -101,10 +101,10 @@ _OPERAND = re.compile(
       | (?P<fp32> tf32 | f32 | fp32 | sgemm(?!_[a-z]*\d+_(?:bf|f)) | float(?![_0-9]) )""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""Pattern of the operand's type in a GEMM's name, at the first match. Its scales' type may come first: ue4m3xf4."""
+"""The first match in a GEMM's name is its operand type. The type of the scales may precede it, as in ue4m3xf4."""
 _NVJET = re.compile(r"nvjet_(?:sm\d+[a-z]*_)?(?P<types>[a-z]+)_", re.IGNORECASE)
 _NVJET_KINDS: dict[str, GemmKind] = {"o": "fp4", "q": "fp8", "r": "fp8", "t": "bf16", "h": "fp16", "s": "fp32"}
-"""Letters in cuBLAS 12's and 13's nvjet_[sm<capability>_]<types>_..., operands first; q is e4m3 and r e5m2."""
+"""First letter of <types> in nvjet_[sm<capability>_]<types>_... (cuBLAS 12, 13) -> operand type. q: e4m3, r: e5m2."""
 
 
 @functools.cache
@@ -113,12 +113,12 @@ def kernel_class(name: str) -> KernelClass:
 
 
 def gemm_kind(name: str) -> GemmKind | None:
-    """Return the operand type of a GEMM kernel, "unknown" if its name does not tell; None for any other kernel."""
+    """Return the operand type of a GEMM kernel ("unknown" if its name does not show it), or None for another kernel."""
     if kernel_class(name) != "gemm" or _PARTIAL_SUM.search(name):
         return None
     if nvjet := _NVJET.search(name):
         return _NVJET_KINDS.get(nvjet["types"][0].lower(), "unknown")
-    if "_scaled_mm" in name:  # torch.compile's, whose operands are fp8
+    if "_scaled_mm" in name:  # torch.compile's name of an fp8 GEMM
         return "fp8"
     operand = _OPERAND.search(name)
     return operand.lastgroup if operand else "unknown"  # type: ignore[return-value]
@@ -126,7 +126,7 @@ def gemm_kind(name: str) -> GemmKind | None:
 
 @contextlib.contextmanager
 def record_kernels() -> Iterator[profile]:
-    """Record the CUDA kernels of the enclosed code, then synchronise; read the profile afterwards."""
+    """Record the CUDA kernels of the enclosed code, then synchronise. The profile is complete after the block."""
     warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         yield recorded
@@ -134,7 +134,7 @@ def record_kernels() -> Iterator[profile]:
 
 
 def kernel_intervals(recorded: Any) -> list[tuple[str, Interval]]:
-    """Return name and (start, end), in seconds from the start, of the GPU's work in a finished `profile`."""
+    """Return the name and the interval (start, end), in s from the start, of all GPU work in a finished `profile`."""
     # Read the profiler's raw events: building `recorded.events()` takes longer than the recorded step.
     results = recorded.profiler.kineto_results
     started_ns = results.trace_start_ns()
@@ -146,7 +146,7 @@ def kernel_intervals(recorded: Any) -> list[tuple[str, Interval]]:
 
 
 def kernel_times(recorded: Any) -> KernelTimes:
-    """Sum count and seconds of each kernel in a finished `torch.profiler.profile`."""
+    """Return the count and the total time of each kernel in a finished `torch.profiler.profile`."""
     times: dict[str, tuple[int, float]] = {}
     for name, (start, end) in kernel_intervals(recorded):
         count, time_s = times.get(name, (0, 0.0))
@@ -155,17 +155,17 @@ def kernel_times(recorded: Any) -> KernelTimes:
 
 
 def time_by_class(times: KernelTimes) -> dict[KernelClass, KernelTime]:
-    """Group all kernels by class, the longest first."""
+    """Group all kernels by class. The class with the longest time comes first."""
     return _grouped(times, kernel_class)
 
 
 def gemm_kernels(times: KernelTimes) -> dict[GemmKind, KernelTime]:
-    """Group the GEMM kernels by operand type, the longest first."""
+    """Group the GEMM kernels by operand type. The type with the longest time comes first."""
     return _grouped(times, gemm_kind)
 
 
 def _grouped(times: KernelTimes, group_of: Callable[[str], Any]) -> dict[Any, KernelTime]:
-    """Sum the kernels by group, the longest first; skip kernels of the group None."""
+    """Sum the kernels by group, skip the group None, and sort groups by time, the longest first."""
     groups: dict[Any, KernelTime] = {}
     for name, (count, time_s) in sorted(times.items(), key=lambda kernel: -kernel[1][1]):
         if (group := group_of(name)) is not None:
@@ -187,16 +187,16 @@ def covered_s(intervals: Iterable[Interval]) -> float:
 
 @dataclass
 class StepProfile:
-    """The GPU's work in one step; times in seconds. `profiled` fills it when its block ends."""
+    """The work of the GPU in one step. `profiled` sets the fields when its block ends."""
 
     span_s: float = 0.0  # from the first kernel's start to the last one's end
     communication_s: float = 0.0  # time in which communication kernels ran
-    exposed_communication_s: float = 0.0  # the part of it in which no other kernel ran
-    work_s: float = 0.0  # time in which other kernels ran
+    exposed_communication_s: float = 0.0  # the part of communication_s in which no other kernel ran
+    work_s: float = 0.0  # time in which kernels other than communication ran
     kernels: KernelTimes = field(default_factory=dict)
 
     def figures(self) -> dict[str, float]:
-        """Return the figures by keys of metrics.jsonl; leave out shares that the step did not show."""
+        """Return the figures by keys of metrics.jsonl. A share is left out if the step has no such kernels."""
         gemms = gemm_kernels(self.kernels)
         in_fp8 = [times for kind, times in gemms.items() if kind in LOW_PRECISION]
         figures: dict[str, float] = {
@@ -213,7 +213,7 @@ class StepProfile:
         return figures
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for summary.json; `time_s_by_class` counts overlapping kernels each in full."""
+        """Return plain values for summary.json. `time_s_by_class` counts overlapping kernels each in full."""
         return {
             **{name: value for name, value in vars(self).items() if name != "kernels"},
             "gemm_kernels": {kind: times.count for kind, times in gemm_kernels(self.kernels).items()},
@@ -221,15 +221,15 @@ class StepProfile:
         }
 
     def gpu_idle(self, steps: list[dict[str, Any]]) -> dict[str, float] | None:
-        """Return the entry `gpu_idle` of a summary; None if no kernel was recorded or no step of `steps` was measured.
+        """Return the entry `gpu_idle` of a summary, or None if no kernel was recorded or no step was measured.
 
-        work_s: time of the recorded step's kernels other than communication. step_time_s: median of the measured steps
-        in the same precision (or of all, if there are none), since recording slows the host. share: part of step_time_s
-        in which no such kernel runs.
+        `work_s` is the time of the recorded step's kernels other than communication. `step_time_s` is the median of the
+        measured steps in the same precision (or of all, if there are none), because recording slows the host. `share`
+        is the share of `step_time_s` in which no such kernel runs.
         """
         in_fp8 = self.figures()["num_fp8_gemm_kernels"] > 0
-        alike = [step for step in steps if (step.get("fp8_linear_flop_share", 0.0) > 0) == in_fp8]
-        step_time_s = throughput_summary(alike or steps).get("median_step_time_s")
+        comparable = [step for step in steps if (step.get("fp8_linear_flop_share", 0.0) > 0) == in_fp8]
+        step_time_s = throughput_summary(comparable or steps).get("median_step_time_s")
         if not self.work_s or not step_time_s:
             return None
         share = max(0.0, 1 - self.work_s / step_time_s)
@@ -238,7 +238,7 @@ class StepProfile:
 
 @contextlib.contextmanager
 def profiled(trace: Path | None = None) -> Iterator[StepProfile]:
-    """Record the CUDA kernels of the enclosed step; also write them to the file `trace` in Chrome's format."""
+    """Record the CUDA kernels of the enclosed step. If `trace` is set, write them there in Chrome's trace format."""
     result = StepProfile()
     torch.cuda.synchronize()
     with record_kernels() as recorded:
@@ -246,17 +246,17 @@ def profiled(trace: Path | None = None) -> Iterator[StepProfile]:
     if trace is not None:
         recorded.export_chrome_trace(str(trace))
     intervals = kernel_intervals(recorded)
-    everything = [span for _, span in intervals]
-    if everything:
-        result.span_s = max(end for _, end in everything) - min(start for start, _ in everything)
+    spans = [span for _, span in intervals]
+    if spans:
+        result.span_s = max(end for _, end in spans) - min(start for start, _ in spans)
     result.communication_s = covered_s(span for name, span in intervals if kernel_class(name) == "communication")
     result.work_s = covered_s(span for name, span in intervals if kernel_class(name) != "communication")
-    result.exposed_communication_s = covered_s(everything) - result.work_s
+    result.exposed_communication_s = covered_s(spans) - result.work_s
     result.kernels = kernel_times(recorded)
 
 
 def describe_gpu_idle(idle: dict[str, Any] | None, mode: str) -> str | None:
-    """Describe an idle GPU and what helps; return None if the idle share is small or unknown."""
+    """Describe how long the GPU idles and what helps. Return None if the idle share is small or unknown."""
     if idle is None or idle["share"] < MIN_REPORTED_IDLE:
         return None
     sharding = "" if mode in ("single", "ddp") else ", or try --sharding_mode fsdp_grad or ddp"

@@ -1,21 +1,21 @@
 """Metrics and their formulas. docs/monitoring.md lists all keys of metrics.jsonl, with units.
 
 **Floating-point operations (FLOPs).** A multiply-add counts as two. A weight matrix of `n` entries costs `2 n` per
-token in each of fprop, dgrad and wgrad. In causal attention the query at position `t` of its document reads `t` keys:
-`l**2 / 2` pairs in a document of `l` tokens, each a dot product of width `h` for the scores and one for the values,
-forward once and backward twice: `6 h l**2` per layer. One step costs
+token in each of fprop, dgrad and wgrad. In causal attention the query at position `t` of its document reads `t` keys.
+A document of `l` tokens has `l**2 / 2` such pairs. Each pair costs a dot product of width `h` for the scores and one
+for the values, and twice as much in the backward pass. Each layer thus costs `6 h l**2`, and one step costs
 
     6 P num_tokens  +  6 L h sum(l**2 over documents)
 
-`P` is the number of linear weights that compute a token: with lm_head, without those that no router sends it to.
-Embedding look-up, norms, softmax and RoPE are left out, as usual. `L` is the number of layers with attention, and `h`
-is `num_attention_heads * head_dim`. An unpacked sequence of `S` positions is one document, which gives the familiar
-`num_tokens * (6 P + 6 L S h)`. These are *model* FLOPs as in PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B;
-only the causal half of attention): recomputation is not counted, padding is. With adapters, the linear weights are
-frozen and need no wgrad: they cost `4 n`, and the adapters' entries `6 n`.
+`P` is the number of linear weights that compute a token. It includes the lm_head, and of the experts only those that
+the router selects. Embedding look-up, norms, softmax and RoPE are left out, as usual. `L` is the number of layers with
+attention, and `h` is `num_attention_heads * head_dim`. An unpacked sequence of `S` positions is one document, which
+gives the familiar `num_tokens * (6 P + 6 L S h)`. These are *model* FLOPs as in PaLM (Chowdhery et al. 2022,
+arXiv:2204.02311, appendix B), but with only the causal half of attention. Padding is counted, recomputation is not.
+With adapters, the linear weights are frozen and need no wgrad. They cost `4 n`, and the adapters' weights `6 n`.
 
 **Utilisation** (MFU) is model FLOP/s over the GPU's dense peak. An fp8 step mixes fp8 and bf16 GEMMs, so its MFU is
-given against both peaks. A GPU that is not in the table has no MFU.
+reported against both peaks. A GPU that is not in the table has no MFU.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from typing import NamedTuple
 import torch
 
 GIB = 2**30
-RESERVE_GIB = 2.0  # of a GPU's memory, kept for CUDA's context and the allocator's gaps
+RESERVE_GIB = 2.0  # part of GPU memory for CUDA's context and the allocator's gaps
 
 
 class PhaseClock:
-    """Wall time of phases in seconds (`phases_s` in summary.json); the first begins at `start_s` (perf_counter)."""
+    """Wall time of phases in s (`phases_s` in summary.json). The first begins at `start_s`, a `time.perf_counter()`."""
 
     def __init__(self, start_s: float | None = None) -> None:
         self.seconds: dict[str, float] = {}
@@ -45,12 +45,12 @@ class PhaseClock:
 
 
 class DecoderSize(NamedTuple):
-    """The sizes that FLOPs depend on; `llm_fp8.models.build.decoder_size` reads them from a config."""
+    """The sizes that determine FLOPs. `llm_fp8.models.build.decoder_size` reads them from a config."""
 
-    num_linear_parameters: int  # weights that compute a token: with lm_head, without embedding and unrouted ones
+    num_linear_parameters: int  # per token: with lm_head, without embedding or unselected experts
     num_layers: int  # layers with attention
     attention_width: int  # num_attention_heads * head_dim
-    num_adapter_parameters: int = 0  # if there are any, the linear weights are frozen
+    num_adapter_parameters: int = 0  # if there are any, all linear weights are frozen
 
 
 class StepTokens(NamedTuple):
@@ -59,11 +59,11 @@ class StepTokens(NamedTuple):
     num_tokens: int  # all positions, padding included
     num_real_tokens: int
     num_supervised_tokens: int
-    sum_squared_lengths: int  # over documents; for unpacked sequences of S positions `num_tokens * S`
+    sum_squared_lengths: int  # over documents; `num_tokens * S` for unpacked sequences of S positions
 
 
 def step_flops(size: DecoderSize, tokens: StepTokens) -> float:
-    """Compute the model FLOPs of one optimizer step on all GPUs, forward and backward (formula: module docstring)."""
+    """Compute the model FLOPs of one optimizer step on all GPUs (see the formula in the module's docstring)."""
     per_linear_parameter = 4.0 if size.num_adapter_parameters else 6.0
     linear = per_linear_parameter * size.num_linear_parameters + 6.0 * size.num_adapter_parameters
     attention = 6.0 * size.num_layers * size.attention_width * tokens.sum_squared_lengths
@@ -77,8 +77,8 @@ class PeakTflops(NamedTuple):
     fp8: float | None  # None if the GPU has no fp8 tensor cores
 
 
-# By `torch.cuda.get_device_name`, matched in full: a laptop, MIG or cut-down part has another name and peak. From
-# NVIDIA's data sheets of these GPUs, whose figures with sparsity are halved, unless a comment names another source.
+# A key matches all of `torch.cuda.get_device_name`, since laptop, MIG and cut-down parts have other peaks. Values are
+# from NVIDIA's data sheets (half of figures with sparsity) unless a comment names another source.
 _PEAKS: dict[str, PeakTflops] = {
     r"NVIDIA H100 80GB HBM3": PeakTflops(989.4, 1978.9),  # SXM5; H100 Architecture white paper, dense
     r"NVIDIA H100 PCIe": PeakTflops(756.0, 1513.0),
@@ -107,17 +107,17 @@ def peak_tflops(gpu_name: str) -> PeakTflops | None:
 
 
 def device_peak_tflops(device: torch.device) -> PeakTflops | None:
-    """Return the peaks of this device; None for a CPU or a GPU that is not in the table."""
+    """Return the peaks of this device, or None for a CPU or a GPU that is not in the table."""
     return peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
-RECORDED_STEP = "num_gemm_kernels"  # the key that only a recorded step has
+RECORDED_STEP = "num_gemm_kernels"  # a key that only the recorded step has
 
 
 def speed_metrics(
     tokens: StepTokens, step_time_s: float, size: DecoderSize, num_gpus: int, peak: PeakTflops | None, fp8: bool
 ) -> dict[str, float]:
-    """Compute the throughput figures of one step, by keys of metrics.jsonl; `num_gpus` is the number of processes."""
+    """Compute the throughput figures of one step, by keys of metrics.jsonl. `num_gpus` is the number of processes."""
     tflops = step_flops(size, tokens) / step_time_s / num_gpus / 1e12
     figures = {
         "step_time_s": step_time_s,
@@ -135,22 +135,22 @@ def speed_metrics(
     return figures
 
 
-WARMUP_STEPS = 10  # first steps of a process that medians leave out; at most half of all its steps
+WARMUP_STEPS = 10  # first steps of a process that medians skip, but at most half of its steps
 
 MEDIANS = (
     *("step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "real_tokens_per_s", "supervised_tokens_per_s"),
     *("packing_efficiency", "model_tflops", "mfu_bf16_peak", "mfu_fp8_peak"),
     *("energy_j_per_million_tokens", "gpu_power_w"),
 )
-"""Figures with a median over the measured steps, `median_<key>` in summary.json and on W&B."""
+"""Keys whose median over the measured steps is `median_<key>` in summary.json and on W&B."""
 
 
 def throughput_summary(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Return `num_steps_measured`, `num_steps_left_out`, and `median_<key>` for each of `MEDIANS` over the measured
-    `steps` (of one process, in order). The first steps and the recorded step are not measured.
+    """Return `num_steps_measured`, `num_steps_left_out`, and `median_<key>` for each of `MEDIANS`. `steps` are those of
+    one process, in order. The first steps and the recorded step are not measured.
 
-    If fp8 ends before the run, `median_<key>` is the mean of the median in fp8 and the median after it. Their weights
-    are the numbers of steps for `step_time_s`, and the times that both parts took for other keys.
+    If fp8 ends before the run, `median_<key>` is the weighted mean of the median in fp8 and the median after it. The
+    weights are the numbers of steps for `step_time_s`, and the total times of both phases for other keys.
     """
     started = steps[min(WARMUP_STEPS, len(steps) // 2) :]
     measured = [record for record in started if RECORDED_STEP not in record]
@@ -159,18 +159,18 @@ def throughput_summary(steps: list[dict[str, float]]) -> dict[str, float]:
     without_fp8 = [record for record in measured if not record.get("fp8_linear_flop_share")]
     for key in MEDIANS:
         medians, weights = [], []
-        for part in (in_fp8, without_fp8):
-            if values := [record[key] for record in part if key in record]:
+        for phase in (in_fp8, without_fp8):
+            if values := [record[key] for record in phase if key in record]:
                 medians.append(statistics.median(values))
-                step_s = statistics.median(record["step_time_s"] for record in part)
-                weights.append(len(part) * (1.0 if key == "step_time_s" else step_s))
+                step_s = statistics.median(record["step_time_s"] for record in phase)
+                weights.append(len(phase) * (1.0 if key == "step_time_s" else step_s))
         if medians:
             summary[f"median_{key}"] = statistics.fmean(medians, weights)
     return summary
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Return this process's peak memory on `device`, by keys of metrics.jsonl; {} on a CPU."""
+    """Return this process's peak memory on `device`, by keys of metrics.jsonl. On a CPU the result is empty."""
     if device.type != "cuda":
         return {}
     return {
@@ -181,7 +181,7 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
 
 
 def describe_full_gpu(steps: list[dict[str, float]]) -> str | None:
-    """Return a warning if PyTorch's allocator ran out of room in later steps, else None."""
+    """Return a warning if PyTorch's allocator ran out of memory and retried in later steps, else None."""
     later = [step["num_alloc_retries"] for step in steps[len(steps) // 2 :] if "num_alloc_retries" in step]
     if not later or later[-1] == later[0]:
         return None

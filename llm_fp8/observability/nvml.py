@@ -1,4 +1,4 @@
-"""Measure the energy that a run's GPUs use, with NVML.
+"""Measure with NVML the energy that a run's GPUs use.
 
 Data-centre GPUs since Volta count the energy of their board in millijoules (`nvmlDeviceGetTotalEnergyConsumption`). The
 count includes all processes on the board, but not the host or the network. A MIG slice has no counter.
@@ -14,13 +14,13 @@ from collections.abc import Mapping
 import torch
 from accelerate import Accelerator
 
-MIN_INTERVAL_S = 1.0  # shortest one with figures: the counter is updated about every tenth of a second
+MIN_INTERVAL_S = 1.0  # shorter ones are not read: the counter is updated about every 0.1 s
 
 
 def energy_j(device: torch.device) -> float:
-    """Read the energy counter of `device`, in J; NaN if it has none or cannot be read."""
+    """Read the energy counter of `device` in J. Return NaN if there is none or it cannot be read."""
     if device.type == "cuda":
-        import pynvml  # imported here, since a machine without a GPU may lack it
+        import pynvml  # imported here, since a machine without a GPU may not have it
 
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlInit()  # repeated calls cost nothing
@@ -31,8 +31,8 @@ def energy_j(device: torch.device) -> float:
 
 
 class EnergyMeter:
-    """Energy of all GPUs of a run over intervals of optimizer steps; `read` is collective. An interval begins at
-    `restart`, with an idle GPU, and ends at the first `read` at least `MIN_INTERVAL_S` later. The next begins there.
+    """The energy of all GPUs of a run, over intervals of optimizer steps. An interval begins at `restart`, with an idle
+    GPU, and ends at the first `read` at least `MIN_INTERVAL_S` later. Then the next begins. `read` is collective.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -41,12 +41,12 @@ class EnergyMeter:
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """Begin an interval after `step`; the energy used since the last figures counts only in the total."""
+        """Begin an interval after `step`. Energy used since the last interval counts only in the total `energy_j`."""
         self._last_step, self._num_tokens = step, 0
         self._start_s, self._start_j = time.perf_counter(), energy_j(self._accelerator.device)
 
     def read(self, num_tokens: Mapping[int, int]) -> dict[str, float]:
-        """Return the interval's figures, or {} if it is too short. `num_tokens`: new step -> positions on all GPUs."""
+        """Return the figures of the interval, or {} if it is too short. `num_tokens`: step -> positions on all GPUs."""
         self._num_tokens += sum(count for step, count in num_tokens.items() if step > self._last_step)
         now_s, now_j = time.perf_counter(), energy_j(self._accelerator.device)
         changes = [now_j - self._start_j, now_j - self._begin_j, now_s - self._start_s]

@@ -1,7 +1,7 @@
-"""Provenance of a run for its run.json: versions, hardware, code and command.
+"""Collect the provenance of a run for run.json: versions, hardware, code and command.
 
-Environment variables are kept only if their prefix shows that they steer the GPU libraries or the launcher, and if
-their name does not suggest a secret.
+Environment variables are recorded only if their prefix is that of a GPU library or launcher, and their name does not
+suggest a secret.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 
 
 def output_of(*command: str) -> str | None:
-    """Run a program and return its stdout; None if it does not exist, fails or hangs."""
+    """Run a program and return its stdout, or None if it does not exist, fails, or takes longer than 60 s."""
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=True)
         return done.stdout.strip()
@@ -33,8 +33,8 @@ def output_of(*command: str) -> str | None:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Return `commit` and `dirty` (True if files differ from it) of the git repository with the root `folder`; None if
-    it is not one. In a copy without git (a container), LLM_FP8_COMMIT names the commit, and `dirty` is None.
+    """Return `commit` and `dirty` (True if files differ from the commit) of the git repository at `folder`, or None if
+    there is none. In a container without git, LLM_FP8_COMMIT is the commit, and `dirty` is None.
     """
     if commit := os.environ.get("LLM_FP8_COMMIT"):
         return {"commit": commit, "dirty": None}
@@ -53,8 +53,8 @@ def _gpu(index: int) -> dict[str, Any]:
 
 def _cpu_model() -> str | None:
     cpuinfo = Path("/proc/cpuinfo")
-    named = re.search(r"^model name\s*: (.*)$", cpuinfo.read_text() if cpuinfo.is_file() else "", re.MULTILINE)
-    return named[1] if named else platform.processor() or None
+    match = re.search(r"^model name\s*: (.*)$", cpuinfo.read_text() if cpuinfo.is_file() else "", re.MULTILINE)
+    return match[1] if match else platform.processor() or None
 
 
 def relevant_environment(environment: dict[str, str]) -> dict[str, str]:
@@ -63,10 +63,10 @@ def relevant_environment(environment: dict[str, str]) -> dict[str, str]:
 
 
 def collect_provenance(argv: list[str]) -> dict[str, Any]:
-    """Collect the provenance of this process as JSON values; None marks what this machine lacks. `argv`: `sys.argv`."""
+    """Return the provenance of this process as JSON values. Values that this machine does not have are None."""
     drivers = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     script = Path(argv[0]).resolve()
-    # The path from the repository's root; a script outside the repository keeps its name.
+    # The path of a script in the repository is recorded relative to its root.
     program = script.relative_to(REPOSITORY).as_posix() if script.is_relative_to(REPOSITORY) else argv[0]
     return {
         "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),

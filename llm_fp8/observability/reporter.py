@@ -1,11 +1,11 @@
-"""Write a run's numbers to metrics.jsonl, trackers, the screen and summary.json (docs/monitoring.md); only the main
+"""Write a run's numbers to metrics.jsonl, trackers, the screen and summary.json (docs/monitoring.md). Only the main
 process writes.
 
-On a terminal one bar stays at the bottom and printed lines scroll above it. Elsewhere (log file, CI, pipe) there is one
-plain line every `log_every` steps. If metrics.jsonl is moved or deleted, the run ends at its next report.
+On a terminal a progress bar stays at the bottom, and printed lines scroll above it. Elsewhere (log file, CI, pipe) a
+plain line is printed every `log_every` steps. If metrics.jsonl is moved or deleted, the run ends at its next report.
 
-A resumed run cuts lines beyond the checkpoint from metrics.jsonl and continues the file, since it repeats those steps.
-In W&B it continues the same run. Trackers cannot take back steps, so steps that they have are not sent again.
+A resumed run repeats the steps after its checkpoint. It removes their lines from metrics.jsonl and then continues the
+file. In W&B it continues the same run. Trackers cannot delete steps, so steps that they already have are not sent.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ def _figures(record: Mapping[str, float], templates: Mapping[str, str]) -> str:
 
 
 class ProgressDisplay:
-    """Display of a run's steps on `stream`; earlier processes ran the first `first_step` steps."""
+    """Show the steps of a run on `stream`. Earlier processes took the first `first_step` steps."""
 
     def __init__(self, total_steps: int, first_step: int = 0, log_every: int = 1, stream: TextIO | None = None) -> None:
         self._total_steps, self._first_step, self._log_every = total_steps, first_step, log_every
         self._stream = stream = stream or sys.stdout
-        self._recent_s: deque[float] = deque(maxlen=50)  # their median predicts the time left, whatever one step took
+        self._recent_s: deque[float] = deque(maxlen=50)  # the time left is predicted from their median
         layout = {"bar_format": "{bar:10} {desc}", "dynamic_ncols": True, "desc": "before the first step"}
         self._bar = tqdm(total=total_steps, initial=first_step, file=stream, disable=not stream.isatty(), **layout)
 
     @surviving_closed_output()
     def step(self, record: Mapping[str, float]) -> None:
-        """Show one optimizer step; `record` has keys of metrics.jsonl, `step` and `step_time_s` among them."""
+        """Show one optimizer step. `record` has keys of metrics.jsonl, including `step` and `step_time_s`."""
         step, total = int(record["step"]), self._total_steps
         self._recent_s.append(record["step_time_s"])
-        left = timedelta(seconds=round(statistics.median(self._recent_s) * (total - step)))
-        text = f"step {step:>{len(str(total))}}/{total}  {_figures(record, _STEP)}  {left} left"
+        remaining = timedelta(seconds=round(statistics.median(self._recent_s) * (total - step)))
+        text = f"step {step:>{len(str(total))}}/{total}  {_figures(record, _STEP)}  {remaining} left"
         if not self._bar.disable:
             self._bar.set_description_str(text, refresh=False)
             self._bar.update(step - self._bar.n)
@@ -68,18 +68,18 @@ class ProgressDisplay:
 
     @surviving_closed_output()
     def print(self, text: str) -> None:
-        """Print a line, above the bar if there is one."""
+        """Print a line, above the progress bar if there is one."""
         with tqdm.external_write_mode(file=self._stream):
             print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """End the bar and leave it on the screen."""
+        """Stop updating the progress bar and leave it on the screen."""
         self._bar.close()
 
 
 def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -> int:
-    """Cut the lines of steps beyond `last_step` and an unfinished last line from a metrics.jsonl; return the last step
-    that it held, or 0. With `keep_evaluation` False, also cut the evaluation after `last_step`: the run repeats it.
+    """Remove the lines of steps after `last_step` and an incomplete last line from the metrics.jsonl at `path`. If not
+    `keep_evaluation`, also remove the evaluation after `last_step`. Return the last step that the file had, or 0.
     """
     with reading("--output_dir", path, advice="Move the file away to resume without the earlier metrics."):
         lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
@@ -91,59 +91,59 @@ def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -
 
 
 class RunReporter:
-    """Reports one run's numbers; every rank has a reporter. As a context manager it closes files and trackers' runs."""
+    """Report the numbers of one run. Every rank has a reporter. As a context manager it closes files and trackers."""
 
     def __init__(
         self, is_main: bool, config: Config, folder: Path, total_steps: int, resume_step: int, evaluates_again: bool
     ) -> None:
-        """Open the files in `folder`. `resume_step` is the checkpoint's step; if it is 0, metrics.jsonl starts empty.
+        """Open the files in `folder`. `resume_step` is the checkpoint's step. If it is 0, metrics.jsonl starts empty.
         `evaluates_again` is True if the run repeats the evaluation after that step.
         """
         self._is_main = is_main
-        self._trackers: dict[str, Any] = {}  # Accelerate's, by name; imported only if a run has trackers
+        self._trackers: dict[str, Any] = {}  # Accelerate's trackers by name, imported only if a run has any
         self._config = config
         self._resume_step = self._last_step = resume_step
         self._folder, self._total_steps = folder, total_steps
-        self._known_step = 0  # last step that an earlier process reported
+        self._reported_step = 0  # last step that an earlier process reported
         if not self._is_main:
             return
         folder.mkdir(parents=True, exist_ok=True)
         metrics = folder / "metrics.jsonl"
         if resume_step > 0 and metrics.exists():
-            self._known_step = truncate_metrics(metrics, resume_step, keep_evaluation=not evaluates_again)
+            self._reported_step = truncate_metrics(metrics, resume_step, keep_evaluation=not evaluates_again)
         certificates = [] if resume_step else ["certificate.json", "certificate_after_fp8.json"]
         for name in ("summary.json", *certificates):  # these will be written again
             (folder / name).unlink(missing_ok=True)
-        # Opened for reading too: the summary is made from it.
+        # Opened for reading too, since `finish` computes the summary from it.
         self._file = open(metrics, "a+" if resume_step > 0 else "w+", encoding="utf-8", buffering=1)
         self._display = ProgressDisplay(total_steps, resume_step, config.run.log_every)
 
     def start_trackers(self, record: dict[str, Any]) -> None:
-        """Start the requested trackers, or continue W&B's run; `record` is this start's part of run.json."""
+        """Start the requested trackers, or continue the run on W&B. `record` is the entry of this start in run.json."""
         options, path = self._config.run, self._folder / "trackers.json"
         if not self._is_main or not options.trackers:
             return
         from llm_fp8.observability.trackers import start_tracker
 
-        is_known = self._resume_step > 0 and path.exists()
-        known: dict[str, Any] = read_json(path) if is_known else {"last_step": 0, "runs": {}}
-        self._known_step = max(known["last_step"], self._known_step)
+        continues = self._resume_step > 0 and path.exists()
+        state: dict[str, Any] = read_json(path) if continues else {"last_step": 0, "runs": {}}
+        self._reported_step = max(state["last_step"], self._reported_step)
         for name in options.trackers:
-            run_id = known["runs"].get(name)
-            self._trackers[name], known["runs"][name] = start_tracker(name, options, self._folder, record, run_id)
-        write_json_atomic(path, known | {"last_step": self._known_step})
+            run_id = state["runs"].get(name)
+            self._trackers[name], state["runs"][name] = start_tracker(name, options, self._folder, record, run_id)
+        write_json_atomic(path, state | {"last_step": self._reported_step})
 
     def _to_trackers(self, send: Callable[[str, Any], object]) -> None:
-        """Call `send` for each tracker; drop a tracker that fails, for instance on a full disk."""
+        """Call `send` for each tracker. If one fails, for instance on a full disk, warn and drop it."""
         for name, tracker in list(self._trackers.items()):
             try:
                 send(name, tracker)
             except Exception as error:
                 del self._trackers[name]
-                self.print(f"WARNING: {name} gets no more of this run ({type(error).__name__}: {error})")
+                self.print(f"WARNING: {name} receives no more of this run ({type(error).__name__}: {error})")
 
     def step(self, record: dict[str, float]) -> None:
-        """Report one optimizer step, in order; `record` has `step` and other metrics as plain numbers."""
+        """Report one optimizer step. `record` has `step` and other metrics as plain numbers. Steps come in order."""
         if self._is_main:
             self._last_step = int(record["step"])
             self._write(record)
@@ -161,7 +161,7 @@ class RunReporter:
         raise UserError(f"--output_dir: {problem}; {advice}.")
 
     def evaluation(self, record: dict[str, float]) -> None:
-        """Report an evaluation after the last reported step; `record` has that `step` and the `eval_` keys."""
+        """Report an evaluation after the last reported step. `record` has that `step` and the `eval_` keys."""
         if self._is_main:
             self._write(record)
             self._display.print(f"evaluation at step {self._last_step}: {_figures(record, _EVALUATION)}")
@@ -171,8 +171,8 @@ class RunReporter:
         step = record["step"]
         is_evaluation = "eval_loss" in record
         is_logged = is_evaluation or step % self._config.run.log_every == 0 or step == self._total_steps
-        # An evaluation is a separate record. If it was postponed or is repeated, its step is the checkpoint's.
-        if self._trackers and step > self._known_step - is_evaluation:
+        # A postponed or repeated evaluation has the checkpoint's step, and must still be sent.
+        if self._trackers and step > self._reported_step - is_evaluation:
             from llm_fp8.observability.trackers import send_record
 
             self._to_trackers(lambda name, tracker: send_record(name, tracker, record, is_logged))
@@ -182,14 +182,14 @@ class RunReporter:
             self._display.print(text)
 
     def track(self, summary: dict[str, Any]) -> None:
-        """Send entries of the summary to W&B; it keeps them even if the run is killed."""
+        """Send entries of the summary to W&B, which has them even if the run is killed later."""
         if self._trackers:
             from llm_fp8.observability.trackers import send_summary
 
             self._to_trackers(lambda name, tracker: send_summary(name, tracker, summary))
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """Write and return summary.json: last values, median speeds, and `summary`."""
+        """Write summary.json from the last values, the median speeds and `summary`. Return its content."""
         steps = self.steps_of_process()
         last = {"eval_loss" in record: record for record in self._records()}
         full = {
@@ -207,11 +207,11 @@ class RunReporter:
         return full
 
     def steps_of_process(self) -> list[dict[str, float]]:
-        """Return the steps of this process; empty except on the main process."""
+        """Return the steps of this process. Only the main process has any."""
         return [step for step in self._records() if step["step"] > self._resume_step and "eval_loss" not in step]
 
     def _records(self) -> Iterator[dict[str, float]]:
-        """Yield the records of metrics.jsonl, including earlier processes'; none except on the main process."""
+        """Yield the records of metrics.jsonl, including those of earlier processes. Only the main process has any."""
         if self._is_main:
             self._file.seek(0)
             yield from map(json.loads, self._file)
@@ -226,5 +226,5 @@ class RunReporter:
             self._file.close()
         if error_type is None:
             self._to_trackers(lambda name, tracker: tracker.finish())
-        else:  # W&B gives the console back to a process that goes on, such as a notebook
+        else:  # W&B must release the console for a process that continues, such as a notebook
             self._to_trackers(lambda name, tracker: name == "wandb" and tracker.tracker.finish(exit_code=1))

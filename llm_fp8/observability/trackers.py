@@ -1,4 +1,4 @@
-"""Send a run to W&B and other trackers of --report_to with Accelerate's classes, with labels that tell runs apart."""
+"""Send a run to W&B and other trackers of --report_to, by Accelerate's classes, with labels to compare runs by."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from llm_fp8.config.recipes import precision_name
 from llm_fp8.utils.errors import UserError, reading
 
 LABELS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "precision_name": lambda run: _in_words(run["precision"], "effective"),
-    "precision_requested": lambda run: _in_words(run["precision"], "requested"),
+    "precision_name": lambda run: _precision_name(run["precision"], "effective"),
+    "precision_requested": lambda run: _precision_name(run["precision"], "requested"),
     "model_short_name": lambda run: Path(run["config"]["model"]["model_name"]).name,
     "sharding_mode": lambda run: run["effective"]["sharding_mode"],
     "gpu_name": lambda run: next((gpu["name"] for gpu in run["provenance"]["gpus"]), "CPU"),
@@ -28,17 +28,17 @@ LABELS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "torch_version": lambda run: run["provenance"]["packages"]["torch"],
     "transformer_engine_version": lambda run: run["provenance"]["packages"]["transformer-engine"],
 }
-"""Label -> function that reads it from a run.json."""
+"""Label -> function that reads its value from a run.json."""
 TAGS = ("precision_name", "model_short_name", "sharding_mode", "gpu_name")
-"""Labels that are also tags."""
+"""Labels that are tags on W&B, too."""
 
 
-def _in_words(precision: dict[str, Any], which: str) -> str:
+def _precision_name(precision: dict[str, Any], which: str) -> str:
     return precision_name(precision[which], precision[f"{which}_scenario"])
 
 
 def flattened(tree: dict[str, Any], separator: str = ".", prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of a nested dict with their joined keys."""
+    """Yield (key, value) of a nested dict, with the keys on the path to a value joined by `separator`."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from flattened(value, separator, f"{prefix}{key}{separator}")
@@ -49,8 +49,8 @@ def flattened(tree: dict[str, Any], separator: str = ".", prefix: str = "") -> I
 def start_tracker(
     name: str, options: RunConfig, folder: Path, record: dict[str, Any], run_id: str | None
 ) -> tuple[GeneralTracker, str | None]:
-    """Start a tracker's run with the options and labels in `record` (this start's part of run.json), or continue W&B's
-    run `run_id`. Return the tracker and, for W&B, the id with which a later start continues the run.
+    """Start a tracker's run with the options and labels from `record`, the entry of this start in run.json. On W&B,
+    continue the run `run_id` if it is set. Return the tracker and, for W&B, the id of the run.
     """
     labels = {label: read(record) for label, read in LABELS.items()}
     config = dict(flattened(record["config"])) | labels
@@ -64,7 +64,7 @@ def start_tracker(
         config = {**record["config"], **labels, "effective": effective, "provenance": record["provenance"]}
         tags = [*filter(None, os.environ.get("WANDB_TAGS", "").split(",")), *(str(labels[tag])[:64] for tag in TAGS)]
         arguments |= {"dir": str(folder), "job_type": "train", "tags": tags}
-    logging.raiseExceptions = False  # on a full disk each line of a tracker's log would print a traceback
+    logging.raiseExceptions = False  # else a full disk prints a traceback for each line of a tracker's log
     advice = "WANDB_MODE=offline needs no network." if name == "wandb" else ""
     flag = "--use_wandb" if name == "wandb" else f"--report_to {name}"
     with reading(flag, options.project, f"a run of {name}", advice):
@@ -80,7 +80,7 @@ def start_tracker(
 
 
 def send_record(name: str, tracker: GeneralTracker, record: dict[str, float], is_logged: bool) -> None:
-    """Send W&B every record; send others only logged records, since the run waits for them."""
+    """Send W&B every record. Send other trackers only logged records, since the run waits while they store them."""
     if name == "wandb":  # W&B counts the records itself and knows its axes
         tracker.log(record)
     elif is_logged:
@@ -88,18 +88,18 @@ def send_record(name: str, tracker: GeneralTracker, record: dict[str, float], is
 
 
 def send_summary(name: str, tracker: GeneralTracker, summary: dict[str, Any]) -> None:
-    """Put summary.json's scalars, nested ones as `part/key`, into W&B's summary; skip entries that W&B has already."""
+    """Add the scalars of summary.json to W&B's summary, nested ones as `part/key`. Skip entries that W&B has."""
     if name != "wandb":
         return
-    known = ("last_step", "last_evaluation", "recorded_step", "precision", "throughput")
-    parts = {key: value for key, value in summary.items() if key not in known} | summary.get("throughput", {})
-    flat = {key: value for key, value in flattened(parts, "/") if value is not None}
+    skipped = ("last_step", "last_evaluation", "recorded_step", "precision", "throughput")
+    entries = {key: value for key, value in summary.items() if key not in skipped} | summary.get("throughput", {})
+    flat = {key: value for key, value in flattened(entries, "/") if value is not None}
     plain = {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in flat.items()}
     tracker.tracker.summary.update(plain)
 
 
 def require_trackers(names: tuple[str, ...]) -> None:
-    """Raise `UserError` for a tracker that does not exist or is not installed, and for W&B without a login."""
+    """Raise `UserError` if a tracker does not exist or is not installed, or if there is no login for W&B."""
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
             raise UserError(f"--report_to: '{name}' is not among {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}.")
@@ -110,16 +110,16 @@ def require_trackers(names: tuple[str, ...]) -> None:
             require_wandb_login("--use_wandb or --report_to wandb")
 
 
-def require_wandb_login(asker: str) -> None:
-    """Raise `UserError`, beginning with the flag or script `asker`, if there is no W&B login; use no network."""
-    with reading(asker, "and the WANDB_ variables", "the W&B login", "Run 'wandb login --relogin'."):
+def require_wandb_login(source: str) -> None:
+    """Raise `UserError` if there is no W&B login, without network access. `source` is the flag or script to name."""
+    with reading(source, "and the WANDB_ variables", "the W&B login", "Run 'wandb login --relogin'."):
         import wandb
 
-        # Silent: else W&B asks the server for the login's name, and hangs without a network. The run sets up its own.
+        # If not silent, W&B reads the user's name from its server, and hangs offline. The run calls setup again.
         settings = wandb.setup(settings=wandb.Settings(silent=True)).settings
         try:
             if settings.mode in ("offline", "dryrun", "disabled") or wandb.login(prompt=False, verify=False):
                 return
         finally:
             wandb.teardown()
-    raise UserError(f"{asker}: there is no W&B login here; run 'wandb login', or set WANDB_MODE=offline.")
+    raise UserError(f"{source}: there is no W&B login here; run 'wandb login', or set WANDB_MODE=offline.")
