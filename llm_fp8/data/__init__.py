@@ -1,1 +1,1 @@
-"""Turn text into batches; `prepare.prepare_data` is the entry point. Labels in a `Batch` are already shifted."""
+"""Turn text into batches. The entry point is `prepare.prepare_data`; the labels in a `Batch` are already shifted."""

@@ -1,17 +1,17 @@
 """Turn a conversation into token ids and a mask of the supervised ones.
 
-Conversations, problems and Alpaca rows go through the tokenizer's chat template or, if it has none, through
-`PROMPT_FORM` or `PLAIN_TURN`. The loss is on the solution, the completion or each turn of the assistant, and on the end
-token (`trained_eos`); with `train_on_prompt` it is on every token. Every document ends with the end token; text that a
-template adds after it is cut off. A document has BOS once, at the front.
+Conversations, problems and Alpaca rows are rendered with the tokenizer's chat template. A tokenizer without a template
+uses `PROMPT_FORM` or `PLAIN_TURN`. The loss is computed on the solution, the completion or each turn of the assistant,
+and on the end token (`trained_eos`); with `train_on_prompt`, it is computed on every token. Every document ends with
+the end token: text that a template adds after it is removed. A document has one BOS token, at its start.
 
-If a template marks the assistant's text ({% generation %}), these marks are the mask. Otherwise a turn is the text that
-the template adds after the generation prompt. Text that the template does not show cannot be supervised: it counts as
-unused. A row is refused if an answer or a call is not shown.
+If a template marks the assistant's text ({% generation %}), the marked text is supervised. Otherwise the supervised
+text of a turn is the text that the template adds after the generation prompt. Text that the template omits cannot be
+supervised and is counted as unused. A row is an error if the template omits an answer or a tool call.
 
 A document is tokenised as one text, so that its prompt has the same tokens as in generation. If a token would straddle
-a boundary of a supervised range, the text after the boundary is tokenised as a continuation: without the word mark or
-space that Llama 2's and Mistral's tokenizers put before every text.
+a boundary of a supervised range, the text after the boundary is tokenised as a continuation, i.e. without the word mark
+or space that Llama 2's and Mistral's tokenizers put before every text.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from llm_fp8.data.rows import REASONING, UNTEMPLATED, Conversation, RowForm, Unused, called, read_row, repr_of
 from llm_fp8.utils.errors import UserError, reading
 
-PROMPT_FORM = "Problem:\n{problem}\n\nSolution:\n"  # for a problem, if there is no chat template
-PLAIN_TURN = "{role}:\n"  # without a chat template: header of a turn; a blank line follows a turn, EOS an assistant's
-TEMPLATE_DATE = date(2026, 1, 1)  # `strftime_now` of chat templates: tokens must not depend on the day
-FORMAT_VERSION = 14  # of cached documents: raise it when rows are tokenised or refused differently
+PROMPT_FORM = "Problem:\n{problem}\n\nSolution:\n"  # prompt for a problem if there is no chat template
+PLAIN_TURN = "{role}:\n"  # header of a turn if there is no chat template; EOS ends an assistant's turn
+TEMPLATE_DATE = date(2026, 1, 1)  # result of `strftime_now` in chat templates: tokens must not depend on the day
+FORMAT_VERSION = 14  # version of cached documents: increase it if rows are tokenised or rejected differently
 
 _NOW = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_OPEN_THINKING = re.compile(r"<think>\s*(</think>\s*)?$")  # end of some generation prompts (Qwen3.5's)
+_OPEN_THINKING = re.compile(r"<think>\s*(</think>\s*)?$")  # some generation prompts end with it (Qwen3.5's)
 _THINK_TAGS = re.compile("</?think>")
 _THOUGHT = re.compile(r"(<think>\s*).*?(\s*</think>)", re.DOTALL)
 
@@ -48,7 +48,7 @@ Spans = dict[int, Span]  # number of a turn -> range of its supervised text
 
 
 class Rendered(NamedTuple):
-    """Text of a row and its character ranges to supervise; empty if there is nothing to learn."""
+    """Text of a row and the character ranges to supervise. Both are empty if the row has nothing to train on."""
 
     text: str = ""
     spans: Sequence[Span] = ()
@@ -60,7 +60,7 @@ class Rendered(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Token ids of a document and, for each, True if it is to be predicted; empty if there is nothing to learn."""
+    """Token ids of a document, and for each id True if it is supervised. Empty if there is nothing to train on."""
 
     input_ids: list[int]
     supervised: list[bool]
@@ -72,7 +72,7 @@ def encode_batch(
     tokenizer: PreTrainedTokenizerBase,
     train_on_prompt: bool = False,
 ) -> list[Encoded]:
-    """Tokenise conversations in one parallel tokenizer call; count what the template leaves out in their `unused`."""
+    """Tokenise conversations in one tokenizer call. Count the parts that the template omits in each one's `unused`."""
     eos = trained_eos(tokenizer, form)
     ends = {eos, tokenizer.eos_token_id}
     if form not in UNTEMPLATED:
@@ -83,13 +83,13 @@ def encode_batch(
 
 
 def trained_eos(tokenizer: PreTrainedTokenizerBase, form: RowForm) -> int:
-    """Return the id of the token that ends documents of this form: the token with which the chat template ends an
-    assistant's turn, such as Llama 3's <|eot_id|>, or else the tokenizer's EOS. Raise `UserError` without either.
+    """Return the id of the token that ends documents of this form. It is the token with which the chat template ends
+    an assistant's turn (Llama 3: <|eot_id|>), or else the tokenizer's EOS. Raise `UserError` if neither exists.
     """
     ending, answer = [], "pineapple"
     if form not in UNTEMPLATED and tokenizer.chat_template is not None:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
-        with suppress(UserError):  # a template that refuses this conversation may accept others
+        with suppress(UserError):  # a template that rejects this conversation may accept others
             after = _render(tokenizer, Conversation(turns, Unused()))[0].rpartition(answer)[2].lstrip()
             ending = [i for i in _continue(answer, after, tokenizer)[:1] if i in tokenizer.added_tokens_decoder]
     eos = (*ending, tokenizer.eos_token_id)[0]
@@ -127,20 +127,20 @@ def _render_plain(conversation: Conversation, eos: str) -> Rendered:
 
 def _render_template(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Rendered:
     unused, template = conversation.unused, str(tokenizer.chat_template)
-    conversation, text = _as_template_takes_it(conversation, tokenizer)
+    conversation, text = _convert_for_template(conversation, tokenizer)
     messages, supervised = conversation.messages, conversation.supervised_turns()
     locate = _marked_spans if _GENERATION_BLOCK.search(template) else _turn_spans
     spans = locate(text, conversation, tokenizer)
 
     def renders_same(changed: list[dict[str, Any]]) -> bool:
-        with suppress(UserError):  # if rendering fails, the template uses what was removed
+        with suppress(UserError):  # if rendering fails, the template reads the removed part
             return _render(tokenizer, conversation._replace(messages=changed))[0] == text
         return False
 
     unused["assistant's turn that the template does not mark"] += max(0, len(supervised) - len(spans))
     for turn, message in enumerate(messages):
         (start, end), content = spans.get(turn, (0, len(text))), message["content"].strip()
-        # An assistant's reasoning without its tags: some templates write white space around the tags.
+        # Search the reasoning without its tags, since some templates write white space around the tags.
         *thoughts, answer = _THINK_TAGS.split(message["content"]) if message["role"] == "assistant" else [""]
         thoughts.extend({str(message[name]) for name in REASONING if name in message})
         around = "".join(text[start:end].rpartition(answer.strip() or "\0")[::2])  # the answer may repeat a thought
@@ -159,12 +159,12 @@ def _render_template(conversation: Conversation, tokenizer: PreTrainedTokenizerB
     return Rendered(text, list(spans.values()), from_template=True)
 
 
-def _as_template_takes_it(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> tuple[Conversation, str]:
-    """Convert a conversation to the names and types that the template reads; return it and its text.
+def _convert_for_template(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> tuple[Conversation, str]:
+    """Convert a conversation to the names and types that the template reads; return it and its rendered text.
 
-    Reasoning is stored under each name that templates read (transformers 5.23 does this itself, 5.17 does not). A
-    call's arguments become an object, since most templates write JSON themselves. If the template fails on objects, as
-    DeepSeek-V3's does, arguments become JSON text.
+    Reasoning is stored under each name that templates read (transformers 5.23 does this itself, 5.17 does not). The
+    arguments of a tool call become an object, since most templates write JSON themselves. If the template fails on
+    objects, as DeepSeek-V3's does, the arguments become JSON text.
     """
     renamed = {} if "developer" in str(tokenizer.chat_template) else {"developer": "system"}
 
@@ -186,7 +186,7 @@ def _as_template_takes_it(conversation: Conversation, tokenizer: PreTrainedToken
 
 
 def _check_shown(message: Mapping[str, Any], shown: str, template: str, unused: Unused) -> None:
-    """Raise `UserError` if the template omits a turn's call or answer; count text that it omits beside a call."""
+    """Raise `UserError` if the template omits a call, or an answer without a call. Count other omitted answers."""
     calls = called(message)
     if calls and ("tool_calls" not in template or any(call not in shown for call in calls)):
         raise UserError(f"--dataset_name: the chat template does not show an assistant's 'tool_calls' {calls}.")
@@ -198,7 +198,7 @@ def _check_shown(message: Mapping[str, Any], shown: str, template: str, unused: 
 
 
 def _with_arguments(call: Mapping[str, Any], as_text: bool) -> Mapping[str, Any]:
-    """Convert the arguments of a call (or of its `function`) to JSON text if `as_text`, else to an object."""
+    """Convert the arguments of a tool call (or of its `function`) to JSON text if `as_text`, else to an object."""
     if "function" in call:
         return {**call, "function": _with_arguments(call["function"], as_text)}
     arguments: Any = call.get("arguments")
@@ -211,7 +211,7 @@ def _with_arguments(call: Mapping[str, Any], as_text: bool) -> Mapping[str, Any]
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, **options: bool) -> tuple[str, list[Span]]:
-    """Render a conversation; return the text and, with `return_assistant_tokens_mask`, the ranges that are marked."""
+    """Render a conversation. Return its text and, with `return_assistant_tokens_mask`, the ranges marked in it."""
     roles = ", ".join(message["role"] for message in conversation.messages)
     task = f"a conversation of the roles {roles} with the tokenizer's chat template"
     with reading("--model_name", tokenizer.name_or_path, task, "Give another --chat_template, or drop such rows."):
@@ -227,7 +227,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, **op
 
 
 def _marked_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Spans:
-    """Return the ranges that the template marks, except those of excluded turns."""
+    """Return the character ranges that the template marks, without those of excluded turns."""
     _, marked = _render(tokenizer, conversation, return_assistant_tokens_mask=True)
     turns = [turn for turn, message in enumerate(conversation.messages) if message["role"] == "assistant"]
     if len(turns) != len(marked) and conversation.excluded.intersection(turns):
@@ -238,28 +238,28 @@ def _marked_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTo
 
 
 def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Spans:
-    """Locate each supervised turn in `text`: from the end of its generation prompt to the end of the turn.
+    """Locate each supervised turn in `text`, from the end of its generation prompt to the end of the turn.
 
-    The conversation up to each turn is rendered. `text` must contain the result, from its beginning or from the end of
-    the previous turn. Only reasoning may be missing: some templates (Qwen3's) drop it after the next question.
+    The conversation is rendered up to each turn. `text` must contain the result, from its start or from the end of the
+    previous turn. Only reasoning may be missing, since some templates (Qwen3's) remove it after the next question.
     """
     spans: Spans = {}
-    seen, end = "", 0  # the conversation up to the previous supervised turn, and its end in `text`
+    seen, end = "", 0  # the rendered conversation up to the previous supervised turn, and its end in `text`
     for turn in conversation.supervised_turns():
         message = conversation.messages[turn]
         answer = message["content"].rpartition("</think>")[2].strip()
         essence = answer or "".join(called(message)[:1])
-        # Phi-3's template writes an EOS after the last turn.
+        # Phi-3's template writes an EOS after the last turn only.
         until = _render(tokenizer, conversation.until(turn + 1))[0].removesuffix(str(tokenizer.eos_token))
         if turn:
             full_prompt = _render(tokenizer, conversation.until(turn), add_generation_prompt=True)[0]
         else:  # a first turn has no generation prompt: it begins with its content
-            content = message["content"].strip()  # with its reasoning, if the template shows it
+            content = message["content"].strip()  # includes its reasoning, if the template renders it
             full_prompt = until[: until.rfind(content if content and content in until else essence or until)]
         prompts = [full_prompt, _OPEN_THINKING.sub("", full_prompt)]
         before = next(filter(until.startswith, prompts), None)
         if before is None and turn and conversation.messages[turn - 1]["role"] == "assistant":
-            # After another answer, which Qwen3's and OLMo 2's templates render differently once a turn follows it.
+            # Qwen3's and OLMo 2's templates render the previous answer differently if a turn follows it.
             opening = full_prompt[len(_render(tokenizer, conversation.until(turn))[0]) :]
             at = until.rfind(opening, 0, until.rfind(essence)) if opening else -1
             before = until[: at + len(opening)] if at >= 0 else None
@@ -271,7 +271,7 @@ def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedToke
             for known, at in (("", 0), (seen, end))
             if prompt.startswith(known) and text.startswith(prompt[len(known) :], at)
         ]
-        variants = {shown: None, _THOUGHT.sub(r"\1\2", shown): None}  # GLM's template keeps the tags
+        variants = {shown: None, _THOUGHT.sub(r"\1\2", shown): None}  # GLM's template removes text between the tags
         candidates = (
             (at, at + len(variant) - cut)
             for variant in variants
@@ -282,8 +282,8 @@ def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedToke
         span = next(candidates, None)
         if span is None or before is None:
             raise UserError(
-                "--dataset_name: the chat template changes the text of a conversation as it goes on, and finally has "
-                f"no turn {repr_of(shown)}; mark turns with {{% generation %}} in it, or give single questions."
+                "--dataset_name: the chat template changes earlier turns when later turns follow, so that the turn "
+                f"{repr_of(shown)} is missing; mark turns with {{% generation %}} in it, or give single questions."
             )
         spans[turn] = span
         seen, end = until, span[1]
@@ -291,13 +291,13 @@ def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedToke
 
 
 def _tokenise(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Tokenise texts without adding tokens; return [] for no texts, on which transformers 5.23 fails."""
+    """Tokenise texts without special tokens around them. Return [] for no texts, on which transformers 5.23 fails."""
     return list(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]) if texts else []
 
 
 def _continue(before: str, text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokenise `text` as the rest of a document that begins with `before`. Put a character in front that does not share
-    a token with `text`, and drop its tokens. The last character of `before` is tried first: it may mark a word.
+    """Tokenise `text` as the continuation of `before`: tokenise it after one character and remove that character's
+    tokens. The last character of `before` is tried first; the next one is tried if it shares a token with `text`.
     """
     for anchor in (before[-1], *"0a\n."):
         alone, both = _tokenise([anchor, anchor + text], tokenizer)
@@ -313,7 +313,7 @@ def _encode_spans(rendered: Sequence[Rendered], tokenizer: PreTrainedTokenizerBa
     encoded: list[Encoded] = []
     for item in rendered:
         text, ids, supervised = item.text, list[int](), list[bool]()
-        begin, head = 0, ids  # start of the text that is tokenised as one, and the tokens before it
+        begin, head = 0, ids  # start of the text that is tokenised in one piece, and the tokens before it
         for start, end in pairwise((0, *item.cuts(), len(text))):
             whole = next(tokens)
             whole = whole if begin == 0 else head + _continue(text[:begin], text[begin:end], tokenizer)
@@ -330,8 +330,9 @@ def _encode_spans(rendered: Sequence[Rendered], tokenizer: PreTrainedTokenizerBa
 
 
 def _end_turns(encoded: Encoded, tokenizer: PreTrainedTokenizerBase, eos: int, ends: set[Any]) -> Encoded:
-    """End each supervised span at its last token of `ends`. An EOS right after a span joins it; white space after the
-    token ("answer<EOS>\n") leaves it. End the document with the last span; append `eos` if it ends with another token.
+    """Make each supervised span end with an end token, and the document with the last span. An EOS right after a span
+    is added to it, and white space after an end token ("answer<EOS>\n") is removed. If the document then ends with a
+    token that is not in `ends`, append `eos`.
     """
     ids, supervised = list(encoded.input_ids), bytearray(encoded.supervised)
     after = (eos, tokenizer.eos_token_id)

@@ -1,22 +1,22 @@
-"""Collate documents into a `Batch`: packed into one line of tokens, or padded side by side.
+"""Collate documents into a `Batch`: packed into one row of tokens, or padded to equal length.
 
 THE LABELS ARE ALREADY SHIFTED: `labels[..., t]` is the token after position t of the same document, or -100. The loss
-is the cross entropy of `logits` and `labels` position by position; Hugging Face models would shift them again.
+is the cross entropy of `logits[..., t, :]` and `labels[..., t]`. Hugging Face models would shift the labels again.
 
     field                             packed, T = batch_size * max_seq_length        padded on the right
     input_ids, labels, position_ids   int64 [1, T]                                   int64 [B, S]
     cu_seqlens                        int32 [n + 1], 0 = first < ... < last = T      None
     attention_mask                    None; bool [1, T] if batches are sliced        bool [B, S]
 
-The mask is true on documents' tokens; `cu_seqlens` has the boundaries of segments. A segment is a document or the
-unused rest of a sequence of max_seq_length positions. `position_ids` start at 0 in each segment; in a padded batch they
-are 0 on all padding. S is the longest document's length rounded up to a multiple of 128 (in each slice), at most
-max_seq_length.
+`attention_mask` is True for tokens of documents. `cu_seqlens` stores the boundaries of segments. A segment is one
+document, or the padding at the end of a sequence of max_seq_length positions. `position_ids` start at 0 in each
+segment; padding in a padded batch has position 0. S is the length of the longest document, rounded up to a multiple of
+128 (times the number of slices), but at most max_seq_length.
 
-If C ranks each take a slice of a batch, every document is padded, inside its segment, to a multiple of 2 C. Attention
-is causal, so no token sees this padding. If fewer than batch_size sequences are left, padding replaces the missing
-ones. In a padded batch the first position of such padding is open to attention, because some kernels give NaN for a
-sequence that attends to nothing.
+With context parallelism, C ranks each process a slice of a batch. Then every document is padded, inside its segment, to
+a multiple of 2 C. Attention is causal, so no token attends to this padding. If fewer than batch_size sequences remain,
+padding replaces the missing ones. In a padded batch, `attention_mask` is True for the first position of such a
+sequence, because some kernels return NaN for a sequence that attends to nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from llm_fp8.kernels.cross_entropy import IGNORE_INDEX
 from llm_fp8.observability.metrics import StepTokens
 
 IntArray = npt.NDArray[np.int64]
-PADDED_MULTIPLE = 128  # padded lengths are multiples of it: few different shapes, fit for fp8 kernels
+PADDED_MULTIPLE = 128  # padded lengths are multiples of it, so shapes are few and fp8 kernels accept them
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Batch:
     num_tokens: int
     num_real_tokens: int  # without padding
     num_supervised_tokens: int
-    sum_squared_lengths: int  # over segments (packed) or sequences (padded): attention's cost; a slice has a share
+    sum_squared_lengths: int  # of segments (packed) or sequences (padded), for attention's FLOPs; a slice has its part
     row_ids: tuple[int, ...]  # of the documents' rows
 
     def to(self, device: str | torch.device, non_blocking: bool = False) -> Batch:
@@ -64,7 +64,7 @@ class Batch:
         return dataclasses.replace(self, **moved)
 
 
-Reader = Callable[[], list[Document]]  # reads one sequence's documents when called: a rank reads only its own
+Reader = Callable[[], list[Document]]  # reads the documents of one sequence; a rank calls only those of its batches
 
 
 def count_tokens(batches: Sequence[Batch]) -> StepTokens:
@@ -73,9 +73,9 @@ def count_tokens(batches: Sequence[Batch]) -> StepTokens:
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Documents of each sequence: sequence s has the documents `samples[offsets[s]:offsets[s + 1]]`, by number."""
+    """Assignment of documents to sequences. The documents of sequence s are `samples[offsets[s]:offsets[s + 1]]`."""
 
-    samples: IntArray  # [number of documents]
+    samples: IntArray  # [number of documents], indices of documents
     offsets: IntArray  # [number of sequences + 1]
 
     def __len__(self) -> int:
@@ -88,9 +88,9 @@ class PackingPlan:
 def pack(lengths: npt.ArrayLike, capacity: int, multiple: int = 1) -> PackingPlan:
     """Pack documents of these `lengths`, each padded to `multiple`, into sequences of at most `capacity` tokens.
 
-    Best fit decreasing: longest first, each document goes into the sequence with the least room that still holds it.
-    The bits of `has_room` find that sequence at once: bit r is set if a sequence has r tokens left. A million documents
-    take about 1 s.
+    The algorithm is best fit decreasing: documents are placed in order of decreasing length, each into the sequence
+    with the least room that still fits it. Bit r of `has_room` is set if a sequence has room for r more tokens, so this
+    sequence is found without a search. A million documents take about 1 s.
     """
     sizes = -(-np.asarray(lengths, dtype=np.int64) // multiple) * multiple
     sequence_of = np.empty(len(sizes), dtype=np.int64)
@@ -118,48 +118,48 @@ def pack(lengths: npt.ArrayLike, capacity: int, multiple: int = 1) -> PackingPla
 
 @dataclass(frozen=True)
 class Layout:
-    """Collates sequences (one document each unless `packed`) into a `Batch`; `num_slices` ranks each take a slice."""
+    """Callable that collates sequences (one document each unless `packed`) to a `Batch`."""
 
     batch_size: int
     max_seq_length: int
     pad_token_id: int
     packed: bool
-    num_slices: int = 1
+    num_slices: int = 1  # number of ranks that share a batch
     split_batch: Callable[[Batch], Batch] | None = None  # returns this rank's slice
     pin_memory: bool = False  # for asynchronous copies to the GPU; needs CUDA
 
     @property
     def multiple(self) -> int:
-        """Multiple to which packed documents are padded, in tokens."""
+        """Number of tokens to a multiple of which packed documents are padded."""
         return 2 * self.num_slices if self.num_slices > 1 else 1
 
     def plan(self, lengths: IntArray, chosen: IntArray) -> PackingPlan:
-        """Assign the `chosen` documents (by number) to sequences; `lengths` are the token counts of all documents."""
+        """Assign the documents numbered `chosen` to sequences; `lengths` are the token counts of all documents."""
         if not self.packed:
             return PackingPlan(chosen, np.arange(len(chosen) + 1))
         packed = pack(lengths[chosen], self.max_seq_length, self.multiple)
         return PackingPlan(chosen[packed.samples], packed.offsets)
 
     def num_positions(self, lengths: IntArray) -> int:
-        """Count positions, padding included; `lengths` has each sequence's longest document (any number if packed)."""
+        """Count all positions, with padding. `lengths` is each sequence's longest document (ignored if `packed`)."""
         longest = np.maximum.reduceat(lengths, np.arange(0, len(lengths), self.batch_size))
         return int(self.width(longest).sum()) * self.batch_size
 
     def width(self, longest: Any) -> Any:
-        """Return the positions per sequence if a batch's longest document has `longest` tokens; also takes an array."""
+        """Return the positions per sequence of a batch whose longest document has `longest` tokens (int or array)."""
         multiple = PADDED_MULTIPLE * self.num_slices
         padded = np.minimum(-(-longest // multiple) * multiple, self.max_seq_length)
         return np.full_like(padded, self.max_seq_length) if self.packed else padded
 
     def read(self, readers: Sequence[Reader]) -> Batch:
-        """Read and collate sequences; return this rank's slice of the batch."""
+        """Read and collate sequences. Return this rank's slice of the batch."""
         batch = self([read() for read in readers])
         if self.split_batch is not None:
             batch = self.split_batch(batch)
         return batch.map(Tensor.pin_memory) if self.pin_memory else batch
 
     def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch:
-        """Collate a batch; NumPy raises `ValueError` or `IndexError` if a sequence or the batch is too long."""
+        """Collate sequences. NumPy raises `ValueError` or `IndexError` if one is too long or they are too many."""
         documents = [document for sequence in sequences for document in sequence]
         shape = (self.batch_size, int(self.width(max((len(document.input_ids) for document in documents), default=1))))
         ids = np.full(shape, self.pad_token_id, dtype=np.int64)
@@ -181,7 +181,7 @@ class Layout:
         lengths = np.diff(bounds)
         positions = (np.arange(ids.size) - np.repeat(bounds[:-1], lengths)) * (self.packed | real.ravel())
         mask = real.copy()
-        if not self.packed and self.num_slices == 1:  # otherwise the mask only marks real tokens
+        if not self.packed and self.num_slices == 1:  # otherwise attention does not read the mask
             mask[len(sequences) :, 0] = True
         view = (1, -1) if self.packed else shape
         return Batch(

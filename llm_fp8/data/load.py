@@ -1,16 +1,16 @@
-"""Load one split of a `datasets` dataset from a hub id or a local path (--dataset_name).
+"""Load one split of a dataset from the Hugging Face hub or a local path. --dataset_name may be:
 
-    embedded                    the dataset of this repository
+    embedded                    the dataset in this repository
     owner/name                  a dataset of the Hugging Face hub
     path/to/folder              a folder with the hub's layout, or written by `save_to_disk`
     path/to/file.jsonl          also .json, .parquet, .csv, and compressed (.jsonl.gz)
     'path/to/train-*.jsonl'     all files that match, as one dataset
     any of these:configuration  one of its configurations (openai/gsm8k:main)
-    any of these,another        several datasets; --dataset_weights says how many rows of each
+    any of these,another        several datasets, mixed by --dataset_weights
 
-Cells of CSV files stay text, and rows of JSON files are the text in the file (`JsonRows`). Otherwise `datasets` would
-turn text that looks like a date into a date, and would not tell a null field from a missing one. Other files in a
-folder, such as copies left by editors and downloads, are not read; the report names them if they look like data files.
+Cells of CSV files stay text, and rows of JSON files are loaded as JSON text (`JsonRows`). Otherwise `datasets` would
+convert text that looks like a date to a date, and would not distinguish null fields from missing ones. Other files in a
+folder, such as editors' backups and partial downloads, are not read. The report lists those that look like data files.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from llm_fp8.utils.errors import UserError, existing_part, reading
 FILE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 DEFAULT_SPLITS, VALIDATION_SPLIT = ("train_1M", "train"), "validation"
 DATA_FILE = re.compile(r"(\.(?:jsonl?|ndjson|parquet|csv|tsv|txt|arrow|zip))(?:\.(?:gz|bz2|xz|zst|lz4))?$")
-MOST_OTHER_FILES = 10_000  # limit for a folder's non-data files: `datasets` lists 1,000 a second
+MOST_OTHER_FILES = 10_000  # limit for a folder's non-data files, since `datasets` lists only 1,000 files a second
 LIKE_DATA = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|arrow)(?![a-z])[^/]*$")  # reported if they are not read
-FIRST_ROWS = 1000  # rows of a JSON file whose columns decide how it is read
-ROW = "row of a JSON file"  # name of the only column, which holds the text of each row
+FIRST_ROWS = 1000  # number of rows of a JSON file from which its columns are determined
+ROW = "row of a JSON file"  # name of the only column, which contains the JSON text of each row
 _BETWEEN = re.compile(r"[\s,]*")
 
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """A dataset, its splits and the split to read. Sources of the same data are equal, whatever their name and flag."""
+    """A dataset, its splits and the split to read. The name and the flag are not compared by `==`."""
 
     name: str = field(compare=False)
     path: str  # argument of `datasets.load_dataset`
@@ -64,10 +64,10 @@ class DatasetSource:
     files: dict[str, list[str]] = field(default_factory=dict)  # split -> paths or hub addresses; [] if unknown
     split: str = ""
     is_json: bool = False
-    left_out: tuple[str, ...] = ()  # names of data-like files that are not read
+    left_out: tuple[str, ...] = ()  # names of files that look like data but are not read
 
     def with_split(self, wanted: str | None, flag: str, defaults: Sequence[str]) -> DatasetSource:
-        """Choose the split `wanted` of the option `flag`; without it, the first of `defaults` that exists."""
+        """Choose the split `wanted` (the value of `flag`) or, if it is None, the first of `defaults` that exists."""
         for split in defaults if wanted is None else (wanted,):
             if split in self.files:
                 return dataclasses.replace(self, split=split)
@@ -77,7 +77,7 @@ class DatasetSource:
 
 @contextmanager
 def reading_of(*sources: DatasetSource) -> Iterator[None]:
-    """Wrap work on these datasets in `reading`; name the datasets in the error for a row."""
+    """Convert errors while these datasets are read to `UserError` with `reading`. Errors in rows name the datasets."""
     flag, name = sources[0].flag, ",".join(source.name for source in sources)
     with reading(flag, name, "the dataset", "Check its files, or download it again."):
         try:
@@ -89,7 +89,7 @@ def reading_of(*sources: DatasetSource) -> Iterator[None]:
 
 
 def find_splits(data: DataConfig) -> tuple[list[DatasetSource], list[DatasetSource]]:
-    """Return the splits to train on and the splits to evaluate on; without the latter, training rows are held out."""
+    """Return the splits to train on and those to evaluate on; if the latter are none, training rows are held out."""
     sources = _open_sources(data.dataset_name, "--dataset_name")
     train = [source.with_split(data.split_name, "--split_name", DEFAULT_SPLITS) for source in sources]
     wanted, defaults = data.validation_split_name, (VALIDATION_SPLIT, "test", *DEFAULT_SPLITS)
@@ -107,27 +107,27 @@ def find_splits(data: DataConfig) -> tuple[list[DatasetSource], list[DatasetSour
 
 
 def _open_sources(text: str, flag: str) -> list[DatasetSource]:
-    """Open the datasets that an option names; an existing path is one dataset, even with commas in it."""
+    """Open the datasets in the value `text` of an option. An existing path is one dataset, even if it has commas."""
     names = [text] if Path(text).expanduser().exists() else text.split(",")
     return [open_source(name.strip(), flag) for name in names]
 
 
 def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
-    """Find the dataset `name`, given by the option `flag`, and list its splits; read no row."""
-    if not name:  # `Path` would take it for the current folder
-        raise UserError(f"{flag} has an empty name between two commas or at an end; drop a comma.")
+    """Find the dataset `name`, an entry of the option `flag`, and list its splits without reading a row."""
+    if not name:  # `Path("")` is the current folder
+        raise UserError(f"{flag} has an empty name between two commas or at an end; remove a comma.")
     is_whole = ":" not in name or Path(name).expanduser().exists()
-    wanted, config = (name, None) if is_whole else name.rsplit(":", 1)
-    path = (DATASET_DIR if wanted == EMBEDDED else Path(wanted).expanduser()).absolute()
-    is_pattern = glob.has_magic(wanted) and not path.exists()
-    builder, files = str(path) if path.is_dir() else wanted, dict[str, list[str]]()
+    location, config = (name, None) if is_whole else name.rsplit(":", 1)
+    path = (DATASET_DIR if location == EMBEDDED else Path(location).expanduser()).absolute()
+    is_pattern = glob.has_magic(location) and not path.exists()
+    builder, files = str(path) if path.is_dir() else location, dict[str, list[str]]()
     kind, beginning = DATA_FILE.search(path.name), existing_part(path)
     others = (file for _, _, names in os.walk(path) for file in names if not DATA_FILE.search(file))
     advice = "If it is gated, run 'hf auth login' and accept its terms on the hub; else check its name and files."
     with reading(flag, name, "the dataset", advice):
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             saved: Any = datasets.load_from_disk(path, keep_in_memory=False)
-            # Older shards and caches of `map` may lie beside the files of the last `save_to_disk`.
+            # The folder may also contain older shards and caches of `map`, so its files are not listed.
             shards = (saved if isinstance(saved, DatasetDict) else DatasetDict(train=saved)).cache_files
             names = {split: [file["filename"] for file in shard_files] for split, shard_files in shards.items()}
             builder, files = "arrow", {split: DataFilesList(paths, []) for split, paths in names.items()}
@@ -137,50 +137,50 @@ def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
             pattern = Path(glob.escape(str(beginning)), path.relative_to(beginning))
             builder, files = FILE_BUILDERS[kind[1]], {"train": [str(pattern)]}
         elif not path.is_dir():
-            if wanted[0] in "./~" or kind is not None or wanted.count("/") > 1:
+            if location[0] in "./~" or kind is not None or location.count("/") > 1:
                 raise UserError(f"{flag} {name}: no such file or folder, and a hub id is OWNER/NAME.")
         elif any(True for _ in itertools.islice(others, MOST_OTHER_FILES, None)):
             problem = f"{name}: the folder holds more than {MOST_OTHER_FILES} files that are not data"
-            raise UserError(f"{flag} {problem}; name the folder of the data, or its files ('FOLDER/*.jsonl').")
+            raise UserError(f"{flag} {problem}; give the folder of the data, or its files ('FOLDER/*.jsonl').")
         elif glob.has_magic(builder):
             raise UserError(f"{flag} {name}: `datasets` reads *, ? and [ in a folder's path as a pattern; rename it.")
         source = DatasetSource(name, builder, config, flag)
         try:
             return _of_builder(source, files or None)
-        except Exception:  # without the hub, use what an earlier run or `hf download` left in its cache
+        except Exception:  # if the hub is unreachable, use the files that `hf download` stored in its cache
             is_local = files or path.is_dir()
-            card = None if is_local else try_to_load_from_cache(wanted, "README.md", repo_type="dataset")
+            card = None if is_local else try_to_load_from_cache(location, "README.md", repo_type="dataset")
             if not isinstance(card, str):
                 raise
             source = dataclasses.replace(source, path=str(Path(card).parent))
-            # Its card may name splits that were never downloaded.
+            # The card may list splits that were never downloaded.
             return _of_builder(source, None if config else get_data_patterns(source.path))
 
 
 def _of_builder(source: DatasetSource, data_files: Any) -> DatasetSource:
-    """Return `source` with its splits' files: `data_files`, or those that `datasets` finds by the hub's layout."""
+    """Return `source` with the files of each split: `data_files`, or the files that `datasets` finds if it is None."""
     builder = datasets.load_dataset_builder(source.path, source.config, data_files=data_files)
     if builder.config.data_files is None:
-        # Without the hub, `datasets` opens what an earlier run left in its cache.
+        # Without the hub, `datasets` opens the dataset that an earlier run stored in its cache.
         return dataclasses.replace(source, files={split: [] for split in builder.info.splits or {}})
     listed = {str(split): list(names) for split, names in builder.config.data_files.items()}
     files = {split: data for split, names in listed.items() if (data := list(filter(DATA_FILE.search, names)))}
     if not files:
         raise FileNotFoundError("no file matches")
     others = set(itertools.chain(*listed.values()))
-    if source.config is None and Path(source.path).is_absolute():  # include files of another kind or of no split
+    if source.config is None and Path(source.path).is_absolute():  # also list files of other types or of no split
         others.update(filter(LIKE_DATA.search, resolve_pattern("**", str(Path(source.path).resolve()))))
     left_out = tuple(sorted(Path(name).name for name in others.difference(*files.values())))
     return dataclasses.replace(source, files=files, is_json=builder.name == "json", left_out=left_out)
 
 
 def load_split(source: DatasetSource, streaming: bool = False, num_rows: int | None = None) -> Any:
-    """Load the split or its first `num_rows` as a `Dataset` or, to be read in `reading_of`, an `IterableDataset`."""
-    # Naming the files keeps `datasets` from downloading and converting every other split too.
+    """Load the split or its first `num_rows`. A stream (`IterableDataset`) must be read inside `reading_of`."""
+    # Without a list of files, `datasets` would download and convert all other splits too.
     split, files = source.split, source.files[source.split]
     first = next(iter(files), "")
     with reading_of(source):
-        # `datasets` identifies a file by its mtime, which `cp -p` and `rsync -t` keep; an address has the revision.
+        # `datasets` identifies a file by its mtime, which `cp -p` and `rsync -t` copy; an address has the revision.
         contents = [(file if streaming or "://" in file else _checksum(file),) for file in files]
         data_files: dict[str, Any] = {split: DataFilesList(files, contents)}
         if source.is_json:
@@ -189,7 +189,7 @@ def load_split(source: DatasetSource, streaming: bool = False, num_rows: int | N
                 builder.download_and_prepare()
             rows = (builder.as_streaming_dataset if streaming else builder.as_dataset)(split=split)
         else:
-            if "://" in first:  # `datasets` takes `path` of hf://datasets/owner/name@revision/path, as a pattern
+            if "://" in first:  # `datasets` wants only `path` of hf://datasets/owner/name@revision/path, as a pattern
                 data_files = {split: [re.sub("^hf://[^@]*@[^/]*/", "", glob.escape(file)) for file in files]}
             options = {"data_files": data_files if files else None, **_as_text(first)}
             rows = datasets.load_dataset(source.path, source.config, split=split, streaming=streaming, **options)
@@ -197,28 +197,28 @@ def load_split(source: DatasetSource, streaming: bool = False, num_rows: int | N
 
 
 def _checksum(file: str) -> str:
-    """Hash a file's bytes; 2 GiB took 0.5 s from the page cache, 2.2 s from a disk."""
+    """Hash a file's bytes. 2 GiB took 0.5 s from the page cache and 2.2 s from a disk."""
     with pa.memory_map(file) as mapped:
         return xxhash.xxh3_128_hexdigest(mapped.read_buffer())
 
 
 def _as_text(file: str) -> dict[str, Any]:
-    """Return options of `load_dataset` that keep CSV cells as text: with blanks in a column pandas reads 42 as 42.0."""
+    """Return arguments of `load_dataset` to read CSV cells as text. pandas reads 42 as 42.0 beside empty cells."""
     kind = DATA_FILE.search(file)
     if kind is None or kind[1] not in (".csv", ".tsv"):
         return {}
     parsing = csv.ParseOptions(delimiter="," if kind[1] == ".csv" else "\t", newlines_in_values=True)
     with fsspec.open(file, compression="infer") as opened:
-        names = csv.open_csv(opened, parse_options=parsing).schema.names  # fails if a first row has more cells
+        names = csv.open_csv(opened, parse_options=parsing).schema.names  # raises if an early row has more cells
     columns = [name or f"Unnamed: {number}" for number, name in enumerate(names)]  # an unnamed index in pandas
     return {"features": Features(dict.fromkeys(columns, Value("string"))), "keep_default_na": False}
 
 
 def first_row(source: DatasetSource, dataset: Any) -> dict[str, Any]:
-    """Return the split's first row, with None in columns of later rows; raise `UserError` if there is no row."""
+    """Return the split's first row. Columns that only later rows have are None. Raise `UserError` if it has no rows."""
     number, features = FIRST_ROWS if source.is_json else 1, dataset.features or {}
     with reading_of(source):
-        table = next(dataset.with_format("arrow").iter(number), None)  # images and the like are not decoded
+        table = next(dataset.with_format("arrow").iter(number), None)  # Arrow does not decode images
         rows = [] if table is None else table.to_pylist()
         if source.is_json:
             rows = [read_row(row[ROW]) for row in rows]
@@ -230,7 +230,7 @@ def first_row(source: DatasetSource, dataset: Any) -> dict[str, Any]:
 
 
 class JsonRows(ArrowBasedBuilder):
-    """Builder that reads JSON files, even compressed or streamed: one object per line, or a list of objects."""
+    """Dataset builder for JSON files with one object per line, or with a list of objects."""
 
     def _info(self) -> DatasetInfo:
         return DatasetInfo(features=Features({ROW: Value("string")}))
@@ -250,7 +250,7 @@ class JsonRows(ArrowBasedBuilder):
 
 
 def _rows(stream: Any, name: str) -> Iterator[str]:
-    """Yield the text of each row; raise `ValueError` with the line of a text that is not a row."""
+    """Yield the JSON text of each row. Raise `ValueError` with the line number if a text is not an object."""
     number = 0
     try:
         for number, line in enumerate(map(str.strip, stream), 1):  # noqa: B007

@@ -1,18 +1,18 @@
-"""Cut global batches of sequences into this rank's micro-batches; one thread collates them ahead of the training.
+"""Cut global batches of sequences into this rank's micro-batches. A thread collates them ahead of the training.
 
-A sequence is a packed group of documents, or a single document. Sequences come in an endless series of buffers; their
-order within a buffer is drawn from (seed, number of the buffer). The contents of a global batch depend only on its size
-(batch_size * gradient_accumulation_steps * world_size). Each global batch comes with the position after it: a dict that
-JSON can hold, from which the sequences continue exactly.
+A sequence is a packed group of documents, or a single document. The sequences come in an endless series of buffers,
+each shuffled with the seed (run's seed, index of the buffer). The content of a global batch depends only on its size
+(batch_size * gradient_accumulation_steps * world_size). Each global batch is yielded with the position after it, a
+JSON-serialisable dict from which the series continues exactly.
 
-`epochs` yields one buffer per epoch, with all sequences; the last global batch of an epoch may be smaller.
+`epochs` yields all sequences as one buffer per epoch; the last global batch of an epoch may be smaller.
 `stream_buffers` (`--streaming`) reads and packs one buffer of tokenised rows at a time. The stream restarts at its end,
-and all global batches have full size. Every rank reads the full stream. A position holds the state of the `datasets`
+and all global batches have full size. Every rank reads the full stream. A position contains the state of the `datasets`
 stream before its buffer (None at the start of the stream) and a hash of the buffer's documents (None before the buffer
-is read): a resumed run fills the buffer again.
+is read), since a resumed run reads the buffer again.
 
-Micro-batch i goes to rank i % world_size. All ranks get the same number of micro-batches, so that collectives match: if
-the last step of an epoch has too few sequences, some ranks get a micro-batch of padding.
+Micro-batch i is processed by rank i % world_size. All ranks get the same number of micro-batches, since they must call
+the same collectives. If the last step of an epoch has too few sequences, some ranks get a micro-batch of padding.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ T = TypeVar("T")
 Position = dict[str, Any]
 ReadDocuments = Callable[[Sequence[int]], list[Document]]  # by index
 Buffer = tuple[PackingPlan, ReadDocuments, Position, Position]
-"""Plan, function that reads its documents, position at its first sequence, position after its last sequence."""
+"""Packing plan, function that reads documents, position at the first sequence, position after the last sequence."""
 
 STREAM_BUFFER_ROWS = 8192  # rows that are read, packed and shuffled at a time
 STEPS_AHEAD = 2  # optimizer steps, or evaluation batches, to prefetch
@@ -47,22 +47,22 @@ STEPS_AHEAD = 2  # optimizer steps, or evaluation batches, to prefetch
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences of the data that `data` identifies; `buffers` yields their buffers from a position on, without end."""
+    """Endless series of a training run's sequences."""
 
     seed: int
-    data: str
-    buffers: Callable[[Position], Iterator[Buffer]]
+    data: str  # hash of the data and of the options that determine the sequences
+    buffers: Callable[[Position], Iterator[Buffer]]  # yields the buffers from a position on, without end
     num_sequences: int | None = None  # per epoch; None for a stream
 
     def start(self) -> Position:
         return {"data": self.data, "epoch": 0, "buffer": 0, "next_row": 0, "source": None, "content": None}
 
     def order(self, buffer: int, num_sequences: int) -> Any:
-        """Return the shuffled numbers of a buffer's sequences."""
+        """Return the indices of a buffer's sequences in shuffled order."""
         return np.random.default_rng([self.seed, buffer]).permutation(num_sequences)
 
     def global_batches(self, position: Position, size: int) -> Iterator[tuple[list[Reader], Position]]:
-        """Yield the sequences of each optimizer step from `position` on, and the position after the step."""
+        """Yield the `size` sequences of each optimizer step from `position` on, and the position after the step."""
         batch, next_row = list[Reader](), position["next_row"]
         for plan, read, begin, after in self.buffers(position):
             order = self.order(begin["buffer"], len(plan))
@@ -76,7 +76,7 @@ class Sequences:
 
 
 def epochs(plan: PackingPlan, read: ReadDocuments, position: Position) -> Iterator[Buffer]:
-    """Yield all sequences of a prepared dataset as the buffer of each epoch."""
+    """Yield a buffer with all sequences of a tokenised dataset for each epoch."""
     for epoch in count(position["epoch"]):
         begin, after = ({**position, "epoch": number, "buffer": number, "next_row": 0} for number in (epoch, epoch + 1))
         yield plan, read, begin, after
@@ -90,8 +90,8 @@ def stream_buffers(
     report: DataReport,
     position: Position,
 ) -> Iterator[Buffer]:
-    """Yield buffers of the tokenised rows of `sources`; count the rows in `report`. `open_stream` opens the stream at
-    its start; `plan_of` takes the lengths of all documents and the numbers of the documents to train on.
+    """Yield buffers of the tokenised rows of `sources` and count the rows in `report`. `open_stream` opens the stream
+    at its start. `plan_of` is called with the lengths of all documents and the indices of those to train on.
     """
     begin, ended = {**position, "next_row": 0}, True
     report.forget_rows()
@@ -119,13 +119,13 @@ def stream_buffers(
 
 @dataclass(frozen=True)
 class Share:
-    """This process's part of the work: `rank` of `world_size`."""
+    """Assignment of micro-batches to data-parallel rank `rank` of `world_size`."""
 
     rank: int = 0
     world_size: int = 1
 
     def micro_batches(self, rows: Sequence[T], batch_size: int) -> list[Sequence[T]]:
-        """Return this rank's micro-batches of at most `batch_size` rows. Ranks get as many; the last can be empty."""
+        """Return this rank's micro-batches of up to `batch_size` rows. Ranks get equally many, some of them empty."""
         chunks = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
         rounds = -(-len(chunks) // self.world_size)
         mine = chunks[self.rank :: self.world_size]
@@ -133,7 +133,7 @@ class Share:
 
 
 def prefetch(items: Iterator[T]) -> Generator[T]:
-    """Yield `items`; a thread makes up to `STEPS_AHEAD` in advance, ends with this generator and passes errors on."""
+    """Yield `items`, which a thread computes up to `STEPS_AHEAD` in advance. Its errors are raised here."""
     end: Any = object()
     thread = ThreadPoolExecutor(1, "data-prefetch")
     try:
@@ -146,33 +146,33 @@ def prefetch(items: Iterator[T]) -> Generator[T]:
 
 
 class TrainLoader:
-    """Iterable of `list[Batch]`: this rank's micro-batches of each optimizer step, epoch after epoch without end.
+    """Endless iterable over optimizer steps. Each item is the list of this rank's micro-batches (`list[Batch]`).
 
     `state_dict()` returns the position after the last yielded step, regardless of prefetching. A loader that loads this
     state yields exactly the steps that would have followed, even if the global batch is split differently.
     """
 
     def __init__(self, sequences: Sequences, layout: Layout, num_micro_batches: int, share: Share) -> None:
-        """Start at the first sequence. `num_micro_batches` is per rank and step (gradient_accumulation_steps)."""
+        """Start at the first sequence; `num_micro_batches` is per rank and step (gradient_accumulation_steps)."""
         self._sequences, self._layout, self._share = sequences, layout, share
         self.global_batch_size = layout.batch_size * num_micro_batches * share.world_size  # over all ranks
         self._position = sequences.start()
 
     @property
     def epoch(self) -> float:
-        """Number of passes over the data so far, with the fraction of the current pass unless streaming."""
+        """Number of epochs so far. It includes the fraction of the current epoch, except for a stream."""
         num_sequences = self._sequences.num_sequences
         done = 0.0 if num_sequences is None else self._position["next_row"] / num_sequences
         return float(self._position["epoch"] + done)
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Number of optimizer steps that see every sequence once; None when streaming."""
+        """Number of optimizer steps per epoch, or None for a stream."""
         num_sequences = self._sequences.num_sequences
         return None if num_sequences is None else -(-num_sequences // self.global_batch_size)
 
     def steps_left(self, num_epochs: int, state: Position | None = None) -> int:
-        """Count the optimizer steps from `state` (default: the start) to the end of `num_epochs`; not for a stream."""
+        """Return the number of steps from `state` (default: the start) to the end of `num_epochs`; not for a stream."""
         position = self._sequences.start() if state is None else self._position_in(state)
         assert self.steps_per_epoch is not None and self._sequences.num_sequences is not None
         in_this_epoch = -(-(self._sequences.num_sequences - position["next_row"]) // self.global_batch_size)
@@ -182,11 +182,11 @@ class TrainLoader:
         return {"rows": self._position}
 
     def load_state_dict(self, state: Position) -> None:
-        """Continue from `state` at the next `iter()`; raise `UserError` if it belongs to other data."""
+        """Make the next `iter()` continue from `state`. Raise `UserError` if `state` is of other training data."""
         self._position = self._position_in(state)
 
     def first_step(self) -> list[Batch]:
-        """Return the micro-batches of the next step; the loader will yield them again."""
+        """Return the micro-batches of the next step without advancing the loader."""
         position = self.state_dict()
         batches = next(iter(self))
         self.load_state_dict(position)
@@ -210,10 +210,10 @@ class TrainLoader:
 
 
 class EvalLoader:
-    """Iterable of this rank's `Batch`es of the first evaluation sequences; padding gives every rank as many batches."""
+    """Iterable over this rank's evaluation batches (`Batch`). All ranks get equally many, some of them only padding."""
 
     def __init__(self, sequences: Sequence[Reader], data: str, layout: Layout, share: Share, limit: int | None) -> None:
-        """Take the first `limit` sequences. The argument `data` identifies all sequences, the attribute those taken."""
+        """Use the first `limit` sequences. `data` identifies all sequences, and `self.data` those that are used."""
         self._micro_batches = share.micro_batches(sequences[:limit], layout.batch_size)
         self._layout = layout
         self.data = data if limit is None or limit >= len(sequences) else f"{data}, the first {limit}"

@@ -1,13 +1,13 @@
-"""Make a run's loaders from its configuration and tokenizer (`prepare_data`).
+"""Build a run's data loaders from its configuration and tokenizer (`prepare_data`).
 
-load (load.py) -> documents, cached (rows.py, chat.py, tokenise.py) -> held-out share (here)
+load (load.py) -> documents, cached (rows.py, chat.py, tokenise.py) -> held-out rows (here)
 -> sequences (collate.py) -> global batches, micro-batches (loader.py) -> tensors (collate.py)
 
-Each of several datasets (--dataset_name a,b) is tokenised by its own columns. They are mixed whole or, with
---dataset_weights, in shares: the first rows of each, or in a stream rows of a randomly drawn dataset.
+Several datasets (--dataset_name a,b) are each tokenised according to their own columns. By default all rows are used.
+With --dataset_weights the first rows of each are used, in this ratio; a stream draws each row's dataset at random.
 
-Rows are held out by problem, since OpenMathInstruct-2 answers each problem many times. A 64-bit hash of the problem's
-normalised text decides; the order of the rows, the seed and streaming make no difference.
+All rows of a problem are held out together, since OpenMathInstruct-2 has many answers to each problem. The selection
+uses only a 64-bit hash of the problem's normalised text, not the order of the rows, the seed or streaming.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from llm_fp8.data.rows import COLUMNS, OPTIONAL_COLUMNS, UNTEMPLATED, detect_col
 from llm_fp8.data.tokenise import DataReport, RowOptions, content_key, document_reader, figures_of, next_rows, tokenise
 from llm_fp8.utils.errors import UserError
 
-DEFAULT_FRACTION, DEFAULT_ROWS = 0.01, 100  # held-out share and its minimum of rows: fewer say little
-STREAMED_EVAL_ROWS = 512  # maximum of evaluation rows when streaming, from a validation split or held out
-STREAMED_EVAL_SCAN_ROWS = 200_000  # maximum of rows that are read to find held-out ones
-STREAMED_SCAN_ROWS = 1000  # rows that are read at a time; `datasets` tokenises as many at a time
+DEFAULT_FRACTION, DEFAULT_ROWS = 0.01, 100  # fraction of rows to hold out, and minimum number of them
+STREAMED_EVAL_ROWS = 512  # maximum number of evaluation rows when streaming, from a validation split or held out
+STREAMED_EVAL_SCAN_ROWS = 200_000  # maximum number of rows that are read to find rows to hold out
+STREAMED_SCAN_ROWS = 1000  # rows that are read at a time: the batch size of `datasets` for tokenisation
 
 
 def is_held_out(key: int | npt.NDArray[np.int64], fraction: float) -> Any:
-    """Return True for each key among the smallest `fraction` (in [0, 1)) of all possible keys: it is held out."""
+    """Return True for each problem key to hold out: the smallest `fraction` (in [0, 1)) of all 64-bit integers."""
     return key < np.int64(int(fraction * 2**64) - 2**63)
 
 
 def held_out_mask(keys: npt.NDArray[np.int64], fraction: float | None) -> npt.NDArray[np.bool_]:
-    """Return the mask of the held-out rows; `keys` are the keys of their problems.
+    """Return the mask of the rows to hold out, bool [rows]; `keys`, int64 [rows], are the keys of their problems.
 
-    A `fraction` above 0 holds out the rows that `is_held_out` selects or, if it selects none, the problem with the
-    smallest key, unless that is the only problem. None holds out the problems with the smallest keys that make up
-    `DEFAULT_FRACTION` of the rows, but at least `DEFAULT_ROWS` or, if that is less, a tenth of the rows. A problem that
-    has more rows is skipped.
+    A `fraction` above 0 holds out the rows that `is_held_out` selects. If it selects none, the problem with the
+    smallest key is held out, unless it is the only problem. If `fraction` is None, the problems with the smallest keys
+    are held out until they have `DEFAULT_FRACTION` of the rows and at least `DEFAULT_ROWS` (in a small dataset, a tenth
+    of the rows). A problem with more rows than that is skipped.
     """
     if fraction == 0 or len(keys) == 0:
         return np.zeros(len(keys), dtype=bool)
@@ -68,13 +68,13 @@ def held_out_mask(keys: npt.NDArray[np.int64], fraction: float | None) -> npt.ND
 
 @dataclass(frozen=True)
 class PreparedData:
-    """The loaders of a run and a description of its data."""
+    """Data loaders of a run and a description of its data."""
 
     train: TrainLoader
     eval: EvalLoader | None  # None if no row is held out
     report: DataReport
-    description: str  # lines to print: origin, counts and one sample, its supervised part between >>> and <<<
-    eos_ids: tuple[int, ...]  # ids of the training documents' last tokens, `trained_eos` first
+    description: str  # text to print: origin, counts and one sample with its supervised part between >>> and <<<
+    eos_ids: tuple[int, ...]  # distinct ids of the training documents' last tokens, `trained_eos` first
 
 
 def prepare_data(
@@ -88,12 +88,12 @@ def prepare_data(
     num_slices: int = 1,
     eval_batch_size: int | None = None,
 ) -> PreparedData:
-    """Load, tokenise, split and plan a run's data; raise `UserError` if a dataset cannot be found, read or used.
+    """Load, tokenise, split and pack a run's data. Raise `UserError` if a dataset cannot be found, read or used.
 
-    `num_slices` neighbouring ranks get the same sequences, and `split_batch` takes a rank's slice of each batch.
-    --eval_batches counts batches of `eval_batch_size` (default: the batch size of `config`), so that merging
-    micro-batches does not change the evaluation rows. Within accelerate's `main_process_first`, other processes wait
-    for the main one and find its result in the cache.
+    With context parallelism, `num_slices` consecutive ranks get the same sequences, and `split_batch` returns a rank's
+    slice of a batch. --eval_batches counts batches of `eval_batch_size` (default: the batch size of `config`), so that
+    merging micro-batches does not change the evaluation rows. In accelerate's context `main_process_first`, the other
+    processes wait until the main process has filled the cache.
     """
     data, share = config.data, Share(rank // num_slices, world_size // num_slices)
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if isinstance(i, int)), 0)
@@ -103,7 +103,7 @@ def prepare_data(
 
 
 class _Part(NamedTuple):
-    """A dataset's split, its rows and the options for tokenising them."""
+    """A dataset's split, its rows and the options to tokenise them."""
 
     source: DatasetSource
     rows: Any
@@ -111,7 +111,7 @@ class _Part(NamedTuple):
 
 
 class _Job:
-    """Preparation of one run's data: the splits to read and each dataset's share of the training rows."""
+    """Preparation of one run's data."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layout, share: Share) -> None:
         self.config, self.data, self.tokenizer = config, config.data, tokenizer
@@ -126,10 +126,10 @@ class _Job:
         self.shares = None if weights is None else [weight / sum(weights) for weight in weights]
 
     def prepare(self, eval_batch_size: int) -> PreparedData:
-        """Prepare training and evaluation; --eval_batches counts batches of `eval_batch_size`."""
+        """Prepare the training and evaluation data; see `prepare_data`."""
         data, report = self.data, DataReport()
         fraction = 0.0 if self.evaluation else data.validation_fraction
-        share = DEFAULT_FRACTION if fraction is None else fraction  # for a stream, whose size is unknown
+        share = DEFAULT_FRACTION if fraction is None else fraction  # only for streams, whose size is unknown
         parts = self.open(self.train, data.num_of_samples)
         if self.config.model.chat_template and all(part.options.form in UNTEMPLATED for part in parts):
             raise UserError("--chat_template: all rows are plain text, which uses no template; drop the option.")
@@ -139,7 +139,7 @@ class _Job:
         else:
             mixed = self.mixed(parts)
             rows = concatenate_datasets(self.tokenise(mixed))
-            amounts = [f"{len(some.rows)} of {len(part.rows)} rows" for some, part in zip(mixed, parts, strict=True)]
+            amounts = [f"{len(part.rows)} of {len(whole.rows)} rows" for part, whole in zip(mixed, parts, strict=True)]
         figures = figures_of(rows)
         used = figures["length"] > 0
         held_out, keys = np.zeros_like(used), figures["problem_key"][used]
@@ -178,7 +178,7 @@ class _Job:
             report.padding_efficiency = report.num_tokens / num_positions
         (example,) = document_reader(rows)(chosen[:1].tolist())
         description = self.describe(report, example.marked_text(self.tokenizer), amounts)
-        # A template may refuse the test conversation of `trained_eos`, and a call may end differently from an answer.
+        # `trained_eos` may be wrong: a template may reject its test conversation, or end a call unlike an answer.
         expected = list(dict.fromkeys(trained_eos(self.tokenizer, part.options.form) for part in parts))
         taught = [end for end in expected if end in report.ends or end != self.tokenizer.eos_token_id]
         ends = dict.fromkeys([*taught, *(end for end, _ in report.ends.most_common())])
@@ -187,7 +187,7 @@ class _Job:
         return PreparedData(train, evals, report, description, tuple(ends) or tuple(expected))
 
     def open(self, sources: Sequence[DatasetSource], num_rows: int | None) -> list[_Part]:
-        """Open the splits and choose options for each; --columns may apply to only one of several datasets."""
+        """Open the splits and choose the options of each. Every column in --columns must exist in one of them."""
         loaded = [load_split(source, self.data.streaming, num_rows) for source in sources]
         examples = list(map(first_row, sources, loaded))
         names = [name for row in examples for name in row]
@@ -197,7 +197,7 @@ class _Job:
         return list(map(_Part, sources, loaded, map(self.options, sources, examples)))
 
     def options(self, source: DatasetSource, row: Mapping[str, Any]) -> RowOptions:
-        """Return the options for tokenising a dataset with this first `row`."""
+        """Return the options to tokenise a dataset, chosen by its first `row`."""
         data = self.data
         renames = {ours: theirs for ours, theirs in data.column_names.items() if theirs in row}
         columns = {name: name for name in row if name not in renames.values()} | renames
@@ -212,7 +212,7 @@ class _Job:
         return RowOptions(form, used, others, *limits, data.template_kwargs)
 
     def mixed(self, parts: list[_Part]) -> list[_Part]:
-        """Take rows by --dataset_weights until one dataset is used up, as a stream does; no row comes twice."""
+        """Limit each dataset's rows, so that they are in the ratio of --dataset_weights and one dataset is used up."""
         if self.shares is None:
             return parts
         total = min(len(part.rows) / share for part, share in zip(parts, self.shares, strict=True))
@@ -227,13 +227,13 @@ class _Job:
         return tokenised
 
     def open_stream(self, parts: Sequence[_Part]) -> IterableDataset:
-        """Open the stream of tokenised training rows at its first row."""
+        """Open a new stream of tokenised training rows, at its first row."""
         reopened = [part._replace(rows=load_split(part.source, True, self.data.num_of_samples)) for part in parts]
         streams = self.tokenise(reopened)
         return interleave_datasets(streams, self.shares, self.config.optim.seed) if self.shares else streams[0]
 
     def first_rows(self, parts: Sequence[_Part], fraction: float) -> Dataset:
-        """Read first rows of the stream: about enough to hold out `STREAMED_EVAL_ROWS`, within the scan limit."""
+        """Read the first rows of the stream: enough to expect `STREAMED_EVAL_ROWS` held-out rows, up to the limit."""
         wanted = min(STREAMED_EVAL_SCAN_ROWS, int(STREAMED_EVAL_ROWS / fraction)) if fraction else 1
         with reading_of(*self.train):
             stream = iter(self.open_stream(parts))
@@ -241,9 +241,9 @@ class _Job:
         return concatenate_datasets(pieces)
 
     def evaluation_rows(self, trained_keys: Any, report: DataReport) -> Dataset:
-        """Read the evaluation rows; unless streaming, leave out those whose problem's key is in `trained_keys`."""
+        """Read the evaluation rows. Unless streaming, remove rows whose problem's key is in `trained_keys`."""
         sources, streaming = self.evaluation, self.data.streaming
-        limit = STREAMED_EVAL_ROWS // len(sources) if streaming else None  # equal parts of all datasets
+        limit = STREAMED_EVAL_ROWS // len(sources) if streaming else None  # equally many rows of each dataset
         tokenised = self.tokenise(self.open(sources, limit))
         if limit is not None:
             with reading_of(*sources):
@@ -268,7 +268,7 @@ class _Job:
         return EvalLoader(readers, content_key(figures["document_key"]), self.layout, self.share, limit)
 
     def describe(self, report: DataReport, sample: str, amounts: Sequence[str]) -> str:
-        """Return lines to print; `amounts` says how much of each dataset is trained on."""
+        """Return text to print; `amounts` describes how much of each dataset is trained on."""
         kind = "packed" if self.config.packing else "padded"
         evaluated = ", ".join(f"split {source.split} of {source.name}" for source in self.evaluation)
         lines = [

@@ -1,16 +1,16 @@
-"""Turn a dataset's row into a conversation; only this module reads columns and entries of a message.
+"""Convert a row of a dataset to a conversation. No other module reads columns of rows or entries of messages.
 
-The form of a row is the first of these whose columns it has:
+The form of a row is the first of these forms whose columns the row has:
 
     problem + generated_solution    a question and a worked answer (nvidia/OpenMathInstruct-2)
-    messages                        a conversation: a list of {role, content}; each turn of the assistant is supervised
-    conversations                   the same as ShareGPT writes it: a list of {from, value}
-    instruction + output            Alpaca; a column `input` follows the instruction after a blank line
-    prompt + completion             lists of messages: the completion is supervised; text: concatenated unchanged
-    text                            all of it is supervised, unchanged
+    messages                        a list of {role, content}; each turn of the assistant is supervised
+    conversations                   a list of {from, value}, as in ShareGPT; supervised like `messages`
+    instruction + output            Alpaca; a column `input` is appended to the instruction after a blank line
+    prompt + completion             two lists of messages, or two texts that are concatenated; completion is supervised
+    text                            text; all of it is supervised
 
-A turn is excluded from the loss by `weight` 0, by `train`, `training` or `loss` false, or by `masked` true. Forms that
-use a chat template may also have the columns in `CONTEXT`. Unused parts of a row are counted.
+A turn is excluded from the loss if its `weight` is 0, its `train`, `training` or `loss` is false, or its `masked` is
+true. Forms that use a chat template may also have the columns in `CONTEXT`. Unused parts of a row are counted.
 """
 
 from __future__ import annotations
@@ -38,38 +38,38 @@ COLUMNS: dict[RowForm, tuple[str, ...]] = {
     "text": ("text",),
 }
 CONTEXT = ("system", "system_prompt", "history", "tools", "functions", "chat_template_kwargs")
-"""Columns of a system prompt, earlier turns, JSON schemas of tools, and variables of the chat template."""
-UNTEMPLATED: tuple[RowForm, ...] = ("prompt_completion", "text")  # forms whose text is used unchanged
+"""Columns for the system prompt, earlier turns, JSON schemas of tools, and variables of the chat template."""
+UNTEMPLATED: tuple[RowForm, ...] = ("prompt_completion", "text")  # forms that use no chat template
 OPTIONAL_COLUMNS = {form: () if form in UNTEMPLATED else CONTEXT for form in COLUMNS} | {"alpaca": ("input", *CONTEXT)}
 QUESTIONS = "problem question query instruction prompt input user human".split()
 ANSWERS = "chosen answer response output assistant completion solution target gpt conversation dialogue chat".split()
-"""Other names of question and answer columns, in lower case, in order of preference."""
+"""Other names of question and answer columns for suggestions, in lower case, in order of preference."""
 
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function": "tool", "function_call": "assistant"}
-"""ShareGPT's `from` -> `role`; a function call is the JSON text of one call or of several."""
+"""ShareGPT's `from` -> `role`. The content of "function_call" is the JSON text of one call or of a list of calls."""
 ROLES |= {role: role for role in ("system", "developer", "user", "assistant", "tool")}
-FLAGS = {"weight": True, "train": True, "training": True, "loss": True, "masked": False}  # on a supervised turn
+FLAGS = {"weight": True, "train": True, "training": True, "loss": True, "masked": False}  # values for a supervised turn
 SYSTEM = ("system", "developer")
 REASONING = ("reasoning_content", "thinking", "reasoning")
-Unused = Counter[str]  # unused part of a row -> number of times
-Turn = tuple[dict[str, Any], bool]  # entries of a message, `role` and `content` text; True if it may be supervised
+Unused = Counter[str]  # description of an unused part of rows -> number of times
+Turn = tuple[dict[str, Any], bool]  # a message with text in `role` and `content`; True if it may be supervised
 
 
 class Conversation(NamedTuple):
-    """Messages, numbers of the turns excluded from the loss, other template variables, and unused parts of the row."""
+    """Messages of a row, other arguments of the chat template, and unused parts of the row."""
 
     messages: list[dict[str, Any]]
     unused: Unused
-    excluded: frozenset[int] = frozenset()
+    excluded: frozenset[int] = frozenset()  # indices of the messages that are excluded from the loss
     tools: list[Any] | None = None
     template_kwargs: Mapping[str, Any] = MappingProxyType({})
 
     def until(self, turn: int) -> Conversation:
-        """Return the conversation before this turn."""
+        """Return the conversation before the message with index `turn`."""
         return self._replace(messages=self.messages[:turn])
 
     def supervised_turns(self) -> list[int]:
-        """Return the numbers of the supervised turns: the assistant's that are neither empty nor excluded."""
+        """Return the indices of the supervised messages: the assistant's, except empty and excluded ones."""
         return [
             turn
             for turn, message in enumerate(self.messages)
@@ -78,36 +78,36 @@ class Conversation(NamedTuple):
         ]
 
     def entries(self) -> list[str]:
-        """Return the names of all entries of messages except role and content, with repetitions."""
+        """Return the names of all messages' entries except role and content, with repetitions."""
         return [name for message in self.messages for name in message if name not in ("role", "content")]
 
     def arguments(self) -> list[str]:
-        """Return the names of the template's other variables."""
+        """Return the names of the template's arguments other than messages."""
         return [*(["tools"] if self.tools else []), *self.template_kwargs]
 
     def problem(self) -> str:
-        """Return the text that identifies the problem: all turns except the assistant's."""
+        """Return the text that identifies the problem: all messages except the assistant's."""
         questions = [message for message in self.messages if message["role"] != "assistant"]
-        # Many rows share a system prompt, so if there is no other question, the whole text identifies the problem.
+        # Many rows share a system prompt, so it does not identify a problem without a question.
         has_question = any(message["role"] not in SYSTEM and message["content"].strip() for message in questions)
         return "\n".join(message["content"] for message in (questions if has_question else self.messages))
 
 
 def detect_columns(row: Mapping[str, Any], mapped: Collection[str] = (), dataset: str = "--dataset_name") -> RowForm:
-    """Return the first form that fits `row` and uses all of --columns (`mapped`); raise `UserError` if none does."""
+    """Return the first form that fits `row` and uses all columns of --columns (`mapped`), or raise `UserError`."""
     for form, needed in COLUMNS.items():
         if form == "prompt_messages" and not any(isinstance(row.get(name), list) for name in needed):
             continue
         if row.keys() >= {*needed} and {*mapped} <= {*needed, *OPTIONAL_COLUMNS[form]}:
             return form
     supported = "; ".join(dict.fromkeys(" + ".join(needed) for needed in COLUMNS.values()))
-    preferences = "Preference pairs are not trained on; to train on the chosen answers alone, use"
+    preferences = "Preference pairs are not supported; to train on the chosen answers alone, use"
     advice = f"{preferences if 'rejected' in row else 'Use'} --columns {'' if mapped else _mapping(row)}".rstrip()
     raise UserError(f"{dataset} has the columns {', '.join(row)}; supported are: {supported}. {advice}.")
 
 
 def _mapping(row: Mapping[str, Any]) -> str:
-    """Suggest a --columns if a question and answer, or a conversation, have other names; return '' if none fits."""
+    """Return a suggestion for --columns if the row has known other names of our columns, else ''."""
     names = {name.lower(): name for name in row}
     question, answer = (next((names[name] for name in each if name in names), "") for each in (QUESTIONS, ANSWERS))
     turn = row[answer][0] if isinstance(row.get(answer), list) and row[answer] else None
@@ -124,7 +124,7 @@ def _mapping(row: Mapping[str, Any]) -> str:
 
 
 def conversation_of(row: Mapping[str, Any], form: RowForm) -> Conversation:
-    """Read a row's messages up to the last supervised turn; untemplated text becomes a prompt and an answer."""
+    """Convert a row to a conversation that ends with the last supervised turn. Text becomes a prompt and an answer."""
     unused = Unused()
     history = [_message(turn, unused) for entry in _structured(row, "history") for turn in _history_messages(entry)]
     turns = _turns(row, form, unused)
@@ -146,13 +146,13 @@ def conversation_of(row: Mapping[str, Any], form: RowForm) -> Conversation:
     end = supervised[-1] + 1 if supervised else 0
     if supervised:
         unused["turn after the last that is supervised"] += len(turns) - end
-        silent = set(range(end)) - set(supervised) - excluded
-        unused["assistant's turn that says nothing"] += sum(turns[i][0]["role"] == "assistant" for i in silent)
+        empty = set(range(end)) - set(supervised) - excluded
+        unused["assistant's turn that says nothing"] += sum(turns[i][0]["role"] == "assistant" for i in empty)
     return whole.until(end)
 
 
 def _turns(row: Mapping[str, Any], form: RowForm, unused: Unused) -> list[Turn]:
-    """Read the turns of the form's own columns; return none if a question or an answer is missing."""
+    """Read the turns from the columns `COLUMNS[form]`. Return [] if a question or an answer is missing."""
     if form in ("messages", "sharegpt"):
         return [_message(turn, unused) for turn in _structured(row, COLUMNS[form][0])]
     if form == "prompt_messages":
@@ -169,12 +169,12 @@ def _turns(row: Mapping[str, Any], form: RowForm, unused: Unused) -> list[Turn]:
 
 
 def read_row(text: str) -> Any:
-    """Parse the JSON text of a row. A number that is not an integer keeps its spelling, for columns that hold text."""
+    """Parse the JSON text of a row. `str` of a float in it is the file's spelling, in case a column must be text."""
     return json.loads(text, parse_float=_Number)
 
 
 class _Number(float):
-    """A number that prints as the file spells it."""
+    """Float whose `str` is the text in the file."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -184,7 +184,7 @@ class _Number(float):
 
 
 def text_of(row: Mapping[str, Any], column: str) -> str:
-    """Return a column as text: '' for null and NaN; numbers and dates as the file spells them."""
+    """Return a column as text: '' for null and NaN, and the file's spelling for numbers and dates."""
     return _text(row.get(column), f"the column '{column}' must hold text, but a row has")
 
 
@@ -194,7 +194,7 @@ def called(message: Mapping[str, Any]) -> list[str]:
 
 
 def repr_of(value: Any) -> str:
-    """Shorten a value for an error message."""
+    """Return the `repr` of a value, shortened for an error message."""
     return textwrap.shorten(repr(value), 80, placeholder="...")
 
 
@@ -207,7 +207,7 @@ def _text(value: Any, complaint: str) -> str:
 
 
 def _structured(row: Mapping[str, Any], column: str, kind: type = list) -> Any:
-    """Read a column's list (with `kind` dict: object), which may be JSON text; return an empty one if it is missing."""
+    """Read a column's list, or object if `kind` is dict, which may be JSON text. Return an empty one if it is null."""
     value = row.get(column)
     if isinstance(value, str) and value.strip():
         value = _json(value, f"'{column}'")
@@ -218,7 +218,7 @@ def _structured(row: Mapping[str, Any], column: str, kind: type = list) -> Any:
 
 
 def _messages_of(row: Mapping[str, Any], column: str, role: str) -> list[Any]:
-    """Read a column's list of messages; text becomes one message of this `role`."""
+    """Read a list of messages from a column. Text is converted to one message of this `role`."""
     text = row.get(column)
     return [{"role": role, "content": text}] if isinstance(text, str) else _structured(row, column)
 
@@ -231,14 +231,14 @@ def _json(text: Any, name: str) -> Any:
 
 
 def _history_messages(entry: Any) -> Sequence[Any]:
-    """Return the messages in an entry of `history`: a question and its answer, or one message."""
+    """Return the messages of an entry of `history`, which is a list [question, answer] or one message."""
     if isinstance(entry, list) and len(entry) == 2:
         return [{"role": "user", "content": entry[0]}, {"role": "assistant", "content": entry[1]}]
     return [entry]
 
 
 def _message(message: Any, unused: Unused) -> Turn:
-    """Read a message, also in ShareGPT's form or in that of OpenAI's API of 2023."""
+    """Read a message in the form of transformers, ShareGPT or OpenAI's API of 2023."""
     if not isinstance(message, Mapping):
         raise _malformed(message)
     turn = {name: value for name, value in message.items() if value is not None}

@@ -1,8 +1,8 @@
-"""Turn rows into documents, once: the tokenised dataset and its cache.
+"""Tokenise the rows of a dataset and cache the result.
 
-`datasets.map` writes an Arrow file below HF_DATASETS_CACHE. The file's name is a hash of everything that shapes its
-content (`cache_key`). Every row of the dataset, used or not, has a row there with the columns `FEATURES`. Rows of a
-stream get these columns when they are read.
+`datasets.map` writes an Arrow file in HF_DATASETS_CACHE. The file's name is a hash of everything that determines its
+content (`cache_key`). The file has one row for each row of the dataset, used or not, with the columns `FEATURES`. Rows
+of a stream are tokenised to the same columns when they are read.
 """
 
 from __future__ import annotations
@@ -38,35 +38,35 @@ from llm_fp8.utils.ranks import end_with_parent
 
 FEATURES = Features(
     {
-        "input_ids": ListOf(Value("int32")),  # EOS last; empty if the row is not used
-        "supervised": ListOf(Value("bool")),  # True if the token is to be predicted
-        "length": Value("int32"),
-        "num_supervised": Value("int32"),  # after the shift: the first token is never predicted
+        "input_ids": ListOf(Value("int32")),  # ends with EOS unless truncated; empty if the row is not used
+        "supervised": ListOf(Value("bool")),  # True if the token is a label
+        "length": Value("int32"),  # number of tokens
+        "num_supervised": Value("int32"),  # number of labels: the first token is never one
         "outcome": Value("int8"),  # an `Outcome`
-        "end": Value("int32"),  # the last token; -1 if the row is unused or truncated
-        "problem_key": Value("int64"),  # hash of the problem; decides if the row is held out
+        "end": Value("int32"),  # the last token's id; -1 if the row is unused or truncated
+        "problem_key": Value("int64"),  # hash of the problem; determines if the row is held out
         "document_key": Value("int64"),  # hash of input_ids and supervised
         "row_id": Value("int64"),  # index of the row in the dataset's split
-        "unused": Value("string"),  # JSON object: unused part of the row -> count; few distinct values
+        "unused": Value("string"),  # JSON object: unused part of the row -> count
     }
 )
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # CPU time quota and its period, in microseconds
-ROWS_PER_WORKER = 10_000  # a few seconds of tokenising; a process takes half a second to start
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # contains the CPU time quota and its period, in microseconds
+ROWS_PER_WORKER = 10_000  # takes a few seconds to tokenise; a process takes half a second to start
 FIGURES = ("length", "num_supervised", "outcome", "end", "problem_key", "document_key")
-Figures = dict[str, npt.NDArray[np.int64]]  # each column of `FIGURES`, int64 [number of rows]
+Figures = dict[str, npt.NDArray[np.int64]]  # name in `FIGURES` -> column, int64 [number of rows]
 
 
 class Outcome(IntEnum):
     USED = 0
-    TRUNCATED = 1  # used, but cut at max_seq_length, so without EOS
-    OVERLONG = 2  # longer than max_seq_length and dropped
-    EMPTY = 3  # has no text, no answer or no supervised token
+    TRUNCATED = 1  # used, but truncated to max_seq_length, so it has no EOS
+    OVERLONG = 2  # longer than max_seq_length and not used
+    EMPTY = 3  # not used, since it has no text, no answer or no supervised token
 
 
 @dataclass
 class DataReport:
-    """Counts over the training split, or over the rows read so far from a stream, in all passes. Rows read = used +
-    held out + overlong dropped + empty. A truncated row counts as used or held out.
+    """Counts of the training split's rows or, for a stream, of the rows read so far. The number of rows read is the
+    sum of used, held out, overlong dropped and empty ones. Truncated rows are used or held out.
     """
 
     num_rows_read: int = 0
@@ -77,16 +77,16 @@ class DataReport:
     num_empty: int = 0
     num_tokens: int = 0
     num_supervised_tokens: int = 0
-    padding_efficiency: float | None = None  # share of the first epoch's positions with tokens; None for a stream
-    num_rows_of_batches: int = 0  # sequences made of the used rows
+    padding_efficiency: float | None = None  # tokens / positions in the first epoch; None for a stream
+    num_rows_of_batches: int = 0  # number of sequences that the used rows are packed into
     num_eval_rows: int = 0
     eval_rows_left_out: dict[str, int] = field(default_factory=dict)  # reason -> number of rows
     ends: Counter[int] = field(default_factory=Counter)  # id of a last token -> number of used documents
     unused: Unused = field(default_factory=Unused)
-    nothing_held_out: str = ""  # reason why the held-out share is empty
+    nothing_held_out: str = ""  # reason why no row is held out, if there should be some
 
     def count(self, tokenised: Dataset, figures: Figures, held_out: npt.NDArray[np.bool_]) -> None:
-        """Add tokenised rows of the training split; `figures` and `held_out` have one entry per row."""
+        """Add the counts of tokenised training rows; `figures` and `held_out` have one entry per row."""
         outcomes = Counter(figures["outcome"].tolist())
         filled = figures["length"] > 0
         used = {name: column[filled & ~held_out] for name, column in figures.items()}
@@ -107,7 +107,7 @@ class DataReport:
                 self.unused[part] += times * value["counts"]
 
     def forget_rows(self) -> None:
-        """Reset the counts before a stream is read again, except the counts of evaluation rows and files."""
+        """Reset all counts except those of evaluation rows and of files, before a stream is read from the start."""
         files = Unused({part: number for part, number in self.unused.items() if part.startswith("file ")})
         evaluation = {name: vars(self)[name] for name in ("num_eval_rows", "eval_rows_left_out", "nothing_held_out")}
         vars(self).update(vars(DataReport(**evaluation, unused=files)))
@@ -123,7 +123,7 @@ class DataReport:
         return "not used: " + (", ".join(f"{part} ({n})" for part, n in self.unused.most_common()) or "nothing else")
 
     def describe(self) -> list[str]:
-        """Return lines to print; warn if more than 5% of the rows are dropped as overlong or empty."""
+        """Return lines to print. They warn if more than 5% of the rows are dropped as overlong or empty."""
         left_out = [f", {number} left out because {why}" for why, number in self.eval_rows_left_out.items() if number]
         scope = "" if self.num_rows_of_batches else "the beginning of the stream: "
         lines = [f"  {scope}{self.summary()}", f"  evaluation: {self.num_eval_rows} rows{''.join(left_out)}"]
@@ -143,48 +143,48 @@ class DataReport:
 
 @dataclass(frozen=True)
 class RowOptions:
-    """Options for tokenising one dataset's rows; every field is part of the cache key."""
+    """Options to tokenise the rows of one dataset. Every field is part of the cache key."""
 
     form: RowForm
     columns: Mapping[str, str]  # our name of each column to read -> the dataset's name
-    other_columns: Sequence[str]  # unused ones; in JSON files they are found row by row
+    other_columns: Sequence[str]  # columns that are not used; empty for JSON files, whose rows may differ
     max_seq_length: int
     overlong: Literal["drop", "truncate"] = "drop"
     train_on_prompt: bool = False
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for all rows; a row's own take precedence
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for all rows; a row's column overrides them
 
 
 @dataclass(frozen=True)
 class Document:
-    """One tokenised row: `input_ids` int64 [n], `supervised` bool [n] and the row's index."""
+    """One tokenised row: `input_ids` int64 [n], `supervised` bool [n] and the row's index in its split."""
 
     input_ids: npt.NDArray[np.int64]
     supervised: npt.NDArray[np.bool_]
     row_id: int
 
     def marked_text(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Return the text, with its supervised parts between >>> and <<<."""
+        """Return the text with its supervised parts between >>> and <<<."""
         ids, marked, end, shown = self.input_ids.tolist(), "", 0, 0
         for supervised, run in itertools.groupby(self.supervised):
             end += len(list(run))
-            # Decode from the first token on: a part alone would lose its first space.
+            # Decode from the first token on, since decoding a part alone would drop its leading space.
             text = str(tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False))
             marked, shown = marked + (f">>>{text[shown:]}<<<" if supervised else text[shown:]), len(text)
         return marked
 
 
 def _hash(content: bytes) -> int:
-    """Hash to 64 bits, as a signed integer (Arrow int64)."""
+    """Return a 64-bit hash as a signed integer (Arrow int64)."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big", signed=True)
 
 
 def problem_key(text: str) -> int:
-    """Hash a problem's text; case, white space and Unicode compatibility forms make no difference."""
+    """Return a hash of a problem's text. It ignores case, white space and Unicode compatibility forms."""
     return _hash(" ".join(unicodedata.normalize("NFKC", text).casefold().split()).encode())
 
 
 def content_key(document_keys: Sequence[int] | npt.NDArray[np.int64]) -> str:
-    """Hash documents by their keys; the order counts."""
+    """Return a hash of an ordered sequence of documents, computed from their keys."""
     return hashlib.blake2b(np.asarray(document_keys, dtype=np.int64).tobytes(), digest_size=8).hexdigest()
 
 
@@ -196,7 +196,7 @@ def _tokenise_batch(
     options: RowOptions,
     main_pid: int,
 ) -> dict[str, list[Any]]:
-    """Tokenise rows with the columns `features` into the columns `FEATURES`."""
+    """Tokenise a batch of rows, which have the columns `features`, to the columns `FEATURES`."""
     if main_pid != os.getpid():
         # A terminal sends Ctrl-C to workers too, and each would print a traceback.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -226,7 +226,7 @@ def _tokenise_batch(
 
 
 def _rows_of(batch: dict[str, list[Any]], features: Any) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a batch with the values that the file holds."""
+    """Yield the rows of a batch with the values of the file, without None fields that Arrow added."""
     if ROW in batch:
         yield from map(read_row, batch[ROW])
         return
@@ -235,7 +235,7 @@ def _rows_of(batch: dict[str, list[Any]], features: Any) -> Iterator[dict[str, A
 
 
 def _as_stored(value: Any, feature: Any) -> Any:
-    """Remove the None fields that Arrow adds if rows have different fields; it adds none to JSON-typed columns."""
+    """Remove None fields, which Arrow adds to structs if rows have different fields. Columns of type JSON have none."""
     if isinstance(feature, Json):
         return value
     if isinstance(value, Mapping):
@@ -246,9 +246,9 @@ def _as_stored(value: Any, feature: Any) -> Any:
 
 
 def cache_key(dataset_fingerprint: str, tokenizer: PreTrainedTokenizerBase, options: RowOptions) -> str:
-    """Hash everything that shapes the tokenised dataset."""
+    """Return a hash of everything that determines the tokenised dataset."""
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
-        # Padding and truncation may be left over from earlier calls; our calls set neither.
+        # Padding and truncation are settings of earlier calls; ours use neither.
         rules: Any = {**json.loads(backend.to_str()), "padding": None, "truncation": None}
     else:
         rules = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), repr(tokenizer.init_kwargs)]
@@ -259,7 +259,7 @@ def cache_key(dataset_fingerprint: str, tokenizer: PreTrainedTokenizerBase, opti
 
 
 def tokenise(dataset: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, options: RowOptions) -> Any:
-    """Tokenise a dataset or stream; a dataset's result is cached."""
+    """Tokenise a dataset or a stream. The result for a dataset is cached."""
     columns = [ROW] if dataset.column_names == [ROW] else list(options.columns.values())
     selected = dataset.select_columns(columns)
     settings: dict[str, Any] = {"batched": True, "with_indices": True, "remove_columns": columns, "features": FEATURES}
@@ -276,14 +276,14 @@ def tokenise(dataset: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerB
 
 
 def cores_of_job() -> int:
-    """Count the cores that CPU affinity and the container's quota allow to this process."""
+    """Return the number of CPU cores that this process may use by its affinity and the container's quota."""
     cores = len(os.sched_getaffinity(0))
     quota, period = CPU_QUOTA.read_text().split() if CPU_QUOTA.exists() else ("max", "")
     return cores if quota == "max" else min(cores, math.ceil(int(quota) / int(period)))
 
 
 def next_rows(stream: Iterator[dict[str, Any]], number: int) -> Dataset:
-    """Read the next `number` rows of a tokenised stream, or fewer at its end."""
+    """Read the next `number` rows of a tokenised stream, or fewer if it ends."""
     rows = list(itertools.islice(stream, number))
     return Dataset.from_dict({name: [row[name] for row in rows] for name in FEATURES}, FEATURES)
 
@@ -294,7 +294,7 @@ def figures_of(tokenised: Dataset) -> Figures:
 
 
 def document_reader(tokenised: Dataset) -> Callable[[Sequence[int]], list[Document]]:
-    """Return a function that reads documents of a tokenised dataset by index."""
+    """Return a function that reads the documents at given indices of a tokenised dataset."""
     names = ["input_ids", "supervised", "row_id"]
     rows = tokenised.with_format("numpy", columns=names)
 
