@@ -1,1 +1,1 @@
-"""Triton kernels and cross entropy: code that knows tensors only."""
+"""Triton kernels and cross entropy. This code has no dependency on models, options or data."""

@@ -1,15 +1,15 @@
 """Exact cross entropy from hidden states, without a [tokens, vocabulary] tensor in fp32.
 
-For hidden states `x [T, h]`, the lm_head's weight `W [V, h]` and labels `y [T]`
+For hidden states `x [T, h]`, the lm_head's weight `W [V, h]` and labels `y [T]`, this module computes
 
     loss = sum over t with y_t != -100 of  -log softmax(x_t W^T)[y_t]
 
-and its gradients. For V = 128,256 (Llama 3) and T = 8,192 `F.cross_entropy(model(x).float(), y)` holds 2.0 GiB of
-logits and three fp32 tensors of 3.9 GiB at once. Here the gradient overwrites the bf16 logits:
+and its gradients. For V = 128,256 (Llama 3) and T = 8,192, `F.cross_entropy(model(x).float(), y)` needs 2.0 GiB for
+logits and 3.9 GiB for each of three fp32 tensors. Here the gradient overwrites the bf16 logits. There are two methods:
 
-    one chunk     The logits stay until the backward pass, which begins with the loss, so the peak does not rise.
-    many chunks   At most `chunk_tokens` rows of logits exist at a time, so both gradients are formed in the forward
-                  pass. grad_W is summed over chunks in fp32 (4 V h bytes), so chunks pay only for T well above 2 h.
+    one chunk     The logits are stored until the backward pass, which follows at once, so the peak does not rise.
+    many chunks   At most `chunk_tokens` rows of logits exist at a time. Both gradients are computed in the forward
+                  pass. grad_W is summed over chunks in fp32 (4 V h bytes), so this saves memory only if T >> 2 h.
 
 The GEMMs run in `compute_dtype`. Softmax, loss and sums are computed in fp32 (fp64 for fp64 inputs), by Transformer
 Engine's Triton kernels if it is installed, else by torch in blocks of rows. The gradient with respect to the logits
@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-IGNORE_INDEX = -100  # label of a position that takes no part in the loss
-_ROWS_PER_BLOCK = 1024  # the torch implementation copies this many to fp32 at a time (0.5 GiB for V = 128,256)
+IGNORE_INDEX = -100  # label of a position that is excluded from the loss
+_ROWS_PER_BLOCK = 1024  # rows that the torch implementation casts to fp32 at a time (0.5 GiB for V = 128,256)
 LOGITS_BUDGET_GIB = 4.0  # 16,384 tokens of a 128k vocabulary in bf16 are 3.9 GiB
 
 
 def default_chunk_tokens(num_tokens: int, vocab_size: int, dtype: torch.dtype) -> int:
-    """Return the tokens of a chunk: its logits fit `LOGITS_BUDGET_GIB`, and all chunks are nearly equally long."""
+    """Return the number of tokens per chunk: logits fit in `LOGITS_BUDGET_GIB` and chunks have nearly equal sizes."""
     num_chunks = max(1, -(-num_tokens * vocab_size * dtype.itemsize // int(LOGITS_BUDGET_GIB * 2**30)))
     # A multiple of 128, since a chunk's tokens are the inner dimension of grad_W's GEMM.
     return max(1, -(-num_tokens // (num_chunks * 128))) * 128
@@ -46,14 +46,14 @@ def linear_cross_entropy_sum(
     chunk_tokens: int | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Sum the cross entropy of `hidden @ weight.T` over supervised tokens: 0-dim, fp32 (fp64 if `compute_dtype` is
-    fp64), differentiable once in hidden and weight.
+    """Return the cross entropy of `hidden @ weight.T`, summed over supervised tokens. The result is 0-dim, fp32 (fp64
+    if `compute_dtype` is fp64), and differentiable once with respect to hidden and weight.
 
     Args:
         hidden: `[..., h]`, floating point, the output of the last norm.
-        weight: `[V, h]`, the lm_head's weight, which may be the embedding's (tied).
+        weight: `[V, h]`, the weight of the lm_head; it may be tied to the embedding.
         labels: `[...]`, int64 on the device of `hidden`, already shifted (labels[t] is the token after t).
-        softcap: c of Gemma's logits c tanh(z / c), z being the GEMM's output.
+        softcap: c in Gemma's logits c tanh(z / c), where z is the GEMM's output. Default: no cap.
         chunk_tokens: the number of rows of logits that exist at a time. Default: `default_chunk_tokens`.
         compute_dtype: the dtype of GEMMs and logits, also under autocast. Default: the dtype of `hidden`.
     """
@@ -61,7 +61,7 @@ def linear_cross_entropy_sum(
     compute_dtype = compute_dtype or hidden.dtype
     chunk_tokens = chunk_tokens or default_chunk_tokens(hidden.shape[0], weight.shape[0], compute_dtype)
     if not torch.is_grad_enabled():
-        hidden, weight = hidden.detach(), weight.detach()  # so that no gradient is formed
+        hidden, weight = hidden.detach(), weight.detach()  # so that no gradient is computed
     with torch.autocast(hidden.device.type, enabled=False):
         if hidden.shape[0] <= chunk_tokens and (hidden.requires_grad or weight.requires_grad):
             return _OneChunk.apply(hidden, weight, labels, softcap, compute_dtype)
@@ -69,7 +69,7 @@ def linear_cross_entropy_sum(
 
 
 class _OneChunk(torch.autograd.Function):
-    """Function that keeps all logits; the backward pass overwrites them with their gradient."""
+    """Cross entropy that stores all logits. The backward pass overwrites them with their gradient."""
 
     @staticmethod
     def forward(
@@ -95,7 +95,7 @@ class _OneChunk(torch.autograd.Function):
 
 
 class _ManyChunks(torch.autograd.Function):
-    """Function that keeps the logits of one chunk at a time; its forward pass forms the gradients for grad_output 1."""
+    """Cross entropy with the logits of one chunk at a time. The forward pass computes gradients for grad_output = 1."""
 
     @staticmethod
     def forward(
@@ -127,7 +127,7 @@ class _ManyChunks(torch.autograd.Function):
                 grad_hidden[chunk] = logits @ compute_weight
             if grad_weight is not None:
                 grad_weight += logits.t() @ rows
-            del logits  # before the next chunk's exist
+            del logits  # before the next chunk's logits are computed
         ctx.save_for_backward(grad_hidden, grad_weight)
         return loss
 
@@ -136,7 +136,7 @@ class _ManyChunks(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:
-            grad_hidden = grad_hidden * grad_output  # 0-dim: keeps the dtype
+            grad_hidden = grad_hidden * grad_output  # a 0-dim factor does not change the dtype
         if grad_weight is not None:
             grad_weight = torch.mul(grad_weight, grad_output, out=torch.empty_like(grad_weight, dtype=ctx.weight_dtype))
         return grad_hidden, grad_weight, None, None, None, None
@@ -149,7 +149,7 @@ def use_triton(logits: Tensor) -> bool:
 
 
 def losses_and_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return losses [T] of `logits [T, V]`, 0 for ignored labels, and [T, 2]: maximum m and sum of exp(logit - m)."""
+    """Return the losses [T] of `logits [T, V]` (0 if ignored), and each row's maximum m and sum of exp(logit - m)."""
     if use_triton(logits):
         from transformer_engine.pytorch.triton.cross_entropy import cross_entropy_forward
 
@@ -160,7 +160,7 @@ def losses_and_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
             reduce_loss=False,
             dist_process_group=None,
             ignore_idx=IGNORE_INDEX,
-            overwrite_input=True,  # makes no copy; the forward kernel writes nothing into the logits
+            overwrite_input=True,  # avoids a copy; the forward kernel does not write to the logits
         )
         return row_losses.squeeze(0), row_statistics
     losses, statistics = [], []
@@ -176,10 +176,10 @@ def losses_and_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
 
 
 def to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor, cap: float | None) -> None:
-    """Overwrite `logits [T, V]` with the 0-dim grad_output times (softmax - one_hot(label)), ignored rows with 0. If
-    there is a `cap`, the result is the gradient with respect to the input of `cap_`.
+    """Overwrite `logits [T, V]` with their gradient: the 0-dim grad_output times (softmax - one_hot(label)), or 0 for
+    ignored rows. With a `cap`, it is the gradient with respect to the input of `cap_`.
     """
-    slope = None if cap is None else (logits / cap).square_().neg_().add_(1)  # of tanh, from its results
+    slope = None if cap is None else (logits / cap).square_().neg_().add_(1)  # tanh' = 1 - tanh^2
     if use_triton(logits):
         from transformer_engine.pytorch.triton.cross_entropy import cross_entropy_backward
 
@@ -195,7 +195,7 @@ def to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output
             world_size=1,
             ignore_idx=IGNORE_INDEX,
         )
-        # Autograd does not see what a Triton kernel writes. This makes a second backward pass an error.
+        # Autograd does not notice that a Triton kernel writes. With this, a second backward pass raises an error.
         torch.autograd.graph.increment_version(logits)
     else:
         blocks = (tensor.split(_ROWS_PER_BLOCK) for tensor in (logits, statistics, labels))
@@ -211,5 +211,5 @@ def to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output
 
 
 def cap_(logits: Tensor, cap: float | None) -> Tensor:
-    """Overwrite `logits` with cap tanh(logits / cap); leave them if `cap` is None."""
+    """Overwrite `logits` with cap tanh(logits / cap), unless `cap` is None."""
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

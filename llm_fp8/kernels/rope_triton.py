@@ -2,11 +2,11 @@
 
     split_rope(fused [..., (H + 2 Hkv) d], angles, H, Hkv, cu_seqlens)   ->   q [..., H, d], k and v [..., Hkv, d]
 
-Let (x, y) be columns i and rotary_dim / 2 + i of q or k (the rotate-half layout). They become (x cos - y sin,
-y cos + x sin), computed in fp32 and rounded once to the dtype of `fused`. In the backward pass the same kernel rotates
-the gradients, which may have any strides, by the negative angle. A program takes BLOCK_ELEMENTS / (rotary_dim / 2)
-tokens and HEADS_PER_PROGRAM heads. It finds a token's position by bisection of `cu_seqlens`, without a host
-synchronisation or a recompilation for another number of documents.
+Let (x, y) be columns i and rotary_dim / 2 + i of q or k (the rotate-half layout). The kernel computes (x cos - y sin,
+y cos + x sin) in fp32 and rounds once to the dtype of `fused`. In the backward pass the same kernel rotates the
+gradients, which may have any strides, by the negative angle. Each program processes BLOCK_ELEMENTS / (rotary_dim / 2)
+tokens and HEADS_PER_PROGRAM heads. It computes a token's position by bisection of `cu_seqlens`, so a new number of
+documents needs no host synchronisation and no recompilation.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-BLOCK_ELEMENTS = 1024  # elements of half heads in a program: 8 for each of 128 threads, 16 bytes of bf16
-HEADS_PER_PROGRAM = 8  # with more, a short batch has too few programs to fill the GPU
+BLOCK_ELEMENTS = 1024  # elements per program of half a head: 8 (16 bytes of bf16) for each of 128 threads
+HEADS_PER_PROGRAM = 8  # with more heads, a short batch would have too few programs to fill the GPU
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def _copy(
     BLOCK: tl.constexpr,
     BACKWARD: tl.constexpr,
 ) -> None:
-    """Copy COLUMNS columns from the rows at `fused` [tokens, 1] to the rows at `part` [tokens, 1], or back."""
+    """Copy COLUMNS columns from `fused` to `part`, or back if BACKWARD; both are pointers to rows [tokens, 1]."""
     columns = tl.arange(0, BLOCK)[None, :]
     mask = inside & (columns < COLUMNS)
     if BACKWARD:
@@ -56,7 +56,7 @@ def _rotate(
     BLOCK_REST: tl.constexpr,
     BACKWARD: tl.constexpr,
 ) -> None:
-    """Rotate one head of the rows that `fused` and `part` point to; cosine and sine are fp32 [tokens, BLOCK_HALF]."""
+    """Rotate one head from `fused` to `part`, or back if BACKWARD; cosine and sine are fp32 [tokens, BLOCK_HALF]."""
     HALF: tl.constexpr = ROTARY_DIM // 2
     columns = tl.arange(0, BLOCK_HALF)[None, :]
     mask = inside & (columns < HALF)
@@ -82,7 +82,7 @@ def _rotate(
 def _positions_in_documents(
     tokens: tl.tensor, cu_seqlens_pointer: tl.tensor, num_documents: tl.tensor, num_bisections: tl.tensor
 ) -> tl.tensor:
-    """Return each token's position in its document, by bisection: cu_seqlens[low] <= token < cu_seqlens[high]."""
+    """Return each token's position in its document. Bisection maintains cu_seqlens[low] <= token < cu_seqlens[high]."""
     low = tl.zeros_like(tokens)
     high = low + num_documents
     for _ in range(num_bisections):
@@ -131,7 +131,7 @@ def _split_rope_kernel(
     BLOCK_HEAD: tl.constexpr,
     BACKWARD: tl.constexpr,
 ) -> None:
-    # Programs for the same tokens are neighbours, so they find their angles in the cache.
+    # Programs for the same tokens have consecutive ids, so their angles are in the cache.
     program = tl.program_id(0)
     group = program % GROUPS
     tokens = (program // GROUPS) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
@@ -179,7 +179,7 @@ def _split_rope_kernel(
 def _launch(
     fused: Tensor, parts: tuple[Tensor, ...], angles: Tensor, cu_seqlens: Tensor | None, backward: bool
 ) -> None:
-    """Split contiguous `fused` [..., W] into `parts` (q, k, v [..., heads, d], any strides); `backward`: join them."""
+    """Split contiguous `fused` [..., W] into `parts` (q, k, v [..., heads, d], any strides), or join if `backward`."""
     q, k, _ = parts
     (num_heads, head_dim), num_kv_heads, rotary_dim = q.shape[-2:], k.shape[-2], angles.shape[-1]
     num_tokens = fused[..., 0].numel()
@@ -188,7 +188,7 @@ def _launch(
     block_tokens = max(1, BLOCK_ELEMENTS // block_half)
     rotated_groups = triton.cdiv(num_heads + num_kv_heads, HEADS_PER_PROGRAM)
     groups = rotated_groups + triton.cdiv(num_kv_heads, HEADS_PER_PROGRAM)
-    # A tensor [tokens, heads, d] is one row, so it has a row stride of 0.
+    # A packed tensor [tokens, heads, d] is one row, so its row stride is 0.
     strides = [stride for part in parts for stride in (0, *part.stride())[-4:]]
     if num_tokens == 0:
         return
@@ -247,13 +247,13 @@ class _SplitRope(torch.autograd.Function):
 def split_rope(
     fused: Tensor, angles: Tensor, num_heads: int, num_kv_heads: int, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return contiguous q, k and v in the dtype of `fused`; differentiable once with respect to `fused`.
+    """Return contiguous q, k and v in the dtype of `fused`, differentiable once with respect to `fused`.
 
     Args:
         fused: bf16, fp16 or fp32 on a GPU. Packed: [T, W] with W = (num_heads + 2 num_kv_heads) d. Padded: [B, S, W];
-            a token's position is its index in S.
-        angles: contiguous fp32 [positions, 1, 1, rotary_dim], both halves of a row equal, rotary_dim even and <= d;
-            columns from rotary_dim on are copied. A position beyond the table gives NaN.
-        cu_seqlens: contiguous int32 [n + 1] on the same GPU, the starts of the documents, then T. None: padded.
+            then a token's position is its index in S.
+        angles: contiguous fp32 [positions, 1, 1, rotary_dim]. Both halves of a row are equal; rotary_dim is even and
+            at most d. Columns from rotary_dim on are not rotated. A position beyond the table gives NaN.
+        cu_seqlens: contiguous int32 [n + 1] on the same GPU: the starts of the documents, then T. None if padded.
     """
     return _SplitRope.apply(fused, angles, num_heads, num_kv_heads, cu_seqlens)

@@ -1,8 +1,8 @@
-"""SwiGLU's backward pass inside Transformer Engine's LayerNormMLP, with the cast of its result to fp8.
+"""Backward pass of SwiGLU in Transformer Engine's LayerNormMLP, fused with the cast of the gradient to fp8.
 
-LayerNormMLP's table of activations has functions that do both, but none for SwiGLU. It writes SwiGLU's gradient in
-bf16 and reads it twice: to cast it, and to sum it for a bias that our MLPs do not have. `fuse_swiglu_backward` adds a
-function: delayed scaling runs the kernel `dswiglu_cast`, other recipes Transformer Engine's two steps without the sum.
+LayerNormMLP has such fused functions for some activations, but not for SwiGLU. It writes SwiGLU's gradient in bf16 and
+reads it twice: to cast it, and to sum it for a bias that our MLPs do not have. `fuse_swiglu_backward` adds a function
+for SwiGLU. It runs the kernel `dswiglu_cast` for delayed scaling, or else Transformer Engine's gradient and cast.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ NAME = "swiglu_with_fused_cast"
 
 
 def fuse_swiglu_backward(mlp: nn.Module) -> None:
-    """Make `mlp`, a LayerNormMLP with "swiglu" and without biases, fuse the gradient of SwiGLU with its cast."""
+    """Make `mlp` compute SwiGLU's gradient and its cast together. It is a LayerNormMLP with "swiglu" and no biases."""
     add_activation(NAME, _backward_and_cast)
     mlp.activation = NAME  # type: ignore[assignment]
 
 
 def _backward_and_cast(gradient: Tensor, gate_and_up: Tensor, quantizer: Any) -> tuple[None, Any]:
-    """Return None (no bias gradient) and the quantised gradient [T, 2 f] of fc1's output, from `gradient` [T, f]."""
+    """Return None (no bias gradient) and the quantised gradient [T, 2 f], given the `gradient` [T, f] of the output."""
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.constants import DType
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer

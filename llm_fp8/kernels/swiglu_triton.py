@@ -1,7 +1,7 @@
-"""A Triton kernel that writes the gradient of SwiGLU's input in fp8, rounded once from fp32.
+"""A Triton kernel that computes the gradient of SwiGLU's input in fp8, rounded once from fp32.
 
-It moves 10 bytes per element of SwiGLU's output instead of 18 and makes no bf16 tensor. The casts are PTX instructions,
-since Triton's own conversion (3.6, CUDA 13.0) gave a wrong fourth byte after a transposition.
+It reads and writes 10 bytes per element of SwiGLU's output instead of 18, and allocates no bf16 tensor. The casts are
+PTX instructions, since Triton's own conversion (3.6, CUDA 13.0) gave a wrong fourth byte after a transposition.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# PTX that casts four fp32 values to a word, the first in its lowest byte; NaN stays, others saturate.
+# PTX that casts four fp32 values to one 32-bit word, the first to its lowest byte. NaN stays NaN; others saturate.
 _CAST = """{{
 .reg .b16 low, high;
 cvt.rn.satfinite.{kind}.f32 low, $2, $1;
@@ -21,7 +21,7 @@ mov.b32 $0, {{low, high}};
 CASTS = {torch.float8_e5m2: _CAST.format(kind="e5m2x2"), torch.float8_e4m3fn: _CAST.format(kind="e4m3x2")}
 CONSTRAINTS = tl.constexpr("=r,f,f,f,f")
 
-# The block of a program. A larger one spills registers; a narrower one writes less than 32 contiguous bytes.
+# The block of a program. A larger block would spill registers; a narrower one would write under 32 contiguous bytes.
 TOKENS, COLUMNS, NUM_WARPS = 64, 64, 4
 
 
@@ -51,7 +51,7 @@ def _dswiglu_cast_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ) -> None:
-    # Neighbouring programs fill the same rows of the transposed result.
+    # Programs with consecutive ids write to the same rows of the transposed result.
     blocks_of_tokens = tl.cdiv(num_tokens, BLOCK_TOKENS)
     program = tl.program_id(0)
     tokens = (program % blocks_of_tokens) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
@@ -78,29 +78,29 @@ def _dswiglu_cast_kernel(
     tl.store(transposed_pointer + places, tl.trans(gate_cast), mask=inside_transposed)
     up_places = places + num_tokens.to(tl.int64) * WIDTH
     tl.store(transposed_pointer + up_places, tl.trans(up_cast), mask=inside_transposed)
-    # Positive floats have the order of their bits as integers, so this is one atomic instruction.
+    # Positive floats sort like their bits as integers, so this compiles to one atomic instruction.
     tl.atomic_max(amax_pointer, tl.maximum(_amax(gate_gradient), _amax(up_gradient)), sem="relaxed")
 
 
 def dswiglu_cast(
     gradient: Tensor, gate_and_up: Tensor, scale: Tensor, amax: Tensor, fp8_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradient of SiLU(gate) up with respect to its input, times `scale`. With s = sigmoid(gate)
+    """Compute the gradient of SiLU(gate) up with respect to gate and up, times `scale`. With s = sigmoid(gate):
 
         d_gate = dy up s (1 + gate (1 - s))          d_up = dy gate s
 
-    Returns the gradient as contiguous `fp8_dtype` (e5m2 or e4m3fn) [T, 2 f], its transpose [2 f, T], and
-    1 / `scale`, fp32 [1]. Raises ValueError for shapes that do not fit.
+    Return the scaled gradient as contiguous `fp8_dtype` (e5m2 or e4m3fn) [T, 2 f], its transpose [2 f, T], and
+    1 / `scale`, fp32 [1]. Raise ValueError if the shapes do not match or a tensor is not contiguous.
 
     Args:
         gradient: contiguous bf16, fp16 or fp32 [T, f]: dy, the gradient with respect to SwiGLU's output.
         gate_and_up: contiguous [T, 2 f] of the same dtype: SwiGLU's input, the gate first.
         scale: fp32 [1], from delayed scaling.
-        amax: fp32 [1], at least 0; raised to the amax of the unscaled gradient, for the scale's next update.
+        amax: fp32 [1], at least 0. It becomes the maximum of itself and the unscaled gradient's amax.
     """
     num_tokens, width = gradient.shape
     if gate_and_up.shape != (num_tokens, 2 * width) or not (gradient.is_contiguous() and gate_and_up.is_contiguous()):
-        raise ValueError(f"a contiguous gradient {tuple(gradient.shape)} does not fit {tuple(gate_and_up.shape)}")
+        raise ValueError(f"gradient {tuple(gradient.shape)} and gate_and_up {tuple(gate_and_up.shape)} do not match")
     rowwise = torch.empty(num_tokens, 2 * width, dtype=fp8_dtype, device=gradient.device)
     transposed = torch.empty(2 * width, num_tokens, dtype=fp8_dtype, device=gradient.device)
     scale_inverse = torch.empty_like(scale)

@@ -1,1 +1,1 @@
-"""AdamW in its storage forms, clipping, learning-rate schedule, optimizer state."""
+"""AdamW in three storage formats, gradient clipping, the learning-rate schedule and optimizer state."""

@@ -1,10 +1,10 @@
-"""AdamW in this project's two storage formats; the step clips gradients as it reads them.
+"""AdamW with two storage formats that torch lacks. The step multiplies gradients by the clip factor as it reads them.
 
-`MasterAdamW` (--optimizer adamw_master) stores fp32 master weights in two bytes beside bf16 weights (`adamw_master`).
+`MasterAdamW` (--optimizer adamw_master) stores bf16 weights and the lower bits of fp32 master weights (`adamw_master`).
 `EightBitAdamW` (--optimizer adamw_8bit) stores 8-bit moments and rounds weights stochastically (`adamw_8bit_codes`).
 
-`update_with_torch_` updates one tensor; `adamw_triton` computes the same on a GPU. Step t is computed in fp32, in the
-order of torch.optim.AdamW (Loshchilov and Hutter, arXiv 1711.05101), with g the gradient times `gradient_scale`:
+`update_with_torch_` updates one tensor. `adamw_triton` computes the same on a GPU. Step t is computed in fp32, in the
+order of torch.optim.AdamW (Loshchilov and Hutter, arXiv 1711.05101). With g the gradient times `gradient_scale`:
 
     m = m + (1 - beta1) (g - m)
     v = beta2 v + (1 - beta2) g^2
@@ -34,12 +34,12 @@ from llm_fp8.utils.torch_internals import local_of
 
 Params: TypeAlias = Iterable[Parameter] | Iterable[dict[str, Any]]
 CHUNK_ELEMENTS = 2**18  # updated at a time, so fp32 temporaries take a few MiB; a multiple of CODE_BLOCK
-State = Mapping[str, Tensor]  # name of a state tensor -> the tensor, for one parameter
+State = Mapping[str, Tensor]  # the state of one parameter: name -> tensor
 Coefficients = Mapping[str, float]
 
 
 def coefficients_of(group: Mapping[str, Any]) -> Coefficients:
-    """Return the coefficients of a parameter group's step, in fp64; they are rounded to fp32 on use."""
+    """Return the coefficients of a parameter group's step in fp64. The step rounds them to fp32."""
     (beta1, beta2), step, lr = group["betas"], group["step"], group["lr"]
     return {
         "decay": float(1 - lr * group["weight_decay"]),
@@ -55,15 +55,15 @@ def coefficients_of(group: Mapping[str, Any]) -> Coefficients:
 def moments_and_update(
     gradient: Tensor, gradient_scale: Tensor | None, m: Tensor, v: Tensor, coefficients: Coefficients
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the new m and v, and the update to subtract from the decayed parameter, all fp32. Every operation is
-    rounded on its own, as in `adamw_triton`; torch's lerp, addcmul and addcdiv may fuse.
+    """Return the new m and v, and the update to subtract from the decayed parameter, all in fp32. Every operation is
+    rounded separately, as in `adamw_triton`; torch's lerp, addcmul and addcdiv may fuse operations.
     """
     gradient = gradient.to(torch.float32)
     if gradient_scale is not None:
         gradient = gradient * gradient_scale
     m = m + (gradient - m) * coefficients["beta1_complement"]
     v = v * coefficients["beta2"] + (gradient * coefficients["beta2_complement"]) * gradient
-    root = v.to(torch.float64).sqrt().to(torch.float32)  # torch's fp32 square root is off in the last bit on some CPUs
+    root = v.to(torch.float64).sqrt().to(torch.float32)  # torch's fp32 sqrt has a wrong last bit on some CPUs
     denominator = root * coefficients["inverse_root_correction2"] + coefficients["epsilon"]
     return m, v, (m * coefficients["step_size"]) / denominator
 
@@ -83,9 +83,9 @@ def _store_moment(state: State, name: str, signed: bool, moment: Tensor) -> None
 def update_with_torch_(
     weight: Tensor, gradient: Tensor, state: State, gradient_scale: Tensor | None, coefficients: Coefficients, key: Key
 ) -> None:
-    """Take one step of one contiguous tensor in place, on any device; the reference for the Triton kernel.
-    Moments are bf16 or fp32, or codes if `state` has scales. An fp32 `weight` is its own master. A bf16 `weight` is
-    rounded to nearest if `state` has a remainder, else stochastically with the random bits of `key`.
+    """Update one contiguous tensor in place, on any device. This is the reference for the Triton kernel.
+    The moments in `state` are codes if it has scales, else bf16 or fp32. An fp32 `weight` needs no master weight. A
+    bf16 `weight` is rounded to nearest if `state` has a remainder, else stochastically with the random bits of `key`.
     """
     weight, gradient = weight.view(-1), gradient.view(-1)
     state, decay = {name: tensor.view(-1) for name, tensor in state.items()}, coefficients["decay"]
@@ -110,35 +110,35 @@ def update_with_torch_(
 
 
 class GroupedAdamW(Optimizer):
-    """AdamW over contiguous bf16 and fp32 parameters; a subclass defines the state. Every group counts its steps in
-    `group["step"]`, an int. Each rank updates its shard of a DTensor. The next step multiplies all gradients by
-    `gradient_scale`, an fp32 scalar on their device, as it reads them.
+    """Base class of AdamW over contiguous bf16 and fp32 parameters; a subclass defines the state. `group["step"]` is
+    the number of steps (int). Each rank updates its shard of a DTensor. If `gradient_scale` is set (an fp32 scalar on
+    the gradients' device), the next step multiplies all gradients by it.
     """
 
     def __init__(self, params: Params, seed: int | None = None, **adamw_arguments: Any) -> None:
-        """Set torch's lr, betas, eps and weight_decay from `adamw_arguments`; only subclasses use `seed`."""
+        """`adamw_arguments` are torch's lr, betas, eps and weight_decay. Only subclasses use `seed`."""
         self.seed = seed
         self.gradient_scale: Tensor | None = None
         defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "step": 0}
         super().__init__(params, defaults | adamw_arguments)
 
     def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:
-        """Create the state of a parameter before its first step."""
+        """Create the state of a parameter."""
         raise NotImplementedError
 
     def _key(self, step: int, number: int, parameter: Parameter) -> Key:
-        """Return the random bits' key for `parameter`, with index `number`; only stochastic rounding uses it."""
+        """Return the key of the random bits for `parameter`, which has index `number`; unused without such bits."""
         return 0, 0
 
     def _update_(self, parameter: Parameter, weight: Tensor, *arguments: Any) -> None:
-        """Update `weight`, this rank's part of `parameter`, in place; `update_with_torch_` explains `arguments`."""
+        """Update `weight`, this rank's shard of `parameter`, in place. For `arguments` see `update_with_torch_`."""
         update_ = update_with_torch_
         if weight.is_cuda:
             from llm_fp8.optim.adamw_triton import update_
         update_(weight, *arguments)
 
     def state_of(self, parameter: Parameter) -> dict[str, Tensor]:
-        """Return the state of a parameter; create it if it is missing."""
+        """Return the state of a parameter. Create it if it does not exist."""
         if parameter not in self.state:
             self.state[parameter] = self._new_state(parameter)
         return self.state[parameter]
@@ -163,8 +163,8 @@ class GroupedAdamW(Optimizer):
 
 
 class MasterAdamW(GroupedAdamW):
-    """AdamW over bf16 parameters with exact fp32 master weights. Lower bits that are not loaded are drawn from `seed`;
-    without a seed they are zero. The state is sharded like the parameter.
+    """AdamW over bf16 parameters with exact fp32 master weights. Lower bits of master weights that were not loaded are
+    drawn with `seed`, or are zero if it is None. The state is sharded like the parameter.
     """
 
     def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:
@@ -182,19 +182,19 @@ class MasterAdamW(GroupedAdamW):
 
 
 class EightBitAdamW(GroupedAdamW):
-    """AdamW with 8-bit moments and stochastic rounding. A sharded parameter has fp32 moments if a row is not a whole
-    number of blocks, since blocks would straddle shards. All ranks pass the same `seed` (default: 0) for random bits.
+    """AdamW with 8-bit moments and stochastic rounding. A sharded parameter has fp32 moments if its row size is not a
+    multiple of the block size, since blocks would straddle shards. All ranks must use the same `seed` (default: 0).
     """
 
     def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:
         sharded, count = isinstance(parameter, DTensor), parameter.numel()
-        unit = count // parameter.shape[0] if sharded else count  # must be a whole number of blocks
+        unit = count // parameter.shape[0] if sharded else count  # must be a multiple of the block size
         encoded = count >= SMALLEST_ENCODED and unit % CODE_BLOCK == 0
         state = {}
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = torch.zeros_like(parameter, dtype=torch.uint8 if encoded else torch.float32)
             if encoded:
-                # [rows, blocks of a row], sharded alike; else [blocks].
+                # Scales are [rows, blocks per row], sharded like the parameter, or [blocks] if it is not sharded.
                 scales = state[name].flatten(1)[:, ::CODE_BLOCK] if sharded else state[name].view(-1)[::CODE_BLOCK]
                 state[f"{name}_scale"] = torch.zeros_like(scales, dtype=torch.float32).contiguous()
         return state

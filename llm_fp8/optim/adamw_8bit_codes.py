@@ -1,35 +1,35 @@
 """The format of `EightBitAdamW`: six bytes per parameter, with 8-bit moments and stochastic rounding.
 
-    state of a parameter      dtype    bytes   meaning
-    (the parameter)           bf16     2       stochastically rounded, so unbiased
+    tensor                    dtype    bytes   meaning
+    the parameter             bf16     2       stochastically rounded, so unbiased
     exp_avg, exp_avg_sq       uint8    1 + 1   codes of m and v, in the parameter's shape
     exp_avg_scale, ..._sq_..  fp32     1 / 32  one scale per 256 elements each
 
-A tensor keeps fp32 moments if it has fewer than 4,096 elements or 256 does not divide their number. fp32 parameters
-are rounded to nearest. torchao's `AdamW8bit(bf16_stochastic_round=True)` (0.18) has the same format. For 14.8 billion
-parameters on an H200 its step takes 199 ms, and casts and clipping 249 ms; ours takes 88 ms in all
+A tensor has fp32 moments if it has fewer than 4,096 elements or its size is not a multiple of 256. fp32 parameters are
+rounded to nearest. torchao's `AdamW8bit(bf16_stochastic_round=True)` (0.18) has the same format. For 14.8 billion
+parameters on an H200 its step takes 199 ms, plus 249 ms for casts and clipping. Ours takes 88 ms in all
 (`speed_table_14b_torchao_adamw.json`).
 
-**Codes** form a dynamic map of 256 numbers (Dettmers et al., arXiv 2110.02861; `torchao/optim/quant_utils.py`), with
-one scale per 256 elements. Each of its seven decades from 1e-7 to 1 has twice the codes of the decade below, equally
-spaced.
+**Codes** are a dynamic map of 256 numbers (Dettmers et al., arXiv 2110.02861; `torchao/optim/quant_utils.py`). The map
+covers seven decades from 1e-7 to 1. Each decade has twice as many codes as the decade below, equally spaced.
 
-    signed      -0.993 ... -5.5e-7   0   5.5e-7 ... 0.993    1     1, 2, ..., 64 codes in a decade, of either sign
-    unsigned                         0   3.25e-7 ... 0.996   1     2, 4, ..., 128 codes in a decade
+    signed      -0.993 ... -5.5e-7   0   5.5e-7 ... 0.993    1     1, 2, ..., 64 codes per decade and sign
+    unsigned                         0   3.25e-7 ... 0.996   1     2, 4, ..., 128 codes per decade
 
-Unlike in torchao, unsigned code 0 decodes to the largest number that it encodes, 1.6e-7 of the scale. v is a square,
-so a gradient 1/2,500 of its block's largest would otherwise have v = 0 and m > 0, and AdamW would divide by eps alone.
-The scale is the block's amax, at least 1e-12. A number x gets the code nearest to x * (1 / scale).
+The scale of a block of 256 elements is its amax, at least 1e-12. A number x gets the code nearest to x * (1 / scale).
+Unlike in torchao, unsigned code 0 decodes to the largest number that it encodes, 1.6e-7 of the scale. v is quadratic in
+the gradient, so a gradient 1/2,500 of its block's largest would otherwise have v = 0 and m > 0, and AdamW would divide
+by eps alone.
 
-**Stochastic rounding** adds 16 random bits below a bf16 number's last bit and truncates. Elements 2i and 2i + 1 use the
-halves of x, computed modulo 2^32: a Weyl sequence through the mixer "lowbias32" of Chris Wellons' hash-prospector
-(public domain), with a second key in its middle:
+**Stochastic rounding** adds 16 random bits below the last bit of a bf16 number and truncates. Elements 2i and 2i + 1
+use the lower and the upper half of x, computed modulo 2^32. It is a Weyl sequence, mixed by "lowbias32" from Chris
+Wellons' hash-prospector (public domain) with a second key:
 
     x = i 0x9E3779B9 + key_1;   x ^= x >> 16;   x *= 0x7FEB352D;   x ^= (x >> 15) ^ key_2;   x *= 0x846CA68B;
     x ^= x >> 16
 
-The keys are a hash of the run's seed, the step and the parameter's number: there is no generator state to save, and
-ranks with the same parameters stay identical.
+The keys are a hash of the run's seed, the step and the parameter's index. Therefore no generator state must be saved,
+and ranks with equal parameters stay equal.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ NUM_DECADES = 7
 
 Key = tuple[int, int]  # two signed 32-bit numbers
 MIXER = (0x9E3779B9, 0x7FEB352D, 0x846CA68B)  # the step of the Weyl sequence and the two factors
-LARGEST_BITS = 0x7FFF0000  # bits are clamped to this, since the GPU's NaN, 0x7FFFFFFF, would carry into the sign
+LARGEST_BITS = 0x7FFF0000  # bits are clamped to it: the GPU's NaN, 0x7FFFFFFF, would carry into the sign
 
 
 def code_values(signed: bool) -> Tensor:
-    """Return the numbers that codes 0 to 255 stand for, ascending: fp32 [256]."""
+    """Return the numbers that codes 0 to 255 represent, in ascending order: fp32 [256]."""
     decades = []
     for decade in range(NUM_DECADES):
         edges = torch.linspace(0.1, 1, (1 if signed else 2) * 2**decade + 1, device="cpu", dtype=torch.float32)
@@ -61,9 +61,10 @@ def code_values(signed: bool) -> Tensor:
 
 
 def code_limits(values: Tensor) -> Tensor:
-    """Return the least number that gets each code: fp32 [256], -inf for code 0.
-    As in torchao, x takes the upper of two neighbouring codes if its distance from the lower one is at least half of
-    their spacing, both in fp32. This limit is within 8 units in the last place of their mean.
+    """Return the smallest number that is encoded as each code: fp32 [256], -inf for code 0.
+
+    As in torchao, x gets the upper of two neighbouring codes if its distance from the lower one is at least half of
+    their spacing, both rounded to fp32. The limit is at most 8 units in the last place away from the codes' mean.
     """
     lower, upper = values[:-1], values[1:]
     steps = torch.arange(-8, 9, dtype=torch.int32, device="cpu")
@@ -74,7 +75,7 @@ def code_limits(values: Tensor) -> Tensor:
 
 @functools.cache
 def code_tables(device: torch.device) -> Tensor:
-    """Return fp32 [4, 256] on `device`: values and limits of signed codes, then of unsigned ones."""
+    """Return fp32 [4, 256] on `device`: values and limits of signed codes, values and limits of unsigned codes."""
     signed, unsigned = code_values(True), code_values(False)
     limits = code_limits(unsigned)
     unsigned[0] = limits[1]
@@ -88,7 +89,7 @@ def decode(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
 
 
 def encode(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Encode fp32 [n] as codes, uint8 [n], and scales, fp32 [n / 256]; NaN or infinity makes its block non-finite."""
+    """Encode fp32 [n] as codes, uint8 [n], and scales, fp32 [n / 256]. Non-finite blocks have non-finite scales."""
     limits = code_tables(numbers.device)[1 if signed else 3]
     blocks = numbers.view(-1, CODE_BLOCK)
     scale = blocks.abs().amax(1).clamp(min=SMALLEST_SCALE)
@@ -97,15 +98,15 @@ def encode(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def rounding_key(seed: int, step: int, number: int) -> Key:
-    """Return the key of a parameter's random bits, a hash of the seed, the step and the parameter's number."""
+    """Return the key of a parameter's random bits: a hash of the seed, the step and the parameter's index."""
     digest = hashlib.blake2b(f"{seed} {step} {number}".encode(), digest_size=8).digest()
     return struct.unpack("<ii", digest)
 
 
 def rounding_bits(key: Key, start: int, count: int, device: torch.device) -> Tensor:
-    """Draw numbers from 0 to 65535 for `count` elements from `start` (even) on: int32 [count]."""
+    """Return pseudo-random numbers from 0 to 65535 for elements `start` (even) to `start + count`: int32 [count]."""
     pair_step, first_factor, second_factor = MIXER
-    x = torch.arange(start // 2, (start + count + 1) // 2, device=device)  # int64, whose products wrap
+    x = torch.arange(start // 2, (start + count + 1) // 2, device=device)  # int64; its products wrap around
     x = x * pair_step + key[0] & 0xFFFFFFFF
     x = (x ^ (x >> 16)) * first_factor & 0xFFFFFFFF
     x = (x ^ (x >> 15) ^ (key[1] & 0xFFFFFFFF)) * second_factor & 0xFFFFFFFF
@@ -114,6 +115,6 @@ def rounding_bits(key: Key, start: int, count: int, device: torch.device) -> Ten
 
 
 def round_stochastically(numbers: Tensor, random: Tensor) -> Tensor:
-    """Round fp32 `numbers` to bf16, away from zero if adding `random` (int32, 0 to 65535) carries; NaN stays NaN."""
+    """Add `random` (int32, 0 to 65535) to the lower bits of fp32 `numbers` and truncate to bf16. NaN stays NaN."""
     bits = numbers.view(torch.int32).clamp(max=LARGEST_BITS)
     return ((bits + random) >> 16).to(torch.int16).view(torch.bfloat16)

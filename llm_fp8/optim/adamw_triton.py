@@ -1,17 +1,17 @@
 """The Triton kernel of `MasterAdamW` and `EightBitAdamW`: one launch per tensor, no temporaries.
 
-The kernel performs the operations of `adamw.update_with_torch_` one by one and gives the same bits. Square root
-and division are correctly rounded, and `enable_fp_fusion=False` makes a multiplication and an addition round twice. A
-new step or learning rate recompiles nothing: coefficients are fp32 arguments and keys are not specialised.
+The kernel performs the operations of `adamw.update_with_torch_` one by one and gives the same bits. Square root and
+division are correctly rounded. `enable_fp_fusion=False` prevents fused multiply-adds, which round once instead of
+twice. Coefficients are fp32 arguments and keys are not specialised, so a new step does not recompile the kernel.
 
-With 8-bit state the kernel moves only 10 bytes per element, so its instructions count (about 117 per element). A warp
-takes a block of 256 elements and reduces its amax. Each conversion of an element is one look-up in a table of 256
-numbers in shared memory, without a search for the code.
+With 8-bit state the kernel moves only 10 bytes per element, so the number of instructions matters (about 117 per
+element). Each warp processes a block of 256 elements and reduces its amax. Encoding or decoding an element takes one
+look-up in a table of 256 numbers in shared memory; the code is computed, not searched for, as follows.
 
-Take x >= 0. In each decade codes are equally spaced, so the position of x among the codes is a line in x. A decade's
-slope is 0.2 of the slope below it, and neighbouring lines meet at the decade's edge, so the position is the least of
-seven lines. Its error is at most 0.25 of a code, at the edges and below the code of 1, plus rounding. Therefore the
-position minus 0.5, rounded down, is the code or the code before it; one comparison with the exact limit between the two
+Let x >= 0. The codes in a decade are equally spaced, so the position of x among them is a linear function of x. Each
+decade's slope is 0.2 of the slope in the decade below, and the lines of neighbouring decades meet at their edge, so the
+position is the minimum of seven lines. Its error is at most 0.25, at the edges and below the code of 1, plus rounding.
+Therefore floor(position - 0.5) is the code or the code before it, and a comparison with the exact limit between the two
 decides. Adding 1.5 * 2^23 rounds to an integer, in the sum's lower bits. A negative x has the complement of -x's code.
 """
 
@@ -28,7 +28,7 @@ from llm_fp8.optim import adamw_8bit_codes as codes
 
 State = Mapping[str, Tensor]
 Floats = Mapping[str, float]
-BLOCKS = 4  # of 256 elements per program: 8 elements for each of 128 threads, 16 bytes of bf16
+BLOCKS = 4  # blocks of 256 elements per program: 8 elements (16 bytes of bf16) for each of 128 threads
 _CODE_BLOCK = tl.constexpr(codes.CODE_BLOCK)
 _NUM_DECADES = tl.constexpr(codes.NUM_DECADES)
 _SMALLEST_SCALE = tl.constexpr(codes.SMALLEST_SCALE)
@@ -39,21 +39,21 @@ _TO_INTEGER = tl.constexpr(1.5 * 2**23)
 
 @triton.jit
 def _per_element(per_block: tl.tensor) -> tl.tensor:
-    """Repeat each block's number for the elements of the block: [BLOCKS] -> [BLOCKS * 256]."""
+    """Repeat the number of each block for its elements: [BLOCKS] -> [BLOCKS * 256]."""
     BLOCKS: tl.constexpr = per_block.shape[0]
     return tl.reshape(tl.broadcast_to(per_block[:, None], (BLOCKS, _CODE_BLOCK)), (BLOCKS * _CODE_BLOCK,))
 
 
 @triton.jit
 def _decode(codes: tl.tensor, scale: tl.tensor, values: tl.tensor) -> tl.tensor:
-    """Decode uint8 codes [BLOCKS * 256] with scales [BLOCKS] to fp32; `values` [256] holds each code's number."""
+    """Decode uint8 codes [BLOCKS * 256] with scales [BLOCKS] to fp32. `values` [256]: see `code_values`."""
     return tl.gather(values, codes.to(tl.int32), 0) * _per_element(scale)
 
 
 @triton.jit
 def _encode(numbers: tl.tensor, limits: tl.tensor, SIGNED: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Encode fp32 numbers as uint8 codes [BLOCKS * 256] and scales [BLOCKS]; `limits` [256]: see `code_limits`."""
-    # As integers, the bits of magnitudes sort like the numbers, with NaN on top; tl.max of floats would ignore NaN.
+    """Encode fp32 numbers as uint8 codes [BLOCKS * 256] and scales [BLOCKS]. `limits` [256]: see `code_limits`."""
+    # As integers, the bits of magnitudes sort like the numbers, and NaN is largest; tl.max of floats would ignore NaN.
     magnitude = numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     magnitude = tl.reshape(magnitude, (numbers.shape[0] // _CODE_BLOCK, _CODE_BLOCK))
     scale = tl.maximum(
@@ -61,9 +61,9 @@ def _encode(numbers: tl.tensor, limits: tl.tensor, SIGNED: tl.constexpr) -> tupl
     )
     x = numbers * _per_element(tl.div_rn(1.0, scale))
 
-    # The lowest decade has FINEST codes. At position p the upper of the two possible codes is looked up: 128 +
-    # floor(p - 0.5) if signed, else 1 + floor(p - 0.5). Lines are positive, so their bits are compared as integers,
-    # three in one instruction.
+    # The lowest decade has FINEST codes. At position p, `code` is the upper of the two possible codes:
+    # 128 + floor(p - 0.5) if signed, else 1 + floor(p - 0.5). Lines are positive, so the minimum is taken of their
+    # bits as integers, three in one instruction.
     FINEST: tl.constexpr = 1 if SIGNED else 2
     SHIFT: tl.constexpr = (128 if SIGNED else 1) - 0.5 - 0.5 - (FINEST - 1)
     distance = tl.abs(x) if SIGNED else x
@@ -76,13 +76,13 @@ def _encode(numbers: tl.tensor, limits: tl.tensor, SIGNED: tl.constexpr) -> tupl
     code = (position.to(tl.float32, bitcast=True) + _TO_INTEGER).to(tl.int32, bitcast=True)
     if SIGNED:
         code = code ^ (x.to(tl.int32, bitcast=True) >> 31)
-    code = code & 0xFF  # keeps any x, NaN too, inside the table
+    code = code & 0xFF  # a valid index of the table for any x, even NaN
     return (code - (x < tl.gather(limits, code, 0)).to(tl.int32)).to(tl.uint8), scale
 
 
 @triton.jit
 def _random_bits(offsets: tl.tensor, first_key: tl.tensor, second_key: tl.tensor) -> tl.tensor:
-    """Return the bits of `adamw_8bit_codes.rounding_bits`: int32 from 0 to 65535 for each offset."""
+    """Return an int32 from 0 to 65535 for each offset, as in `adamw_8bit_codes.rounding_bits`."""
     x = (offsets >> 1).to(tl.uint32) * _PAIR_STEP + first_key.to(tl.uint32)
     x = (x ^ (x >> 16)) * _FIRST_FACTOR
     x = (x ^ (x >> 15) ^ second_key.to(tl.uint32)) * _SECOND_FACTOR
@@ -118,7 +118,7 @@ def _update_kernel(
     inside = offsets < num_elements
     blocks_inside = blocks * _CODE_BLOCK < num_elements
 
-    # All loads first: a look-up waits for the whole program, and loads after it would start late.
+    # All loads come first, since a look-up synchronises the program and would delay loads after it.
     exp_avg = tl.load(exp_avg_pointer + offsets, mask=inside, other=0)
     exp_avg_sq = tl.load(exp_avg_sq_pointer + offsets, mask=inside, other=0)
     gradient = tl.load(gradient_pointer + offsets, mask=inside, other=0.0)
@@ -171,7 +171,7 @@ def _update_kernel(
 def update_(
     weight: Tensor, gradient: Tensor, state: State, gradient_scale: Tensor | None, coefficients: Floats, key: codes.Key
 ) -> None:
-    """Take one step of one tensor, as `llm_fp8.optim.adamw.update_with_torch_` documents it."""
+    """Update one tensor in place, as documented in `llm_fp8.optim.adamw.update_with_torch_`."""
     num_elements = weight.numel()
     with torch.cuda.device_of(weight):
         _update_kernel[(triton.cdiv(num_elements, BLOCKS * codes.CODE_BLOCK),)](

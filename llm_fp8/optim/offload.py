@@ -1,15 +1,15 @@
-"""`MasterAdamW` with state in host memory (--offload_optimizer); the GPU updates it as `MasterAdamW` does, bit for bit.
+"""`MasterAdamW` with state in host memory (--offload_optimizer). The GPU computes the same update, bit for bit.
 
-The remainder, m and v, eight of adamw_master's twelve bytes per parameter, are used only in the step. They stay in
-pinned host memory and pass through three fixed buffers on the GPU, in pieces of `PIECE_ELEMENTS`:
+The remainder, m and v (eight of adamw_master's twelve bytes per parameter) are used only in the step. They are stored
+in pinned host memory and copied through three fixed buffers on the GPU, in pieces of `PIECE_ELEMENTS` elements:
 
-    copy in     1   2   3   4   5 ...     has its own stream; it fills a buffer once the last contents are out
-    update          1   2   3   4 ...     runs in the step's stream, with weights and gradients on the GPU
-    copy out            1   2   3 ...     has its own stream, since the bus carries both directions at once
+    copy in     1   2   3   4   5 ...     in its own stream; waits until the buffer's last piece is copied out
+    update          1   2   3   4 ...     in the stream of the step, with weights and gradients on the GPU
+    copy out            1   2   3 ...     in its own stream, since the bus transfers in both directions at once
 
-At the end of a step its stream waits for the last copy out. On a CPU torch's streams do nothing. Whole parameters are
-offloaded, the largest first, so that copies are few and long. Other libraries compute the step on the CPU, with other
-bits, and keep 16 bytes per parameter there instead of 8.
+At the end of a step, its stream waits for the last copy out. On a CPU, torch's streams do nothing. Whole parameters are
+offloaded, the largest first, so that copies are few and long. Other libraries compute the step on the CPU, with
+different rounding, and store 16 bytes per parameter there instead of 8.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from llm_fp8.optim.adamw import MasterAdamW, Params, State
 from llm_fp8.optim.adamw_master import FIRST_MOMENT_DTYPE, SECOND_MOMENT_DTYPE, remainder_of
 from llm_fp8.utils.errors import UserError
 
-PIECE_ELEMENTS = 2**24  # copied and updated at a time: 128 MiB of state
+PIECE_ELEMENTS = 2**24  # elements that are copied and updated at a time: 128 MiB of state
 NUM_BUFFERS = 3
 _DTYPES = {"exp_avg": FIRST_MOMENT_DTYPE, "exp_avg_sq": SECOND_MOMENT_DTYPE, "remainder": torch.int16}
 
 
 def largest_first(parameters: Sequence[Parameter], share: float) -> dict[Parameter, slice]:
-    """Choose the fewest parameters that hold `share` of all elements; map each to its slice of one buffer."""
+    """Choose the fewest parameters that have `share` of all elements. Return the slice of each in a flat buffer."""
     num_wanted = share * sum(parameter.numel() for parameter in parameters)
     places: dict[Parameter, slice] = {}
     end = 0
@@ -45,8 +45,8 @@ def largest_first(parameters: Sequence[Parameter], share: float) -> dict[Paramet
 
 
 def pinned_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate zeros [count] in host memory, page-locked if `device` is a GPU; `UserError` if the driver refuses."""
-    # `pin_memory=True` would round up to a power of two bytes (torch 2.13, CachingHostAllocator).
+    """Return zeros [count] in host memory, page-locked if `device` is a GPU. Raise `UserError` if CUDA fails to pin."""
+    # `pin_memory=True` would round the size up to a power of two (torch 2.13, CachingHostAllocator).
     zeros = torch.zeros(count, dtype=dtype)
     if device.type == "cuda":
         status = int(torch.cuda.cudart().cudaHostRegister(zeros.data_ptr(), zeros.nbytes, 0))
@@ -63,7 +63,7 @@ def _unpin(address: int) -> None:
 
 
 class StatePipeline:
-    """Pipeline of state from the host through fixed buffers on `device`; each holds `num_elements` elements."""
+    """Pipeline that copies state from the host to buffers of `num_elements` elements on `device`, and back."""
 
     def __init__(self, device: torch.device, num_elements: int) -> None:
         self._cuda: Any = torch.get_device_module(device)  # torch.cuda, or torch.cpu, which has the same names
@@ -73,11 +73,11 @@ class StatePipeline:
             for _ in range(NUM_BUFFERS)
         ]
         self._copies_in, self._copies_out = self._cuda.Stream(device), self._cuda.Stream(device)
-        # The first events wait for earlier users of the buffers' memory.
+        # The first copies wait for earlier kernels that used the buffers' memory.
         self._emptied = [self._cuda.current_stream().record_event() for _ in self._buffers]
 
     def update_(self, state: State, update_: Callable[[State], object]) -> None:
-        """Copy `state`, flat tensors on the host, to the device, call `update_` with the copy, and copy it back."""
+        """Copy `state` (flat tensors on the host) to the device, call `update_` with the copy, and copy it back."""
         turn, self._turn = self._turn, (self._turn + 1) % NUM_BUFFERS
         buffer = {name: self._buffers[turn][name][: len(tensor)] for name, tensor in state.items()}
         step_stream = self._cuda.current_stream()
@@ -92,7 +92,7 @@ class StatePipeline:
         self._emptied[turn] = self._copies_out.record_event()
 
     def finish_step(self) -> None:
-        """Make the current stream and the next step's copies in wait for all copies out."""
+        """Make the current stream and the next step's copies to the device wait for all copies to the host."""
         event = self._copies_out.record_event()
         self._cuda.current_stream().wait_event(event)
         self._copies_in.wait_event(event)
@@ -104,7 +104,7 @@ def _copy(source: State, target: State) -> None:
 
 
 class OffloadedMasterAdamW(MasterAdamW):
-    """`MasterAdamW` over unsharded parameters with `share` of the state, `host_bytes` bytes, in host memory."""
+    """`MasterAdamW` over unsharded parameters with the fraction `share` of its state (`host_bytes`) in host memory."""
 
     def __init__(self, params: Params, *, share: float, **arguments: Any) -> None:
         super().__init__(params, **arguments)

@@ -1,15 +1,16 @@
 """AdamW in three storage formats: construction, parameter groups, the clipped step, state and schedule.
 
-The bf16 neighbours of a weight of 0.02 are 1.2e-4 away, so rounding removes every update below 6e-5. An update of AdamW
-is about the learning rate, 1e-5 in fine-tuning. Each kind keeps such updates in its own way:
+The bf16 neighbours of a weight of 0.02 are 1.2e-4 away, so rounding to nearest removes every update below 6e-5. An
+update of AdamW has about the size of the learning rate, 1e-5 in fine-tuning. The optimizers preserve such updates in
+different ways:
 
-    kind           parameters   how small updates survive                           m / v         format
+    kind           parameters   how small updates are preserved                     m / v         format
     adamw_fp32     fp32         the parameters are fp32 (the forward pass casts)    fp32 / fp32   torch's
-    adamw_master   bf16         a remainder holds the fp32 master's lower 16 bits   bf16 / fp32   `adamw_master`
+    adamw_master   bf16         a remainder has the fp32 master's lower 16 bits     bf16 / fp32   `adamw_master`
     adamw_8bit     bf16         stochastic rounding is unbiased                     8-bit blocks  `adamw_8bit_codes`
 
-In adamw_master m averages over about 10 gradients and tolerates bf16's relative error of 2^-9. v changes in a step by
-the fraction (1 - beta2) (g^2 / v - 1), at beta2 = 0.999 often less than 2^-9: a bf16 v would stall.
+In adamw_master, m averages about 10 gradients and tolerates bf16's relative error of 2^-9. v must be fp32: it changes
+by the fraction (1 - beta2) (g^2 / v - 1) per step, often below 2^-9 at beta2 = 0.999, and a bf16 v would not change.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Groups = list[dict[str, Any]]
 
 
 def parameter_groups(named_parameters: NamedParameters, weight_decay: float) -> Groups:
-    """Group trainable parameters, tied ones once. Matrices (also embeddings) decay; norms and biases do not."""
+    """Group trainable parameters, with tied ones once. Matrices (also embeddings) have decay, norms and biases none."""
     unique = dict.fromkeys(parameter for _, parameter in named_parameters if parameter.requires_grad)
     matrices = [parameter for parameter in unique if parameter.ndim > 1]
     norms_and_biases = [parameter for parameter in unique if parameter.ndim <= 1]
@@ -44,7 +45,7 @@ def parameter_groups(named_parameters: NamedParameters, weight_decay: float) -> 
 
 
 def adamw_arguments(config: OptimConfig) -> dict[str, Any]:
-    """Return the keyword arguments that every AdamW takes; weight decay is in the groups."""
+    """Return the keyword arguments of every AdamW. Weight decay is in the parameter groups."""
     return {"lr": config.learning_rate, "betas": (0.9, config.adam_beta2), "eps": 1e-8}
 
 
@@ -77,29 +78,26 @@ def _adamw_8bit(parameters: NamedParameters, config: OptimConfig, draws_lower_bi
 
 @dataclass(frozen=True)
 class OptimizerRow:
-    """Properties of an optimizer. Bytes are those of the trainable parameter that needs most, without casts and
-    activations.
-    """
+    """Properties of an optimizer. Bytes are per trainable parameter, for the parameters that need most."""
 
     parameter_dtype: torch.dtype  # of trainable parameters and their gradients; fp32 works with every optimizer
     state_bytes: float
     build: Callable[[NamedParameters, OptimConfig, bool], Optimizer]
-    """Function of the model's named parameters, the options, and True to draw lower bits of master weights (see
-    `adamw_master`)."""
+    """Function that builds it from named parameters, options, and True to draw the master weights' lower bits."""
     keeps_lower_bits: bool = False  # the state has the lower bits of fp32 master weights, which bf16 parameters lack
 
     @property
     def total_bytes(self) -> float:
-        """Bytes of weight, gradient and state."""
+        """Bytes of weight, gradient and state per trainable parameter."""
         return 2 * self.parameter_dtype.itemsize + self.state_bytes
 
 
 OPTIMIZERS: dict[OptimizerKind, OptimizerRow] = {
     "adamw_fp32": OptimizerRow(torch.float32, 4 + 4, _adamw_fp32),  # m and v
-    "adamw_master": OptimizerRow(torch.bfloat16, 2 + 4 + 2, _adamw_master, keeps_lower_bits=True),  # and the remainder
-    "adamw_8bit": OptimizerRow(torch.bfloat16, 2 * (1 + 4 / 256), _adamw_8bit),  # codes, a block's fp32 scale
+    "adamw_master": OptimizerRow(torch.bfloat16, 2 + 4 + 2, _adamw_master, keeps_lower_bits=True),  # m, v, remainder
+    "adamw_8bit": OptimizerRow(torch.bfloat16, 2 * (1 + 4 / 256), _adamw_8bit),  # codes, an fp32 scale per block
 }
-"""Kind -> its row. To add an optimizer, add a row, and its name to `OptimizerKind`."""
+"""To add an optimizer, add a row here and its name to `OptimizerKind`."""
 
 
 def build_optimizer(
@@ -110,27 +108,27 @@ def build_optimizer(
 
 
 def unwrap(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer inside Accelerate's wrapper; the wrapper may skip or patch the step."""
+    """Return the optimizer inside Accelerate's wrapper, which may skip or patch the step."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 def not_optimised(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """List the trainable parameters of `model` that `optimizer` does not hold, by name."""
+    """Return the names of trainable parameters of `model` that are not in `optimizer`."""
     known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     return [name for name, weight in model.named_parameters() if weight.requires_grad and weight not in known]
 
 
 def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-    """Clip gradients to the global L2 norm `max_norm` (0: never) and step; return the norm before clipping, in fp32."""
+    """Clip gradients to the global L2 norm `max_norm` (0: never) and step. Return the norm before clipping in fp32."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    # torch's `clip_grad_norm_` accumulates in the gradients' dtype, which in bf16 is off by up to 0.4 %.
+    # torch's `clip_grad_norm_` accumulates in the gradients' dtype; in bf16 its error is up to 0.4 %.
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32)))
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()  # reduces over the ranks that hold shards
     if max_norm > 0:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         inner = unwrap(optimizer)
-        if hasattr(inner, "gradient_scale"):  # a `GroupedAdamW`, which multiplies as it reads
+        if hasattr(inner, "gradient_scale"):  # a `GroupedAdamW` multiplies the gradients as it reads them
             inner.gradient_scale = factor
         else:
             torch._foreach_mul_(gradients, factor)
@@ -139,19 +137,19 @@ def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_nor
 
 
 def initialize_state(optimizer: Optimizer) -> None:
-    """Create the state of every parameter that has none. Call it after `Accelerator.prepare`."""
+    """Create the state of every parameter that has none. It must be called after `Accelerator.prepare`."""
     optimizer = unwrap(optimizer)
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if hasattr(optimizer, "state_of"):  # a `GroupedAdamW`
             optimizer.state_of(parameter)
-        elif parameter not in optimizer.state:  # as torch's fused AdamW does in its first step
+        elif parameter not in optimizer.state:  # the state that torch's fused AdamW creates in its first step
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
 
 def optimizer_tensors(optimizer: Optimizer, named_parameters: NamedParameters) -> dict[str, Tensor]:
-    """Return the state tensors themselves by "parameter_name.state_name"; tied parameters have their first name.
-    Loading copies into these: torch's `load_state_dict` would cast fp32 moments of bf16 parameters to bf16.
+    """Return the state tensors, not copied, by "parameter_name.state_name". Tied parameters have their first name.
+    Checkpoints are copied into them: torch's `load_state_dict` would cast fp32 moments of bf16 parameters to bf16.
     """
     optimizer = unwrap(optimizer)
     if bytes_on_host(optimizer) and torch.cuda.is_available():
@@ -164,12 +162,12 @@ def optimizer_tensors(optimizer: Optimizer, named_parameters: NamedParameters) -
 
 
 def bytes_on_host(optimizer: Optimizer) -> int:
-    """Return the bytes of state that --offload_optimizer keeps in host memory."""
+    """Return the bytes of optimizer state in host memory (--offload_optimizer)."""
     return getattr(unwrap(optimizer), "host_bytes", 0)
 
 
 def set_completed_steps(optimizer: Optimizer, step: int) -> None:
-    """Make a `GroupedAdamW` continue after `step` steps; torch's AdamW counts steps in its state."""
+    """Set the number of completed steps of a `GroupedAdamW`; torch's AdamW stores it in its state."""
     for group in unwrap(optimizer).param_groups:
         if "step" in group:
             group["step"] = step
@@ -181,9 +179,10 @@ def effective_warmup_steps(num_warmup_steps: int, total_steps: int) -> int:
 
 
 def learning_rate_factor(step: int, total_steps: int, warmup_steps: int, kind: str) -> float:
-    """Return the learning rate of optimizer step number `step`, counted from 0, as a share of the peak.
-    The w warm-up steps get 1/w, 2/w, ..., 1: no step runs at zero. After them, with p = (step - w) / (total_steps - w),
-    at most 1: constant 1, linear 1 - p, cosine (1 + cos(pi p)) / 2. `total_steps` includes resumed parts.
+    """Return the learning rate of step `step`, counted from 0, as a fraction of the peak.
+
+    In w warm-up steps it is 1/w, 2/w, ..., 1. Later, with p = min(1, (step - w) / (total_steps - w)), it is 1
+    (constant), 1 - p (linear) or (1 + cos(pi p)) / 2 (cosine). `total_steps` includes the steps before a resume.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
@@ -193,7 +192,7 @@ def learning_rate_factor(step: int, total_steps: int, warmup_steps: int, kind: s
 
 
 def build_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: int, completed_steps: int = 0) -> LambdaLR:
-    """Build the schedule, to be stepped once per optimizer step; `Accelerator.prepare` would step it per process."""
+    """Return the learning-rate schedule. Do not give it to `Accelerator.prepare`, which would step it per process."""
     optimizer = unwrap(optimizer)
     warmup_steps = effective_warmup_steps(config.num_warmup_steps, total_steps)
     for group in optimizer.param_groups:
