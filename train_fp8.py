@@ -5,7 +5,7 @@
     python train_fp8.py --model_name meta-llama/Llama-3.2-1B --dataset_name nvidia/OpenMathInstruct-2 \\
         --batch_size 12 --max_seq_length 1024 --use_te --mixed_precision fp8 --use_wandb
 
-`--help-all` explains every option; the configuration and what really ran are written to run.json in the output folder.
+`--help-all` explains every option. The output folder gets run.json with the configuration and what actually ran.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
 
 
 def train(description: str, parallel: bool = False) -> int:
-    """Parse the command line, train, and return the exit code; `parallel` adds the options of train_multi_gpu.py."""
-    from llm_fp8.config.parser import parse_launch  # here, so that `run_script` reports a missing package
+    """Parse the command line, train, and return the exit code. `parallel` adds the options of train_multi_gpu.py."""
+    from llm_fp8.config.parser import parse_launch  # imported here, so that `run_script` can report a missing package
 
     config = parse_launch(sys.argv[1:], os.environ, description.split("\n\n")[0], parallel)
-    # After parsing, so that --help and mistakes are answered without loading the rest.
+    # Imported after parsing, so that --help and wrong options do not wait for torch.
     with importing():
         from llm_fp8.observability.metrics import PhaseClock
         from llm_fp8.run.run import run_training

@@ -5,7 +5,7 @@
         --dataset_name nvidia/OpenMathInstruct-2 --batch_size 8 --max_seq_length 1024 \\
         --use_te --mixed_precision fp8 --sharding_mode fsdp_full --use_wandb
 
-It trains as train_fp8.py does; further options spread the model and the data over GPUs (docs/multi_gpu.md).
+It trains like train_fp8.py. Further options distribute the model and the data over GPUs (docs/multi_gpu.md).
 `--batch_size` is per GPU.
 """
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Measure the training throughput of variants that take turns. A variant is a line of options of the training scripts.
+"""Measure the training throughput of variants in alternating runs. A variant is a line of training options.
 
     python scripts/benchmark.py --model Llama-3.2-1B --rows 16 --length 1024 --micro_batches 4 \\
         --variants "fp8: --use_te --mixed_precision fp8; bf16: --use_te --mixed_precision bf16; hf: baseline hf_bf16"
@@ -18,7 +18,7 @@ from llm_fp8.tools.script import run_script
 
 
 def main() -> int:
-    """Run the program. It is imported here, so that `run_script` reports a missing package in one sentence."""
+    """Run the program. It is imported here, so that `run_script` can report a missing package in one sentence."""
     from benchmarks.bench import main
 
     return main()

@@ -6,9 +6,9 @@ them.
         --max_steps 300 --eval_every 50" --variants bf16,fp8,current --seeds 3
     python scripts/compare_performance.py --runs runs/bf16-1 runs/bf16-2 runs/fp8-1 runs/fp8-2
     python scripts/compare_performance.py --wandb team/llm-fp8/abc123 team/llm-fp8/def456
-    python scripts/compare_performance.py          the runs of scripts/train_bf16.sh and scripts/train_fp8.sh
+    python scripts/compare_performance.py          (reads the runs of scripts/train_bf16.sh and scripts/train_fp8.sh)
 
-Repeating a --train command continues it: finished runs are kept, and failed runs are tried again. The output folder
+Repeating a --train command keeps finished runs and tries failed runs again. The output folder
 gets comparison.json and comparison.html. docs/tools.md explains every figure. The exit code is 0, or 1 if a run
 failed. Ctrl-C and SIGTERM let the runs save and stop first.
 """
@@ -24,7 +24,7 @@ from llm_fp8.tools.script import run_script
 
 
 def main() -> int:
-    """Run the program. It is imported here, so that `run_script` reports a missing package in one sentence."""
+    """Run the program. It is imported here, so that `run_script` can report a missing package in one sentence."""
     from llm_fp8.tools.compare.cli import main
 
     return main()

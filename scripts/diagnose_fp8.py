@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Show the precision of a training step's parts, where its time and memory go, and which option would help.
+"""Show the precision of the parts of a training step, where its time and memory go, and which option would help.
 
     python scripts/diagnose_fp8.py --model_name meta-llama/Llama-3.1-8B --random_init --batch_size 8 --use_te \\
         --mixed_precision fp8 --json diagnosis.json
 
-Takes the options of train_fp8.py, builds the same run, and measures a few steps on its data; nothing is saved.
-docs/tools.md explains the tables. Exit code: 0; 1 if the run differs from the request, or attention is unfused; 2 for a
-mistake in the options; 3 without a GPU, unless --quality is given.
+The options are those of train_fp8.py. The program builds the same run, measures a few steps on its data, and saves
+nothing. docs/tools.md explains the tables. The exit code is 0, or 1 if the run differs from the request or attention is
+unfused, 2 for a mistake in the options, 3 without a GPU (except with --quality).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llm_fp8.tools.script import run_script
 
 
 def main() -> int:
-    """Run the program. It is imported here, so that `run_script` reports a missing package in one sentence."""
+    """Run the program. It is imported here, so that `run_script` can report a missing package in one sentence."""
     from llm_fp8.tools.diagnose.cli import main
 
     return main()

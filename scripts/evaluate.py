@@ -5,9 +5,9 @@
     python scripts/evaluate.py --model_name meta-llama/Llama-3.2-1B \\
         --dataset_name nvidia/OpenMathInstruct-2 --output base.json
 
-Takes an exported folder (a model, or a PEFT adapter, which is merged into its base model), any other Hugging Face
-folder, or a hub id. For the folder of a run, data options default to those in run.json, so that the problems are the
-ones that the run held out. Prints the share of right answers with Wilson's 95% interval and the eval loss, and writes
+--model_name is an exported folder, any other Hugging Face folder, or a hub id. A PEFT adapter is merged into its base
+model. If a run exported the folder, data options default to those in its run.json, so that the problems are those that
+the run held out. The program prints the share of right answers with Wilson's 95% interval and the eval loss, and writes
 every answer as JSON. See docs/data_and_checkpoints.md.
 """
 
@@ -22,7 +22,7 @@ from llm_fp8.tools.script import run_script
 
 
 def main() -> int:
-    """Run the program. It is imported here, so that `run_script` reports a missing package in one sentence."""
+    """Run the program. It is imported here, so that `run_script` can report a missing package in one sentence."""
     from llm_fp8.tools.evaluate import main
 
     return main()

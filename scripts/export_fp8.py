@@ -4,9 +4,9 @@
     python scripts/export_fp8.py runs/x/final --output runs/x/final-fp8
     python scripts/export_fp8.py runs/x/final --output runs/x/final-fp8 --data held_out.jsonl
 
-Linear layers except the lm_head get e4m3 weights with a scale for each row; activations are scaled per token when the
-model runs. With --data the loss is measured before and after. The export needs memory for one file of the model;
---data needs memory for the whole model. See docs/data_and_checkpoints.md.
+Linear layers except the lm_head get e4m3 weights with one scale per row. Activations are scaled per token when the
+model runs. The export needs memory for one file of the model. With --data the program also measures the eval loss
+before and after, which needs memory for the whole model. See docs/data_and_checkpoints.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llm_fp8.tools.script import run_script
 
 
 def main() -> int:
-    """Run the program. It is imported here, so that `run_script` reports a missing package in one sentence."""
+    """Run the program. It is imported here, so that `run_script` can report a missing package in one sentence."""
     from llm_fp8.tools.export_fp8 import main
 
     return main()

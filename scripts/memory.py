@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""Show whether a model fits, and with which options: GPU memory for each way of training and sharding mode. No GPU or
-weights are needed.
+"""Show whether a model fits, and with which options. Estimate the GPU memory of each way to train it in each sharding
+mode. This needs no GPU and no weights.
 
 python scripts/memory.py --model_name Llama-3.1-8B --gpu H100 --num_gpus 2
 python scripts/memory.py --model_name ./my-model --gpu 80 --max_seq_length 4096 --batch_size 2
@@ -17,7 +17,7 @@ from llm_fp8.tools.script import run_script
 
 
 def main() -> int:
-    """Run the program. It is imported here, so that `run_script` reports a missing package in one sentence."""
+    """Run the program. It is imported here, so that `run_script` can report a missing package in one sentence."""
     from llm_fp8.tools.memory import main
 
     return main()

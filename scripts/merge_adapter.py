@@ -3,9 +3,9 @@
 
     python scripts/merge_adapter.py --adapter runs/x/final --output merged
 
-The base model is the one that adapter_config.json names, unless --base_model gives another location. Weights keep
-the dtype of the base model's files; each sum is computed in fp32 and rounded once. Tokenizer and generation settings
-come from the adapter if it has them, else from the base model.
+adapter_config.json names the base model, unless --base_model overrides it. Weights keep the dtype of the base model's
+files. Each sum is computed in fp32 and rounded once. Tokenizer and generation settings come from the adapter if it has
+them, else from the base model.
 The merge runs on the CPU and needs memory for the whole model. See docs/lora.md.
 """
 
@@ -26,23 +26,22 @@ from llm_fp8.utils.process import quiet_libraries
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse the command line."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--adapter", type=Path, required=True, help="folder of the adapter, as runs/x/final")
     parser.add_argument("--output", type=Path, required=True, help="folder for the checkpoint, which must not exist")
-    parser.add_argument("--base_model", type=os.path.expanduser, help="default: the one that the adapter names")
+    parser.add_argument("--base_model", type=os.path.expanduser, help="default: from adapter_config.json")
     return parser.parse_args(argv)
 
 
-def listed(entry: int | list[int] | None) -> list[int]:
-    """Return the ids in an `eos_token_id`, which holds none, one or several."""
+def as_list(entry: int | list[int] | None) -> list[int]:
+    """Return the token ids in an `eos_token_id`, which may be None, one id or a list."""
     return [] if entry is None else entry if isinstance(entry, list) else [entry]
 
 
 def main() -> int:
     """Load the base model, merge the adapter into it, and write the result."""
     options = parse(sys.argv[1:])
-    # Imported after parsing, so that --help and mistakes do not wait for it.
+    # Imported after parsing, so that --help and wrong options do not wait for torch.
     from llm_fp8.models.build import model_on_meta, without_towers
     from llm_fp8.models.export import adapter_base, export_hf, load_exported, merged_by_peft, tokenizer_of
     from llm_fp8.models.model import Model
@@ -65,17 +64,17 @@ def main() -> int:
         if read_json(options.adapter / "adapter_config.json").get("layer_replication"):
             raise ValueError("it repeats layers (layer_replication), which the base model's config.json does not")
         adapted = [name.removeprefix("base_model.model.") for name in load_peft_weights(str(options.adapter), "cpu")]
-        if (options.adapter / GENERATION_CONFIG_NAME).is_file():  # else the trained EOS tokens are not known
+        if (options.adapter / GENERATION_CONFIG_NAME).is_file():  # without it the trained EOS tokens are unknown
             trained_ends = GenerationConfig.from_pretrained(options.adapter).eos_token_id
     model, plain = Model(module), model_on_meta(module.config)
-    if plain.left_out and not plain.left_out_of(adapted):  # towers are exported as they are
+    if plain.left_out and not plain.left_out_of(adapted):  # export the towers unchanged
         source = ModelSource(base, base, is_random=False)
         model = replace(without_towers(module), stored=checkpoint_of(source, module.config))
     module = merged_by_peft(module, options.adapter, "--adapter")
     card = {"base model": base, "adapter": options.adapter, "merged by": "scripts/merge_adapter.py"}
-    ends, base_ends = map(listed, (trained_ends, module.generation_config.eos_token_id))
-    taught = list(itertools.takewhile(lambda token: token not in base_ends, ends)) or ends[:1]
-    origin = Origin(base, tuple(taught))
+    ends, base_ends = map(as_list, (trained_ends, module.generation_config.eos_token_id))
+    new_ends = list(itertools.takewhile(lambda token: token not in base_ends, ends)) or ends[:1]
+    origin = Origin(base, tuple(new_ends))
     shared = {"dtype": module.dtype, "card": card, "origin": origin, "advice": "Give another --output."}
     export_hf(replace(model, module=module), tokenizer_of(options.adapter, base), options.output, **shared)
     print(f"{base} with the adapter of {options.adapter}: {options.output}")

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Lay out the comparison of training runs in W&B: throughput, loss, memory, energy, certificate and more.
+"""Create a view in W&B that compares training runs: throughput, loss, memory, energy, certificate and more.
 
-    --entity my-team --project llm-fp8    makes a saved view of the project's workspace and prints its address
+    --entity my-team --project llm-fp8    saves a view of the project's workspace and prints its address
     --view 'https://wandb.ai/...?nw=abc'  updates this program's sections in that view; other sections stay
 
-The layout (`SECTIONS`) uses the keys of docs/monitoring.md; wandb-workspaces sends it to W&B.
+`SECTIONS` is the layout, with the keys of docs/monitoring.md. The package wandb-workspaces sends it to W&B.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from llm_fp8.utils.errors import OneSentenceParser, reading
 
 PRECISION = "precision_name"
 TIME = "_runtime"  # W&B's seconds since the run began
-MAX_RUNS = 50  # the number of runs that a panel shows; W&B's default is 10
+MAX_RUNS = 50  # number of runs that a panel shows (W&B's default is 10)
 
 
 class Panel(NamedTuple):
     title: str
     key: str
     by: str = "step"
-    """The x-axis of lines of each run's history ("step", "tokens_seen" or `TIME`), or "run" for a bar of each run's
-    summary, or "precision" for a bar of the mean over the runs of a precision."""
+    """The x-axis of a line per run ("step", "tokens_seen" or `TIME`), or "run" for a bar per run from its summary, or
+    "precision" for a bar per precision with the mean over its runs."""
 
 
 SECTIONS: dict[str, tuple[Panel, ...]] = {
@@ -76,11 +76,11 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     ),
 }
 COLUMNS = (PRECISION, "certificate/verdict", "model_short_name", "gpu_name", "sharding_mode", "median_tokens_per_s")
-"""Labels and summary figures that the list of runs shows beside each name."""
+"""Columns of the list of runs: labels and figures of the summary."""
 
 
 def build_workspace(entity: str, project: str, group: str | None, name: str) -> Any:
-    """Build the dashboard as a `wandb_workspaces.workspaces.Workspace`, without sending it."""
+    """Build the dashboard as a `wandb_workspaces.workspaces.Workspace`. Nothing is sent."""
     import wandb_workspaces.workspaces as ws
     from wandb_workspaces import expr
 
@@ -112,16 +112,16 @@ def _panel(panel: Panel) -> Any:
 
 
 def main() -> int:
-    """Make or update the view in W&B and print its address."""
+    """Create or update the view in W&B, and print its address."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("--entity", help="W&B user or team that owns the project (default: your own)")
     add("--project", default=RunConfig().project, help="W&B project (default: %(default)s)")
     add("--group", help="show the runs of this W&B group only (default: all training runs)")
     add("--name", default="fp8 comparison", help="name of the view (default: %(default)s)")
-    add("--view", metavar="URL", help="address of a saved view to update instead of making one")
+    add("--view", metavar="URL", help="address of a saved view to update instead of creating one")
     options = parser.parse_args()
-    import wandb  # here, so that --help and mistakes answer without loading it
+    import wandb  # imported here, so that --help and wrong options do not wait for it
     import wandb_workspaces.workspaces as ws
 
     from llm_fp8.observability.trackers import require_wandb_login
