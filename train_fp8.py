@@ -13,8 +13,7 @@ from __future__ import annotations
 import os
 import sys
 
-from llm_fp8.tools.script import IMPORTED_S, importing, run_script
-from llm_fp8.utils.process import CUDA_DEFAULTS
+from llm_fp8.tools.script import CUDA_DEFAULTS, IMPORTED_S, importing, run_script
 
 os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
 

@@ -24,8 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_fp8.tools.script import run_script
-from llm_fp8.utils.process import CUDA_DEFAULTS, quiet_libraries
+from llm_fp8.observability.reporter import quiet_libraries
+from llm_fp8.tools.script import CUDA_DEFAULTS, run_script
 
 os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
 

@@ -45,11 +45,10 @@ from llm_fp8.observability.kernel_trace import LOW_PRECISION, gemm_kernels, kern
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.tools.programs import run_program, torchrun
-from llm_fp8.tools.script import run_script, writable
+from llm_fp8.tools.script import CUDA_DEFAULTS, run_script, writable
 from llm_fp8.utils.errors import OneSentenceParser, UserError, positive
 from llm_fp8.utils.json_files import json_line, read_json, read_jsonl, write_json_atomic, write_text_atomic
 from llm_fp8.utils.packages import REPOSITORY
-from llm_fp8.utils.process import CUDA_DEFAULTS
 
 Job = dict[str, Any]
 

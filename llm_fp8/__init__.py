@@ -11,7 +11,7 @@ _PLACES = {
     "CertificateCallback": "llm_fp8.tools.hf_trainer_callback",
     "UserError": "llm_fp8.utils.errors",
     "certify_step": "llm_fp8.tools.hf_trainer_callback",
-    "fine_tune": "llm_fp8.run.fine_tune",
+    "fine_tune": "llm_fp8.tools.fine_tune",
 }
 
 # Hide torchao's import warnings, about kernels unused here; transformers imports torchao if it is installed.

@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.tools.script import run_script
 from llm_fp8.utils.errors import OneSentenceParser, UserError, reading
-from llm_fp8.utils.process import quiet_libraries
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -47,6 +46,7 @@ def main() -> int:
     from llm_fp8.models.model import Model
     from llm_fp8.models.side_files import Origin
     from llm_fp8.models.source import ModelSource, checkpoint_of
+    from llm_fp8.observability.reporter import quiet_libraries
     from llm_fp8.utils.json_files import read_json
 
     quiet_libraries()

@@ -15,7 +15,7 @@ from llm_fp8.config.options import Config
 from llm_fp8.config.recipes import DEFAULT, RECIPES, Backend, chosen
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import read_json
-from llm_fp8.utils.process import say
+from llm_fp8.utils.output import say
 from llm_fp8.utils.ranks import LaunchRanks
 
 PREFIX = "ACCELERATE_FP8_"

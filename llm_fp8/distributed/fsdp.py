@@ -69,7 +69,7 @@ class FsdpStrategy(DistributedStrategy):
         for unit in units_of(model):
             unit.set_custom_reduce_scatter(MemorySavingReduceScatter(unit, lambda: self._stream))  # type: ignore[arg-type]
         if self.caches_weight_casts:
-            keep_weight_casts(model, keep=True)
+            keep_weight_casts(model.modules(), keep=True)
         model.register_forward_hook(_reshard_without_backward)
         device = self.accelerator.device
         materialize_(model, torch.device("cpu") if offloads else device, device, later)

@@ -29,10 +29,11 @@ from llm_fp8.models.source import StoredCheckpoint, open_weights, reading_model,
 from llm_fp8.observability.metrics import DecoderSize
 from llm_fp8.optim.adamw_master import give_remainder_, remainder_of, split_master
 from llm_fp8.utils.hf_internals import supports_flash_attention
-from llm_fp8.utils.packages import FLASH_ATTENTION_2, package_version
+from llm_fp8.utils.packages import OptionalPackage, package_version
 from llm_fp8.utils.torch_internals import give_memory_, local_of, materialize_
 from te_llama import Part, UnsupportedArchitecture
 
+FLASH_ATTENTION_2 = OptionalPackage("flash-attn", "flash_attn", "pip install --no-build-isolation flash-attn")
 _SMALL = 2**18  # elements: smaller tensors have memory while draws are recorded, as Mamba's A_log needs
 _Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 

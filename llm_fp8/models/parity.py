@@ -2,7 +2,7 @@
 
 1. The weights equal the checkpoint's bit for bit after the cast to the parameter's dtype.
 2. In fp32 the layers agree. From the same weights, input and output gradient, Hugging Face's and TE's output, input
-   gradient and weight gradients differ by at most `FP32_LIMIT`. TF32 is off (utils/process.py), so only the order of
+   gradient and weight gradients differ by at most `FP32_LIMIT`. TF32 is off (tools/script.py), so only the order of
    summation differs. This test covers RoPE, softmax scale, epsilon, biases, windows and document boundaries.
 3. In the training dtype TE rounds no more than Hugging Face does. A tensor's error is its distance from Hugging Face in
    fp32, and the ratio of TE's error to Hugging Face's is near 1. A single ratio proves nothing, so the test limits the

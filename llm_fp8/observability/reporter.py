@@ -27,7 +27,7 @@ from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import throughput_summary
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import json_line, read_json, write_json_atomic, write_text_atomic
-from llm_fp8.utils.process import surviving_closed_output
+from llm_fp8.utils.output import surviving_closed_output
 
 _STEP = {
     "loss": "loss {:.4f}",
@@ -37,6 +37,20 @@ _STEP = {
     "peak_memory_gib": "{:.1f} GiB",
 }
 _EVALUATION = {"eval_loss": "loss {:.4f}", "eval_perplexity": "perplexity {:.4g}", "eval_time_s": "{:,.1f} s"}
+
+
+def quiet_libraries() -> None:
+    """Silence the libraries on the console; on a terminal, bars of downloads and tokenisation stay."""
+    import datasets
+    import huggingface_hub
+    import transformers
+
+    huggingface_hub.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it also prints errors that it raises
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
 
 
 def _figures(record: Mapping[str, float], templates: Mapping[str, str]) -> str:

@@ -95,7 +95,7 @@ class Precision:
         in_bf16 = bf16_modules(self._options, model, decoder_layers)  # again: conversion replaced modules
         self._fp8_modules, misfits = self.backend.choose(self._linears, in_bf16)
         if self._options.fp8_recast_weights:
-            keep_weight_casts(model, keep=False)
+            keep_weight_casts(model.modules(), keep=False)
         if not self._fp8_modules:
             why = next(iter(misfits.values()), "no linear layer of the model can run in fp8")
             if patterns := self._options.fp8_bf16_modules:

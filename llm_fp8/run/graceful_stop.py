@@ -14,7 +14,7 @@ import threading
 from typing import Any
 
 from llm_fp8.distributed.process_group import largest
-from llm_fp8.utils import process
+from llm_fp8.utils import output
 
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 _REASONS = (None, *(number.name for number in (signal.SIGPIPE, *SIGNALS)))  # if ranks differ, the last of these counts
@@ -43,11 +43,11 @@ class GracefulStop:
         for number in SIGNALS if threading.current_thread() is threading.main_thread() else ():
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 self._previous[number] = signal.signal(number, self._handle)
-        process.on_closed_pipe = self._lose_reader
+        output.on_closed_pipe = self._lose_reader
         return self
 
     def __exit__(self, *_: object) -> None:
-        process.on_closed_pipe = None
+        output.on_closed_pipe = None
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -64,5 +64,5 @@ class GracefulStop:
         self.requested = name
         hint = " Press Ctrl-C again to stop at once." if number == signal.SIGINT else ""
         # os.write and not print: the handler may have interrupted a print, and buffered streams cannot be re-entered.
-        with process.surviving_closed_output():
+        with output.surviving_closed_output():
             os.write(2, f"{name} received: {self.what_follows}.{hint}\n".encode())

@@ -25,7 +25,7 @@ from llm_fp8.settle.machine import look
 from llm_fp8.settle.probe import probe
 from llm_fp8.settle.settle import Settled, settle
 from llm_fp8.step.loss_model import PackedForm
-from llm_fp8.utils.process import say as print_line
+from llm_fp8.utils.output import say as print_line
 from llm_fp8.utils.ranks import LaunchRanks
 from te_llama import keeps_hf_layers
 

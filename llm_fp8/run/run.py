@@ -25,7 +25,7 @@ from llm_fp8.models.export import export_size_bytes
 from llm_fp8.models.side_files import Origin, save_side_files
 from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.observability.reporter import RunReporter
+from llm_fp8.observability.reporter import RunReporter, quiet_libraries
 from llm_fp8.optim.optimizers import bytes_on_host, effective_warmup_steps
 from llm_fp8.run import run_dir, train_state
 from llm_fp8.run.checkpoint import Checkpoint, CheckpointManager
@@ -40,7 +40,6 @@ from llm_fp8.settle.machine import assume, look
 from llm_fp8.settle.probe import probe
 from llm_fp8.settle.settle import Settled, settle
 from llm_fp8.utils.errors import reading
-from llm_fp8.utils.process import quiet_libraries
 from llm_fp8.utils.ranks import LaunchRanks
 
 

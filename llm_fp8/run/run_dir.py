@@ -19,7 +19,7 @@ from llm_fp8.run.checkpoint import LATEST, Checkpoint, CheckpointManager
 from llm_fp8.run.plan import RunPlan
 from llm_fp8.utils import errors
 from llm_fp8.utils.errors import UserError, existing_part, listed, reading
-from llm_fp8.utils.process import say
+from llm_fp8.utils.output import say
 from llm_fp8.utils.ranks import LaunchRanks, agree_on
 
 LOCK = ".lock"  # locked by a run's main process; empty until the run begins to write, and never deleted after that

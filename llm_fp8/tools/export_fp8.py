@@ -26,8 +26,8 @@ def main() -> int:
     from llm_fp8.data.prepare import prepare_data
     from llm_fp8.models.source import load_tokenizer, resolve_source
     from llm_fp8.observability.metrics import GIB
+    from llm_fp8.observability.reporter import quiet_libraries
     from llm_fp8.tools.compressed_tensors import eval_loss, export_fp8
-    from llm_fp8.utils.process import quiet_libraries
 
     quiet_libraries()
     if options.data is not None:  # before the export, so that a wrong --data fails early

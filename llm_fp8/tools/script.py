@@ -1,4 +1,4 @@
-"""Start and end of a program: imports without garbage collection, exit codes, one sentence for an expected error."""
+"""Start and end of a program: environment variables, imports, exit codes, one sentence for an expected error."""
 
 from __future__ import annotations
 
@@ -16,10 +16,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from llm_fp8.utils import errors
-from llm_fp8.utils.process import closed_outputs, discard_output
-from llm_fp8.utils.ranks import first_to_end
+from llm_fp8.utils.output import closed_outputs, discard_output
+from llm_fp8.utils.ranks import launcher_store
 
 IMPORTED_S = time.perf_counter()
+
+CUDA_DEFAULTS = {  # CUDA's libraries read these once, so they are set before torch is imported
+    # Expandable segments leave less unusable memory between blocks of different sizes.
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    # Otherwise Transformer Engine multiplies fp32 matrices in TF32.
+    "NVIDIA_TF32_OVERRIDE": "0",
+}
 
 EXIT_FAILED_CHECK, EXIT_USER_ERROR, EXIT_NO_GPU = 1, 2, 3
 EXIT_INTERRUPTED, EXIT_OUTPUT_CLOSED = 130, 141
@@ -74,6 +81,14 @@ def _in_one_sentence(error: Exception) -> str | None:
         if reason := errors.reason_not_written(error):
             return f"{error.filename or 'a cache (HF_HOME or TMPDIR)'}: {reason}."
     return errors.lost_worker(error)
+
+
+def first_to_end() -> bool:
+    """Return True if this process ends first in its launch (and prints the reason), or if the order is unknown."""
+    with contextlib.suppress(RuntimeError, ValueError):  # the launcher is gone (DistError), or its port is not a number
+        if (store := launcher_store()) is not None:
+            return store.add(f"llm_fp8/ended/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1) == 1
+    return True
 
 
 def run_script(main: Callable[[], int]) -> None:

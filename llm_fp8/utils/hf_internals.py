@@ -11,7 +11,7 @@ experts._apply_gate, .has_gate, .is_transposed and the like,  tests/models/test_
 model._keys_to_ignore_on_save,                                tests/models/test_build.py
   ._keys_to_ignore_on_load_unexpected
 dataset._fingerprint                                          tests/data/test_tokenise.py
-PartialState._shared_state and that of its like               tests/run/test_fine_tune.py
+PartialState._shared_state and that of its like               tests/tools/test_fine_tune.py
 """
 
 from __future__ import annotations

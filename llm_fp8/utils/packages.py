@@ -12,16 +12,12 @@ from llm_fp8.utils.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]  # of the installed package, te_llama.py and the training scripts
 SHIPPED = REPOSITORY / "llm_fp8" / "config" / "shipped"  # configs/, requirements: links here, files in a wheel
-_IN_REPOSITORY = (REPOSITORY / "requirements.txt").is_file()
-FOLDER = "" if _IN_REPOSITORY else f"{SHIPPED}/"
-"""Folder of the requirements files, as printed in commands that the user copies."""
+FOLDER = "" if (REPOSITORY / "requirements.txt").is_file() else f"{SHIPPED}/"  # of requirements, in printed commands
 BASE_REQUIREMENTS, GPU_REQUIREMENTS = f"{FOLDER}requirements.txt", f"{FOLDER}requirements-gpu.txt"
-VERIFY = "python scripts/verify_fp8.py" if _IN_REPOSITORY else "llm-fp8 verify"
-USED = (
+USED = (  # packages whose versions are recorded if they are installed
     "torch transformer-engine transformer-engine-torch accelerate deepspeed transformers datasets tokenizers "
     "huggingface-hub safetensors flash-attn peft torchao wandb"
 ).split()
-"""Packages whose versions are recorded if they are installed."""
 
 
 def package_version(name: str) -> str | None:
@@ -53,4 +49,3 @@ TRANSFORMER_ENGINE = OptionalPackage(
     f"pip install -r {BASE_REQUIREMENTS} -c {GPU_REQUIREMENTS} && "
     f"pip install --no-build-isolation -r {GPU_REQUIREMENTS}",
 )
-FLASH_ATTENTION_2 = OptionalPackage("flash-attn", "flash_attn", "pip install --no-build-isolation flash-attn")

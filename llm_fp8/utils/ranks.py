@@ -1,8 +1,7 @@
-"""Rank of this process, agreement between ranks through torchrun's store (without a process group), and their end."""
+"""Rank of this process, and agreement between ranks through torchrun's store, without a process group."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
@@ -44,7 +43,7 @@ class LaunchRanks:
         return cls(whole("RANK", 0, world_size - 1), world_size, local_world_size, restart_count, launched=True)
 
 
-def _launcher_store():  # type: ignore[no-untyped-def]
+def launcher_store():  # type: ignore[no-untyped-def]
     """Connect to the launcher's store; None in a single process or if the launcher has none."""
     if os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -54,17 +53,9 @@ def _launcher_store():  # type: ignore[no-untyped-def]
     return TCPStore(*place, is_master=False, timeout=timedelta(seconds=20))
 
 
-def first_to_end() -> bool:
-    """Return True if this process ends first in its launch (and prints the reason), or if the order is unknown."""
-    with contextlib.suppress(RuntimeError, ValueError):  # the launcher is gone (DistError), or its port is not a number
-        if (store := _launcher_store()) is not None:
-            return store.add(f"llm_fp8/ended/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1) == 1
-    return True
-
-
 def agree_on(name: str, value: str) -> str:
     """Return the first process's `value` for `name`, in every process and restart of a launch."""
-    store = _launcher_store()
+    store = launcher_store()
     return value if store is None else store.compare_set(f"llm_fp8/agreed/{name}", "", value).decode()
 
 

@@ -18,13 +18,10 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 from llm_fp8.utils.packages import TRANSFORMER_ENGINE
-
-if TYPE_CHECKING:
-    from torch import nn  # for types only: it may fail to load, which `require_te` reports
 
 
 def require_te(why: str) -> Any:
@@ -49,11 +46,11 @@ def prefer_torchs_cudnn() -> None:
             ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
-def keep_weight_casts(model: nn.Module, keep: bool) -> None:
+def keep_weight_casts(modules: Iterable[Any], keep: bool) -> None:
     """Make modules keep fp8 casts of weights for later passes, or cast in every pass, as if FSDP2 sharded them."""
-    for module in model.modules():
+    for module in modules:
         if hasattr(type(module), "is_fsdp2"):
-            module._is_fsdp2 = not keep  # type: ignore[assignment]  # modules look for FSDP2 only once
+            module._is_fsdp2 = not keep  # modules look for FSDP2 only once
 
 
 def forget_weight_casts(modules: Iterable[Any]) -> None:

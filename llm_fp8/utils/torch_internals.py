@@ -10,16 +10,12 @@ A plain model needs only `_apply`, which classes are meant to override. `forward
     FSDPModule._get_fsdp_state and its                    tests/distributed/test_wgrad_fusion_sharded.py; without them
       _fsdp_param_groups (2.13) or                        autograd and FSDP2 accumulate by themselves
       _fsdp_param_group (2.11), .fsdp_params
-    entry._module_info: the parameter's module and name
-    entry._unsharded_param: the gathered weight
-    entry.unsharded_accumulated_grad: the fp32 gradient
-      of the micro-batches before the last
+    entry._module_info, ._unsharded_param, .unsharded_accumulated_grad
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -30,9 +26,8 @@ from torch.distributed.tensor import DTensor
 
 def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
     """Replace `module.forward(*args, **kwargs)` by `wrapper(the old forward, *args, **kwargs)`. Hooks cannot enclose a
-    forward pass, and a module around it would change the names of parameters. The last wrapper is outermost.
-    `Precision.attach` comes first and turns autocast off for modules kept in bf16; recomputation follows, so it repeats
-    the precision of the first pass. FSDP2 and torch.compile act on the module, around both.
+    pass, and a module around it would rename parameters. The last wrapper is outermost: recomputation comes after
+    `Precision.attach`, so it repeats the first pass's precision. FSDP2 and torch.compile act around both.
     """
     module.forward = functools.partial(wrapper, module.forward)
 
@@ -81,7 +76,7 @@ def give_memory_(tensor: Tensor) -> None:
 
 def compile_without_ddp_cuts() -> None:
     """Keep torch.compile from splitting graphs at DDP's buckets, which fails with recomputation."""
-    importlib.import_module("torch._dynamo").config.optimize_ddp = False
+    torch._dynamo.config.optimize_ddp = False
 
 
 def ignore_in_ddp(module: nn.Module, names: list[str]) -> None:

@@ -8,7 +8,7 @@ from argparse import SUPPRESS
 from collections.abc import Mapping
 from typing import Any
 
-from llm_fp8.utils.process import CUDA_DEFAULTS
+from llm_fp8.tools.script import CUDA_DEFAULTS
 
 os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
 

@@ -39,6 +39,7 @@ from llm_fp8.models.build import decoder_size
 from llm_fp8.models.source import check_model, load_tokenizer
 from llm_fp8.observability.kernel_trace import KernelTime, gemm_kernels, profiled, time_by_class
 from llm_fp8.observability.metrics import GIB, device_peak_tflops, speed_metrics
+from llm_fp8.observability.reporter import quiet_libraries
 from llm_fp8.optim.optimizers import unwrap
 from llm_fp8.precision.certificate import ExpectedKernels, certify
 from llm_fp8.precision.coverage import linear_weights
@@ -47,7 +48,6 @@ from llm_fp8.run.run import load_data
 from llm_fp8.run.setup import TrainingSetup, build_setup, build_stepper, warm_up_scales
 from llm_fp8.step.stepper import Stepper
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.process import quiet_libraries
 from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.te_internals import attention_backend
 from llm_fp8.utils.torch_internals import wrap_forward

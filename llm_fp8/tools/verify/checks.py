@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from llm_fp8.utils.packages import SHIPPED, USED, package_version
+from llm_fp8.utils.packages import FOLDER, SHIPPED, USED, package_version
 
 if TYPE_CHECKING:
     import torch
 
+VERIFY = "llm-fp8 verify" if FOLDER else "python scripts/verify_fp8.py"  # the command of this program
 REQUIREMENTS = ("requirements.txt", "requirements-deepspeed.txt")
 GPU_REQUIREMENTS = "requirements-gpu.txt"  # the versions that all GPU tests ran with
 TE = "transformer-engine"

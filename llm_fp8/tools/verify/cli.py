@@ -21,13 +21,11 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from llm_fp8.tools.programs import wide_console
-from llm_fp8.tools.script import EXIT_FAILED_CHECK, EXIT_NO_GPU, writable
+from llm_fp8.tools.script import CUDA_DEFAULTS, EXIT_FAILED_CHECK, EXIT_NO_GPU, writable
 from llm_fp8.tools.verify import checks, runs
 from llm_fp8.tools.verify.checks import Result, Setup
 from llm_fp8.utils.errors import OneSentenceParser, UserError, positive
 from llm_fp8.utils.json_files import write_json_atomic
-from llm_fp8.utils.packages import VERIFY
-from llm_fp8.utils.process import CUDA_DEFAULTS
 from llm_fp8.utils.ranks import LaunchRanks
 
 _STYLES = {"failed": "bold red", "warning": "yellow", "skipped": "dim", "passed": "green"}
@@ -64,7 +62,7 @@ def run_check(check: Check, setup: Setup) -> Result:
             result = check.function(setup)
     except Exception as error:
         result = Result(details=traceback.format_exc().splitlines()[-12:])
-        result.fail(f"the check ended with {type(error).__name__}: {error}", f"{VERIFY} --only {check.name}")
+        result.fail(f"the check ended with {type(error).__name__}: {error}", f"{checks.VERIFY} --only {check.name}")
     result.name, result.wall_s = check.name, time.perf_counter() - began
     return result
 

@@ -28,11 +28,10 @@ from llm_fp8.distributed.process_group import decided_by_main, device_of_process
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.run.run import run_training
 from llm_fp8.run.timeline import RunResults
-from llm_fp8.tools.script import EXIT_FAILED_CHECK
-from llm_fp8.tools.verify.checks import Result
+from llm_fp8.tools.script import EXIT_FAILED_CHECK, first_to_end
+from llm_fp8.tools.verify.checks import VERIFY, Result
 from llm_fp8.utils.errors import listed, reading
-from llm_fp8.utils.packages import VERIFY
-from llm_fp8.utils.ranks import LaunchRanks, first_to_end
+from llm_fp8.utils.ranks import LaunchRanks
 
 LIMIT_S = 120.0  # for one check
 STEP = shlex.split(

@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from llm_fp8.config.parser import parse_launch, words_of
-from llm_fp8.utils.process import CUDA_DEFAULTS
+from llm_fp8.tools.script import CUDA_DEFAULTS
 
 
 def fine_tune(**options: Any) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import pytest
 @pytest.mark.slow
 def test_a_log_at_its_limit_of_size_ends_no_run(tmp_path: Path) -> None:
     program = (
-        "import resource; from llm_fp8.utils import process; process.on_closed_pipe = lambda: None; "
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (8, 8)); [process.say('a line') for _ in range(3)]"
+        "import resource; from llm_fp8.utils import output; output.on_closed_pipe = lambda: None; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (8, 8)); [output.say('a line') for _ in range(3)]"
     )
     with open(tmp_path / "log", "w") as log:
         done = subprocess.run([sys.executable, "-c", program], stdout=log, stderr=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""Environment variables of a process, and its output, which may be closed while the process runs."""
+"""Output of a process, which may be closed while the process runs."""
 
 from __future__ import annotations
 
@@ -6,18 +6,10 @@ import contextlib
 import errno
 import os
 import select
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 
 from llm_fp8.utils.errors import FULL_DISK
-
-CUDA_DEFAULTS = {  # CUDA's libraries read these once, so they are set before torch is imported
-    # Expandable segments leave less unusable memory between blocks of different sizes.
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    # Otherwise Transformer Engine multiplies fp32 matrices in TF32.
-    "NVIDIA_TF32_OVERRIDE": "0",
-}
 
 on_closed_pipe: Callable[[], object] | None = None
 """Callback of a run that has to save work when the reader of its output ends. If it is None, failed prints raise."""
@@ -62,17 +54,3 @@ def discard_output(descriptors: Iterable[int]) -> None:
 def say(text: str) -> None:
     """Print a line at once."""
     print(text, flush=True)
-
-
-def quiet_libraries() -> None:
-    """Silence the libraries on the console; on a terminal, bars of downloads and tokenisation stay."""
-    import datasets
-    import huggingface_hub
-    import transformers
-
-    huggingface_hub.logging.set_verbosity_error()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it also prints errors that it raises
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
