@@ -18,15 +18,17 @@ from tests.support.multi_gpu_training import train
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> dict[str, Path]:
-    """Model folders by family: untied and tied embeddings."""
+    """Write models and return their folders by family: the first has untied embeddings, the second tied ones."""
     folder = tmp_path_factory.mktemp("models")
     return {family: write_family(folder / family, family) for family in ("llama3_rope_gqa", "qwen3_qk_norm_head_dim")}
 
 
 @pytest.fixture(scope="session")
 def single_gpu(tmp_path_factory) -> Callable[..., list[dict[str, float]]]:
-    """Gives the steps of a training on one GPU; each is run once, also where tests run in several processes."""
-    # The folder above is shared by pytest-xdist's workers.
+    """Return a function that trains on one GPU and returns the records of the steps. The processes of pytest-xdist
+    share the results, so that each training runs once.
+    """
+    # pytest-xdist's workers have the parent folder in common.
     shared = (
         tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else tmp_path_factory.getbasetemp()
     )

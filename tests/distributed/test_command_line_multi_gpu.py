@@ -1,5 +1,5 @@
-"""--context_parallel_size and --fp8_params as a user asks for them: torchrun, certified, near the run without,
-saved, resumed, exported.
+"""--context_parallel_size and --fp8_params under torchrun: losses near those without the option, the certificate,
+resuming, and the export.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ FAMILY = "llama3_rope_gqa"
 NUM_STEPS, SAVED_STEP = 6, 3
 MICRO_BATCHES = 2
 NUM_ROWS = 32
-"""All of them fit into one step. So each step takes the same tokens however they are packed, which depends on the
-size of context groups.
-"""
+"""Few enough that one step trains on all rows: it then sees the same tokens however they are packed."""
 ROWS_PER_GPU = {"--packing": 4, "--no_packing": 8}
-"""A micro-batch has at least so many: 16 rows a step hold the packed documents."""
+"""The batch size per GPU. In the packed layout, 16 sequences a step have room for all documents."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """fp32 weights: values that bf16 holds exactly move later without --fp8_params than with it (docs/multi_gpu.md)."""
+    """Write fp32 weights. Weights that bf16 represents exactly would change later without --fp8_params than with it,
+    see docs/multi_gpu.md.
+    """
     return write_family(tmp_path_factory.mktemp("model"), FAMILY, torch.float32)
 
 
 @pytest.fixture
 def options(model, tmp_path) -> list[str]:
-    """The options of a short run, but for its precision, rows and folder."""
+    """Return the options of a short run except precision, batch and output folder."""
     words = "--use_te --sharding_mode=fsdp_full --learning_rate=1e-4 --no_merge_micro_batches --save_total_limit=9"
     numbers = (f"--gradient_accumulation_steps={MICRO_BATCHES}", f"--max_steps={NUM_STEPS}")
     more = [*words.split(), *numbers, f"--save_every={SAVED_STEP}"]
@@ -46,18 +46,18 @@ def options(model, tmp_path) -> list[str]:
 
 
 def from_checkpoint(folder: Path) -> str:
-    """The option that continues this run from the middle."""
+    """Return the option that resumes this run from its checkpoint."""
     return f"--resume_from={folder / 'checkpoints' / f'step-{SAVED_STEP:08d}'}"
 
 
 def figures(folder: Path, name: str = "loss") -> list[float]:
-    """The figure `name` of every step."""
+    """Return the metric `name` of every step."""
     return [step[name] for step in steps(folder)]
 
 
 def assert_in_fp8(folder: Path) -> None:
-    """The recorded step had every GEMM of the decoder in fp8: forward, data gradient and weight gradient, in each
-    micro-batch.
+    """Check that the recorded step ran every GEMM of the decoder in fp8: forward, input gradient and weight gradient
+    of each linear layer and micro-batch.
     """
     summary, num_linears = summary_json(folder), 4  # fused QKV, attention's output, fc1 and fc2
     certificate = summary["certificate"]
@@ -69,49 +69,49 @@ def assert_in_fp8(folder: Path) -> None:
 
 @pytest.mark.parametrize("layout", ROWS_PER_GPU)
 @pytest.mark.parametrize("precision", ["bf16", "delayed"])
-def test_rows_shared_by_two_gpus_take_the_steps_of_whole_ones(precision, layout, options, tmp_path, record_property):
-    """And go on from a checkpoint."""
-    whole, shared, resumed = tmp_path / "whole", tmp_path / "shared", tmp_path / "resumed"
+def test_context_parallel_steps_equal_data_parallel_steps(precision, layout, options, tmp_path, record_property):
+    """The fp8 run also resumes from its checkpoint."""
+    whole, split, resumed = tmp_path / "whole", tmp_path / "split", tmp_path / "resumed"
     common, rows = [*options, *PRECISIONS[precision], layout], ROWS_PER_GPU[layout]
-    sharing = [*common, f"--batch_size={2 * rows}", "--context_parallel_size=2"]
-    train_under_torchrun({whole: [*common, f"--batch_size={rows}"], shared: sharing}, START_S)
+    context_parallel = [*common, f"--batch_size={2 * rows}", "--context_parallel_size=2"]
+    train_under_torchrun({whole: [*common, f"--batch_size={rows}"], split: context_parallel}, START_S)
     for name in ("loss", "grad_norm"):
-        record_property(name, figures(shared, name))
+        record_property(name, figures(split, name))
         record_property(f"{name}_of_whole_rows", figures(whole, name))
-    for run in (whole, shared):
+    for run in (whole, split):
         assert run_json(run)["effective"]["global_batch_size"] == 2 * MICRO_BATCHES * rows
-    assert figures(shared, "tokens_seen") == figures(whole, "tokens_seen")
-    # The same tokens, cut otherwise: bf16 rounds sums differently (such cuts on CPUs: 3e-5 of the loss, 2e-4 of the
-    # norm), fp8 has other scales for other tensors (as in test_modes.py).
+    assert figures(split, "tokens_seen") == figures(whole, "tokens_seen")
+    # The tokens are the same, but split differently. In bf16 the sums round differently (on CPUs by 3e-5 of the loss
+    # and 2e-4 of the norm). In fp8 different tensors have different scales.
     first, rest, norms = (2e-4, 1e-3, 1e-2) if precision == "bf16" else (2e-3, 1e-2, 5e-2)
-    assert figures(shared)[0] == pytest.approx(figures(whole)[0], rel=first)
-    assert figures(shared) == pytest.approx(figures(whole), rel=rest)
-    assert figures(shared, "grad_norm")[0] == pytest.approx(figures(whole, "grad_norm")[0], rel=norms)
-    assert figures(shared)[-1] < figures(shared)[0] - 0.05, "training must move the loss for this to mean anything"
+    assert figures(split)[0] == pytest.approx(figures(whole)[0], rel=first)
+    assert figures(split) == pytest.approx(figures(whole), rel=rest)
+    assert figures(split, "grad_norm")[0] == pytest.approx(figures(whole, "grad_norm")[0], rel=norms)
+    assert figures(split)[-1] < figures(split)[0] - 0.05, "training must move the loss for this to mean anything"
     if precision == "bf16":
-        assert summary_json(shared)["certificate"]["verdict"] == "certified"
-        assert "fp8" not in summary_json(shared)["recorded_step"]["gemm_kernels"]
+        assert summary_json(split)["certificate"]["verdict"] == "certified"
+        assert "fp8" not in summary_json(split)["recorded_step"]["gemm_kernels"]
         return
-    assert_in_fp8(shared)
-    train_under_torchrun({resumed: [*sharing, from_checkpoint(shared)]}, START_S)
+    assert_in_fp8(split)
+    train_under_torchrun({resumed: [*context_parallel, from_checkpoint(split)]}, START_S)
     assert [step["step"] for step in steps(resumed)] == list(range(SAVED_STEP + 1, NUM_STEPS + 1))
-    # A forward pass has the same bits each time, gradients of attention do not.
-    assert figures(resumed)[0] == figures(shared)[SAVED_STEP]
-    assert figures(resumed) == pytest.approx(figures(shared)[SAVED_STEP:], rel=1e-3)
+    # A forward pass is bitwise reproducible. The gradients of attention are not.
+    assert figures(resumed)[0] == figures(split)[SAVED_STEP]
+    assert figures(resumed) == pytest.approx(figures(split)[SAVED_STEP:], rel=1e-3)
 
 
-def test_fp8_parameters(options, model, tmp_path, record_property):
-    """The steps of a run without them; resumed bit for bit; what is exported is a Hugging Face model that has learned
-    the rows.
+def test_fp8_params_losses_resuming_and_export(options, model, tmp_path, record_property):
+    """A run with --fp8_params has nearly the losses of a run without it, resumes bit for bit, and exports the trained
+    Hugging Face model.
     """
     without, fp8, resumed = tmp_path / "without", tmp_path / "fp8", tmp_path / "resumed"
     common = [*options, *PRECISIONS["delayed"], "--packing", f"--batch_size={ROWS_PER_GPU['--packing']}"]
-    deterministic = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}  # gradients of attention have the same bits each time
+    deterministic = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}  # makes the gradients of attention reproducible
     train_under_torchrun({without: common, fp8: [*common, "--fp8_params"]}, START_S, **deterministic)
     record_property("loss", figures(fp8))
     record_property("loss_without", figures(without))
     assert_in_fp8(fp8)
-    # Masters are rounded to fp8 at once and not by way of bf16: 7e-4 at most in twenty steps.
+    # Master weights are rounded directly to fp8 and not first to bf16. In twenty steps the losses differ by up to 7e-4.
     assert figures(fp8) != figures(without), "the option must do something"
     assert figures(fp8)[0] == pytest.approx(figures(without)[0], rel=2e-3)
     assert figures(fp8) == pytest.approx(figures(without), rel=5e-3)

@@ -1,4 +1,4 @@
-"""Context parallelism without a GPU: how batches are laid out and split, and that nothing is lost."""
+"""Context parallelism without a GPU: the layout of batches, and their split into one slice per rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COUNTS = ("num_tokens", "num_real_tokens", "num_supervised_tokens", "sum_squared
 
 
 def _document(length: int, row_id: int) -> Document:
-    """Random tokens, PAD's id among them, a third of them prompt."""
+    """Return a document of random tokens, which may equal PAD. Its first third is the prompt."""
     ids = np.random.default_rng(row_id).integers(0, VOCABULARY, size=length)
     return Document(ids, np.arange(length) >= length // 3, row_id)
 
@@ -28,7 +28,7 @@ DOCUMENTS = [_document(length, row_id) for row_id, length in enumerate(LENGTHS)]
 
 
 def _packed(size: int, capacity: int = 96) -> Batch:
-    """The documents in rows of `capacity` tokens, and one row more than they need."""
+    """Pack the documents into rows of `capacity` tokens; one more row stays empty."""
     layout = Layout(6, capacity, PAD, packed=True, num_slices=size)
     plan = pack(LENGTHS, capacity, layout.multiple)
     return layout([[DOCUMENTS[i] for i in plan[row]] for row in range(len(plan))])
@@ -48,7 +48,7 @@ def _slices(batch: Batch, size: int) -> list[Batch]:
 
 
 def _bounds(batch: Batch) -> list[int]:
-    """The bounds of the documents of a batch, packed or padded, in its tokens read line by line."""
+    """Return where each document begins and ends in the flattened tokens of a packed or padded batch."""
     if batch.cu_seqlens is not None:
         return batch.cu_seqlens.tolist()
     rows, width = batch.input_ids.shape
@@ -59,7 +59,7 @@ def _bounds(batch: Batch) -> list[int]:
 
 
 @sizes
-def test_slice_index_lists_a_ranks_chunks_document_by_document(size: int) -> None:
+def test_slice_index_lists_two_chunks_of_each_document(size: int) -> None:
     lengths = [2 * size * n for n in (3, 1, 0, 7, 2)]
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     for rank in range(size):
@@ -72,11 +72,11 @@ def test_slice_index_lists_a_ranks_chunks_document_by_document(size: int) -> Non
 
 @sizes
 @layouts
-def test_every_token_goes_to_one_rank_with_its_label_and_position(layout: str, size: int) -> None:
+def test_each_token_goes_to_one_rank_with_its_label_and_position(layout: str, size: int) -> None:
     batch = BATCHES[layout](size)
     bounds = torch.tensor(_bounds(batch))
     whole = torch.stack([t.flatten() for t in (batch.input_ids, batch.labels, batch.position_ids)])
-    seen = []
+    all_indices = []
     for rank, part in enumerate(_slices(batch, size)):
         index = slice_index(bounds, size, rank)
         assert part.input_ids.shape == part.labels.shape == part.position_ids.shape == (1, batch.num_tokens // size)
@@ -84,28 +84,28 @@ def test_every_token_goes_to_one_rank_with_its_label_and_position(layout: str, s
         assert part.cu_seqlens.tolist() == bounds.tolist() and part.max_seqlen == batch.max_seqlen
         rank_tokens = torch.cat([part.input_ids, part.labels, part.position_ids])
         assert torch.equal(rank_tokens, whole[:, index])
-        seen += index.tolist()
-    assert sorted(seen) == list(range(batch.num_tokens))
+        all_indices += index.tolist()
+    assert sorted(all_indices) == list(range(batch.num_tokens))
 
 
 @sizes
 @layouts
-def test_documents_lie_in_the_batch_as_they_are(layout: str, size: int) -> None:
-    """Each is padded to what the ranks share among them, and padding teaches nothing."""
+def test_batch_has_each_documents_tokens_positions_and_labels(layout: str, size: int) -> None:
+    """Each document is padded to a multiple of 2 * size tokens, and padding has no labels."""
     batch = BATCHES[layout](size)
     assert batch.attention_mask is not None
     real, labels = batch.attention_mask.flatten(), batch.labels.flatten()
     documents = [DOCUMENTS[row_id] for row_id in batch.row_ids]
-    assert batch.input_ids.flatten()[real].tolist() == [i for one in documents for i in one.input_ids.tolist()]
-    assert batch.position_ids.flatten()[real].tolist() == [i for one in documents for i in range(len(one.input_ids))]
-    taught = [np.where(one.supervised, one.input_ids, IGNORE_INDEX)[1:].tolist() for one in documents]
-    assert labels[real].tolist() == [label for one in taught for label in (*one, IGNORE_INDEX)]
+    assert batch.input_ids.flatten()[real].tolist() == [i for each in documents for i in each.input_ids.tolist()]
+    assert batch.position_ids.flatten()[real].tolist() == [i for each in documents for i in range(len(each.input_ids))]
+    next_tokens = [np.where(each.supervised, each.input_ids, IGNORE_INDEX)[1:].tolist() for each in documents]
+    assert labels[real].tolist() == [label for ids in next_tokens for label in (*ids, IGNORE_INDEX)]
     assert (labels[~real] == IGNORE_INDEX).all() and all(bound % (2 * size) == 0 for bound in _bounds(batch))
 
 
 @sizes
 @layouts
-def test_counts_of_the_slices_add_up(layout: str, size: int) -> None:
+def test_counts_of_the_slices_sum_to_those_of_the_batch(layout: str, size: int) -> None:
     batch = BATCHES[layout](size)
     parts = _slices(batch, size)
     for name in COUNTS:
@@ -114,4 +114,4 @@ def test_counts_of_the_slices_add_up(layout: str, size: int) -> None:
     assert batch.num_supervised_tokens == sum(int(document.supervised[1:].sum()) for document in DOCUMENTS)
     assert {part.num_tokens for part in parts} == {batch.num_tokens // size}
     assert all(part.num_supervised_tokens == int((part.labels != IGNORE_INDEX).sum()) for part in parts)
-    assert len({part.num_real_tokens for part in parts}) > 1  # a share of its own, not an equal one
+    assert len({part.num_real_tokens for part in parts}) > 1, "real tokens are not counted as equal shares"

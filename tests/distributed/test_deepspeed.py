@@ -1,4 +1,4 @@
-"""The checks of a DeepSpeed file. Its stages train in test_multi_process.py, against a plain loop."""
+"""The checks of a DeepSpeed file. test_multi_process.py compares training in every stage with a plain loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_default_files_are_accepted(stage):
     assert settings["zero_optimization"]["stage"] == stage and settings["train_batch_size"] == 12
 
 
-def test_auto_is_accepted_everywhere(tmp_path):
+def test_auto_values_are_replaced_or_left_out(tmp_path):
     values = {
         "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
         "bf16": {"enabled": "auto"},
@@ -43,26 +43,26 @@ def test_auto_is_accepted_everywhere(tmp_path):
     assert "auto" not in json.dumps(settings) and settings["zero_optimization"] == {"stage": 3}
 
 
-ZERO = {"zero_optimization": {"stage": 1}}
-REFUSED = {
-    "fp8": ({**ZERO, "fp8": {"enabled": True}}, '"fp8".*--mixed_precision'),
-    "communication": ({**ZERO, "communication_data_type": "fp32"}, '"communication_data_type"'),
-    "clipping": ({**ZERO, "gradient_clipping": 7}, '"gradient_clipping": 7: this run has 1.0'),
-    "optimizer": ({**ZERO, "optimizer": {"type": "AdamW"}}, '"optimizer".*--learning_rate'),
+ZERO_1 = {"zero_optimization": {"stage": 1}}
+CONTRADICTIONS = {
+    "fp8": ({**ZERO_1, "fp8": {"enabled": True}}, '"fp8".*--mixed_precision'),
+    "communication": ({**ZERO_1, "communication_data_type": "fp32"}, '"communication_data_type"'),
+    "clipping": ({**ZERO_1, "gradient_clipping": 7}, '"gradient_clipping": 7: this run has 1.0'),
+    "optimizer": ({**ZERO_1, "optimizer": {"type": "AdamW"}}, '"optimizer".*--learning_rate'),
     "stage": ({"zero_optimization": {"stage": 2}}, '"zero_optimization", "stage": 2'),
     "no_json": ("{'zero_optimization': {}}", "ds.json"),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_contradicting_entry_is_refused_by_file_and_key(tmp_path, name):
-    values, pattern = REFUSED[name]
-    with pytest.raises(UserError, match=pattern) as caught:
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_contradicting_entry_is_refused_with_its_file_and_key(tmp_path, name):
+    values, pattern = CONTRADICTIONS[name]
+    with pytest.raises(UserError, match=pattern) as error:
         settings_of(tmp_path, values)
-    assert str(tmp_path / "ds.json") in str(caught.value) and "\n" not in str(caught.value)
+    assert str(tmp_path / "ds.json") in str(error.value) and "\n" not in str(error.value)
 
 
-def test_accelerates_variables_do_not_reach_the_plugin(monkeypatch):
+def test_variables_of_accelerate_do_not_change_the_deepspeed_plugin(monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "9")
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "MSAMP")
     run = options_of("deepspeed_3", "--max_grad_norm=0.5"), "deepspeed_3", "bf16", 2

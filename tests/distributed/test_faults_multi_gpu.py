@@ -1,5 +1,5 @@
-"""A rank that is signalled or killed under NCCL, and checkpoints written beside training: nothing is lost. As a user
-starts it, with torchrun.
+"""Faults under torchrun and NCCL: a killed rank, a restart, and non-finite numbers. Also checkpoints that are saved in
+the background: resuming from them is exact.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from tests.support.small import assert_same_continuation, run_json, write_rows
 pytestmark = pytest.mark.multi_gpu
 
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-"""With it the gradients of attention are the same bits every time."""
+"""Makes the gradients of attention bitwise reproducible."""
 
 
 @pytest.fixture
 def options(models, tmp_path) -> list[str]:
-    """The options of a short run in fp8, but for its folder."""
+    """Return the options of a short fp8 run except its output folder."""
     words = "--validation_fraction=0 --use_te --mixed_precision=fp8 --sharding_mode=fsdp_full --max_seq_length=256"
     rows = write_rows(tmp_path / "rows.jsonl", 64)
     return [f"--model_name={models['llama3_rope_gqa']}", f"--dataset_name={rows}", *words.split()]
 
 
-def test_a_rank_killed_in_a_save_ends_all_and_leaves_complete_checkpoints(options, tmp_path, record_property):
+def test_rank_killed_in_a_save_ends_all_ranks_and_leaves_complete_checkpoints(options, tmp_path, record_property):
     folder = tmp_path / "run"
     training = [*options, "--log_every=1", f"--output_dir={folder}"]
     codes = kill_rank_during_save(functools.partial(Torchrun, tmp_path / "log", *training), folder, within_s=60)
@@ -42,11 +42,11 @@ def test_a_rank_killed_in_a_save_ends_all_and_leaves_complete_checkpoints(option
     assert f"Signal {signal.SIGKILL.value} (SIGKILL) received" in (tmp_path / "log").read_text()
 
 
-def test_torchrun_restarts_and_the_run_goes_on(options, tmp_path):
+def test_run_resumes_after_torchrun_restarts_it(options, tmp_path):
     kill_rank_and_restart(functools.partial(Torchrun, cwd=tmp_path), tmp_path, *options)
 
 
-def test_a_checkpoint_saved_beside_training_holds_every_bit(options, tmp_path):
+def test_run_resumes_bit_for_bit_from_a_background_save(options, tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     training = [*options, "--log_every=1", "--max_steps=6", "--async_save", "--save_every=2", "--save_total_limit=9"]
     train_under_torchrun({whole: training}, START_S, **DETERMINISTIC)
@@ -58,5 +58,5 @@ def test_a_checkpoint_saved_beside_training_holds_every_bit(options, tmp_path):
 
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("place", ["activation", "gradient", *SCALES])
-def test_a_number_that_is_not_finite_stops_all_ranks_at_its_step(options, tmp_path, place, value):
+def test_non_finite_number_stops_all_ranks_at_its_step(options, tmp_path, place, value):
     check_run_stops_on_nonfinite_value(tmp_path / "run", place, value, *options)

@@ -1,8 +1,8 @@
-"""fp8 parameters: what is refused, and the bookkeeping of master weights, gradients and scales on two processes.
+"""fp8 parameters under FSDP2: master weights, gradients, scales and all-gathers on several processes.
 
-Transformer Engine needs a GPU, so a tensor stands in for its `Float8Tensor`: it has the same extension points for
-FSDP2, the same identity of its scale, and torch's own cast. FSDP2, DTensor, the optimizer and the collectives are the
-real ones. What TE makes of fp8 parameters is tested on GPUs (test_command_line_multi_gpu.py).
+Transformer Engine needs a GPU, so a stand-in replaces its `Float8Tensor`. It has the same hooks for FSDP2, shares its
+scale in the same way, and casts with torch. FSDP2, DTensor, the optimizer and the collectives are real.
+test_command_line_multi_gpu.py tests fp8 parameters with TE itself.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ MAX_NORM = 0.05
 OPTIM = OptimConfig(learning_rate=1e-3, weight_decay=0.1)
 
 
-# --- What stands in for Transformer Engine ----------------------------------------------------------------------------
+# --- Stand-ins for Transformer Engine ---------------------------------------------------------------------------------
 
 
 class StandInFloat8(torch.Tensor):
-    """A tensor of nominal `dtype` that holds bytes and the reciprocal of their scale, and knows what FSDP2 asks of
-    it.
+    """Stand in for TE's `Float8Tensor`: fp8 values as bytes, the reciprocal of their scale, and FSDP2's hooks. `dtype`
+    is the nominal dtype, in which the tensor appears to autograd.
     """
 
     @staticmethod
     def __new__(cls, data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> StandInFloat8:
         layout = {"strides": data.stride(), "dtype": dtype, "device": data.device}
-        made = torch.Tensor._make_wrapper_subclass(cls, data.shape, **layout)
-        made.bytes, made.scale_inv = data, scale_inv
-        return made
+        tensor = torch.Tensor._make_wrapper_subclass(cls, data.shape, **layout)
+        tensor.bytes, tensor.scale_inv = data, scale_inv
+        return tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        return torch.UntypedStorage(0)  # as TE has it; FSDP2 compares addresses
+        return torch.UntypedStorage(0)  # as in TE; FSDP2 compares the addresses of storages
 
     def dequantize(self) -> Tensor:
         return (self.bytes.view(torch.float8_e4m3fn).float() * self.scale_inv).to(self.dtype)
@@ -80,7 +80,7 @@ class StandInFloat8(torch.Tensor):
 
 
 class StandInQuantizer:
-    """The module's own, of a recipe that is not delayed scaling."""
+    """Stand in for the quantizer that a TE module has under a recipe without delayed scaling."""
 
     dtype, internal = "e4m3", True
 
@@ -92,7 +92,7 @@ class StandInQuantizer:
 
 
 class GivenScaleQuantizer:
-    """TE's `Float8Quantizer`."""
+    """Stand in for TE's `Float8Quantizer`, which casts with the scale that it is given."""
 
     def __init__(self, scale: Tensor, amax: Tensor, fp8_dtype: str, *, rowwise: bool, columnwise: bool) -> None:
         self.scale = scale
@@ -103,7 +103,7 @@ class GivenScaleQuantizer:
 
 
 class StandInLinear(nn.Linear):
-    """Has what fp8_params asks of a TE module."""
+    """Stand in for te.Linear with the attributes that fp8_params.py reads."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH, device="meta")
@@ -133,7 +133,7 @@ def install_stand_in() -> None:
 
 
 class SmallModel(nn.Module):
-    """Layers, the last of which is not in fp8, and a norm outside of them."""
+    """A stack of linear layers and a final norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,8 +152,10 @@ def precision_of(modules: Any) -> Any:
     return SimpleNamespace(plan=plan, fp8_modules=frozenset(modules), backend=TEBackend())
 
 
-def initial(name: str, shape: torch.Size) -> Tensor:
-    """The largest magnitude of every matrix is in its last row, which the last rank holds."""
+def initial_value(name: str, shape: torch.Size) -> Tensor:
+    """Return an initial value that depends on `name`. A matrix has its largest magnitude in the last row, which is on
+    the last rank, so that the ranks must exchange it.
+    """
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
     value = torch.randn(shape, generator=generator) * 0.1
     if value.ndim == 2:
@@ -166,25 +168,27 @@ def batch(step: int, micro_batch: int, rank: int) -> Tensor:
     return torch.randn((ROWS, WIDTH), generator=generator)
 
 
-def cast(master: Tensor) -> Tensor:
-    """The values that a weight has in fp8."""
+def cast_to_fp8(master: Tensor) -> Tensor:
+    """Return the values of this weight after a cast to fp8 and back."""
     scale = LARGEST / master.abs().max()
     return (master * scale).to(torch.float8_e4m3fn).float() * (1 / scale)
 
 
-# --- On two processes -------------------------------------------------------------------------------------------------
+# --- On several processes ---------------------------------------------------------------------------------------------
 
 
 def shard(strategy: FsdpStrategy, model: SmallModel) -> None:
-    """Shard `model` and give it its initial weights."""
+    """Shard `model` and set its weights to their initial values."""
     strategy.shard(model, model.layers)
     for name, parameter in model.named_parameters():
         block = local_shard(parameter)
-        block.data.copy_(initial(name, parameter.shape)[block.start : block.start + len(block.data)])
+        block.data.copy_(initial_value(name, parameter.shape)[block.start : block.start + len(block.data)])
 
 
 def train_in_fp8(rank: int, mode: str, dtype: torch.dtype, sync_every_micro_batch: bool = False) -> dict[str, Any]:
-    """Two pairs of four ranks have the same rows, so that the mean over four ranks equals the mean over two."""
+    """Train with fp8 parameters and return what the tests check. The last layer and the norm stay in `dtype`. Ranks 2
+    and 3 have the rows of ranks 0 and 1, so that the mean over four ranks equals the mean over two.
+    """
     install_stand_in()
     options = ParallelConfig(fp8_params=True, sync_every_micro_batch=sync_every_micro_batch)
     strategy = Fp8ParamsStrategy(mode, Accelerator(cpu=True), options, dtype, 2)
@@ -219,7 +223,7 @@ def train_in_fp8(rank: int, mode: str, dtype: torch.dtype, sync_every_micro_batc
             any(strategy.master_of(p)[0] is q for g in optimizer.param_groups for q in g["params"]) for p in parameters
         ),
     }
-    # A checkpoint is read into the master weights.
+    # Double the master weights, as if a checkpoint had been loaded into them.
     with torch.no_grad():
         for parameter in fp8.values():
             strategy.master_of(parameter)[0]._local_tensor.mul_(2)
@@ -228,23 +232,24 @@ def train_in_fp8(rank: int, mode: str, dtype: torch.dtype, sync_every_micro_batc
     return result
 
 
-def train_whole() -> tuple[list[float], dict[str, Tensor]]:
-    """Train in one process: gradients of the loss at the fp8 values move fp32 weights."""
-    master_weights = {name: nn.Parameter(initial(name, p.shape)) for name, p in SmallModel().named_parameters()}
+def train_on_one_process() -> tuple[list[float], dict[str, Tensor]]:
+    """Train fp32 weights with the gradients of the loss at their fp8 values. Return the gradient norms and weights."""
+    master_weights = {name: nn.Parameter(initial_value(name, p.shape)) for name, p in SmallModel().named_parameters()}
     optimizer = build_optimizer(OPTIM, "adamw_fp32", master_weights.items())
     norms = []
     for step in range(STEPS):
-        used = {name: cast(p.detach()) if is_fp8(name) else p.detach().clone() for name, p in master_weights.items()}
-        used = {name: value.requires_grad_() for name, value in used.items()}
+        weights = {name: p.detach().clone() for name, p in master_weights.items()}
+        weights |= {name: cast_to_fp8(value) for name, value in weights.items() if is_fp8(name)}
+        weights = {name: value.requires_grad_() for name, value in weights.items()}
         for micro_batch in range(MICRO_BATCHES):
             for rank in range(2):
                 x = batch(step, micro_batch, rank)
                 for layer in range(NUM_LAYERS):
-                    x = x + torch.tanh(F.linear(x, used[f"layers.{layer}.weight"], used[f"layers.{layer}.bias"]))
-                normed = F.rms_norm(x, (WIDTH,), used["norm.weight"])
+                    x = x + torch.tanh(F.linear(x, weights[f"layers.{layer}.weight"], weights[f"layers.{layer}.bias"]))
+                normed = F.rms_norm(x, (WIDTH,), weights["norm.weight"])
                 ((normed - 1).square().mean() / MICRO_BATCHES / 2).backward()
         for name, parameter in master_weights.items():
-            parameter.grad = used[name].grad
+            parameter.grad = weights[name].grad
         norm = nn.utils.clip_grad_norm_(master_weights.values(), MAX_NORM)
         norms.append(float(norm))
         optimizer.step()
@@ -260,8 +265,8 @@ def is_fp8(name: str) -> bool:
     ("num_ranks", "mode", "sync_every_micro_batch"),
     [(2, "fsdp_full", False), (2, "fsdp_grad", False), (2, "fsdp_grad", True), (4, "fsdp_hybrid", False)],
 )
-def test_master_weights_follow_one_process(tmp_path, num_ranks, mode, sync_every_micro_batch):
-    norms, master_weights = train_whole()
+def test_master_weights_equal_those_of_one_process(tmp_path, num_ranks, mode, sync_every_micro_batch):
+    norms, master_weights = train_on_one_process()
     assert max(norms) > 2 * MAX_NORM, "a step must be clipped for this to mean anything"
     for result in run_on_ranks(
         num_ranks, tmp_path / "ranks", train_in_fp8, mode, torch.float32, sync_every_micro_batch
@@ -271,18 +276,18 @@ def test_master_weights_follow_one_process(tmp_path, num_ranks, mode, sync_every
         assert len(result["state"]) == 3 * len(master_weights)
         for name, master in master_weights.items():
             torch.testing.assert_close(result["master_weights"][name], master, rtol=1e-5, atol=1e-7)
-            moved = (master - initial(name, master.shape)).abs().max()
-            assert 1e-4 < moved < 1e-2
+            change = (master - initial_value(name, master.shape)).abs().max()
+            assert 1e-4 < change < 1e-2
         assert result["rows"].keys() == {name for name in master_weights if is_fp8(name)}
         for name, (start, rows) in result["rows"].items():
             master = result["master_weights"][name]
-            torch.testing.assert_close(rows, cast(master)[start : start + len(rows)], rtol=1e-6, atol=0)
+            torch.testing.assert_close(rows, cast_to_fp8(master)[start : start + len(rows)], rtol=1e-6, atol=0)
             assert result["scale_inv"][name] == pytest.approx(float(master.abs().max()) / LARGEST)
             assert result["scale_inv_of_doubled"][name] == pytest.approx(2 * result["scale_inv"][name])
 
 
 def train_beside_frozen_weights(rank: int) -> dict[str, Any]:
-    """Train biases and norm beside frozen matrices, as LoRA does."""
+    """Train biases and the norm with frozen matrices, as LoRA has them. Return what the test checks."""
     install_stand_in()
     strategy = Fp8ParamsStrategy("fsdp_full", Accelerator(cpu=True), ParallelConfig(fp8_params=True), torch.float32, 2)
     model = SmallModel()
@@ -305,30 +310,32 @@ def train_beside_frozen_weights(rank: int) -> dict[str, Any]:
     return {
         "losses": [float(loss) for loss in losses],
         "rows": {name: (local_shard(p).start, p._local_tensor.dequantize().clone()) for name, p in frozen.items()},
-        "keeps_masters": any(strategy.master_of(p)[0] is not p for p in frozen.values()),
+        "has_master_weights": any(strategy.master_of(p)[0] is not p for p in frozen.values()),
         "num_loaded_bytes": num_loaded_bytes,
         "gathered": list(gathers.sent_bytes),
     }
 
 
 @pytest.mark.slow
-def test_frozen_weights_are_cast_once_and_keep_no_master(tmp_path):
+def test_frozen_weights_are_cast_once_and_have_no_master_weights(tmp_path):
     for result in run_on_ranks(2, tmp_path / "ranks", train_beside_frozen_weights):
-        assert result["losses"][-1] < result["losses"][0] and not result["keeps_masters"]
-        # Freed before FSDP2 drops them, which it does in the first forward pass.
+        assert result["losses"][-1] < result["losses"][0] and not result["has_master_weights"]
+        # They must be freed before the first forward pass, in which FSDP2 would drop them.
         assert result["num_loaded_bytes"] == [0] * NUM_LAYERS
         assert result["gathered"].count(WIDTH * WIDTH // 2 + 4 * WIDTH // 2) == STEPS * 2 * NUM_LAYERS
         assert len(result["rows"]) == NUM_LAYERS
         for name, (start, rows) in result["rows"].items():
-            expected = cast(initial(name, torch.Size((WIDTH, WIDTH))).bfloat16().float())[start : start + len(rows)]
+            expected = cast_to_fp8(initial_value(name, torch.Size((WIDTH, WIDTH))).bfloat16().float())[
+                start : start + len(rows)
+            ]
             torch.testing.assert_close(rows.float(), expected, rtol=4e-3, atol=0)
 
 
 @pytest.mark.slow
-def test_weights_are_gathered_as_bytes(tmp_path):
+def test_fp8_weights_are_gathered_as_one_byte_per_element(tmp_path):
     results = run_on_ranks(2, tmp_path / "ranks", train_in_fp8, "fsdp_full", torch.bfloat16)
     elements, bias, gathers = WIDTH * WIDTH // 2, WIDTH // 2, STEPS * MICRO_BATCHES * 2
     for result in results:
         assert result["gathered"].count(elements + 2 * bias) == gathers * (NUM_LAYERS - 1)
         assert result["gathered"].count(2 * elements + 2 * bias) == gathers
-    assert results[0]["norms"] == results[1]["norms"] == pytest.approx(train_whole()[0], rel=5e-2)
+    assert results[0]["norms"] == results[1]["norms"] == pytest.approx(train_on_one_process()[0], rel=5e-2)

@@ -1,4 +1,4 @@
-"""Models written in fp8: what is stored, what transformers with compressed-tensors computes from it, and refusals."""
+"""Exports in fp8: the stored tensors, the logits that transformers with compressed-tensors computes, and refusals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IDS = torch.arange(3, 43)[None]
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_are_the_nearest_fp8_to_the_stored_scale(scale_dtype):
+def test_fp8_rows_are_the_nearest_fp8_numbers_at_the_stored_scale(scale_dtype):
     torch.manual_seed(0)
     weight = torch.randn(64, 33).to(torch.bfloat16) * torch.logspace(-6, 3, 64)[:, None].to(torch.bfloat16)
     values, scale = fp8_rows(weight, scale_dtype)
@@ -38,7 +38,7 @@ def test_rows_are_the_nearest_fp8_to_the_stored_scale(scale_dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("max_shard_size", ["1GB", "40KB"])
-def test_what_is_written(tmp_path, dtype, max_shard_size, monkeypatch):
+def test_export_writes_fp8_linear_weights_and_copies_everything_else(tmp_path, dtype, max_shard_size, monkeypatch):
     source = write_model(tmp_path / "source", dtype, max_shard_size)
     (tmp_path / "source" / "README.md").write_text("a card")
     (tmp_path / "source" / "pytorch_model.bin").write_text("a pickle")
@@ -59,16 +59,16 @@ def test_what_is_written(tmp_path, dtype, max_shard_size, monkeypatch):
         half_spacing = 2**-4 * tensor.float().abs() + 2**-10 * scale.float()
         assert ((after[name].float() * scale.float() - tensor.float()).abs() <= half_spacing * 1.001).all()
     folders = (tmp_path / "source", tmp_path / "out")
-    read, names = ({path.name for path in each.iterdir() if path.suffix != ".safetensors"} for each in folders)
-    assert names == read - {"pytorch_model.bin"}
+    source_names, names = ({path.name for path in each.iterdir() if path.suffix != ".safetensors"} for each in folders)
+    assert names == source_names - {"pytorch_model.bin"}
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"], "of the key that transformers 4 reads"
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"], "transformers 4 reads the top-level key"
     sizes = [sum(file.stat().st_size for file in each.glob("*.safetensors")) for each in folders]
     assert [size_before, size_after] == sizes and sizes[1] < sizes[0]
     if max_shard_size == "40KB":
         index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-        held = {file.name: load_file(file) for file in (tmp_path / "out").glob("*.safetensors")}
-        assert index["weight_map"] == {name: file for file, contents in held.items() for name in contents}
+        shards = {file.name: load_file(file) for file in (tmp_path / "out").glob("*.safetensors")}
+        assert index["weight_map"] == {name: file for file, contents in shards.items() for name in contents}
 
 
 @pytest.mark.parametrize(
@@ -76,14 +76,14 @@ def test_what_is_written(tmp_path, dtype, max_shard_size, monkeypatch):
     [*((family, torch.bfloat16) for family in FAMILIES), ("llama2", torch.float32), ("llama2", torch.float16)],
     ids=str,
 )
-def test_transformers_computes_the_emulated_logits(tmp_path, family, dtype):
+def test_transformers_computes_the_same_logits_as_an_emulation_of_fp8(tmp_path, family, dtype):
     pytest.importorskip("compressed_tensors")
     torch.manual_seed(0)
     hf_config = family_config(family, hidden_size=128, intermediate_size=256)
     source = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
     source.save_pretrained(tmp_path / "source")
     export_fp8(tmp_path / "source", tmp_path / "out")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert config["ignore"] == ["lm_head"] and config["format"] == "float-quantized"
 
@@ -96,37 +96,38 @@ def test_transformers_computes_the_emulated_logits(tmp_path, family, dtype):
                 parameter.copy_(stored[name].float() * stored[f"{name}_scale"].float())
                 changed += 1
         assert changed
-        only_weights = emulated(IDS).logits
+        logits_of_fp8_weights = emulated(IDS).logits
         round_inputs_(emulated)
-        expected, logits = emulated(IDS).logits, theirs(IDS).logits
-        before = source.float().eval()(IDS).logits
+        expected, logits = emulated(IDS).logits, exported(IDS).logits
+        logits_of_source = source.float().eval()(IDS).logits
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
-    assert (expected - only_weights).abs().max() > 0.01 and (only_weights - before).abs().max() > 0.01
+    assert (expected - logits_of_fp8_weights).abs().max() > 0.01
+    assert (logits_of_fp8_weights - logits_of_source).abs().max() > 0.01
 
 
 LINEAR = "model.layers.0.mlp.up_proj.weight"
 
 
-def test_files_that_do_not_fit_are_refused_and_nothing_is_left_behind(tmp_path):
+def test_export_without_a_weight_is_refused_and_removes_its_folder(tmp_path):
     source = Path(write_model(tmp_path / "source"))
-    held = load_file(source / "model.safetensors")
-    del held[LINEAR]
-    save_file(held, source / "model.safetensors", metadata={"format": "pt"})
+    weights = load_file(source / "model.safetensors")
+    del weights[LINEAR]
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=f"lack {LINEAR}"):
         export_fp8(source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_what_cannot_be_exported_is_refused(tmp_path):
+def test_export_refuses_an_existing_folder_non_finite_weights_and_quantised_models(tmp_path):
     source, out = Path(write_model(tmp_path / "source")), tmp_path / "out"
     out.mkdir()
     (out / "a").touch()
     with pytest.raises(UserError, match="--output .*out exists already"):
         export_fp8(source, out)
-    held = load_file(source / "model.safetensors")
+    weights = load_file(source / "model.safetensors")
     for name, value in ((LINEAR, torch.nan), ("model.norm.weight", torch.inf)):
-        changed = {name: held[name].clone().index_fill_(0, torch.tensor([1]), value)}
-        save_file(held | changed, source / "model.safetensors", metadata={"format": "pt"})
+        changed = {name: weights[name].clone().index_fill_(0, torch.tensor([1]), value)}
+        save_file(weights | changed, source / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(UserError, match=f"source: {name}"):
             export_fp8(source, tmp_path / "other")
     set_quantization(source, quantization_config("block"))

@@ -1,4 +1,4 @@
-"""Exact match of exported models: rows, answers, what counts as right."""
+"""Exact match of exported models: which answers are correct, the held-out rows of a run, and generation."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from tests.support.small import LONGROPE, records, train, write_jsonl, write_mod
         *((text, text, None) for text in ("", "\n", "Sure, I have 3 cats.", "Call me at 5:30", "Hello there!")),
     ],
 )
-def test_what_counts_as_right(expected, answer, right):
+def test_answers_are_compared_by_value(expected, answer, right):
     assert evaluate.has_answer(expected) is (right is not None)
     assert right is None or evaluate.is_right(expected, answer) is right
 
 
-def test_a_row_is_cut_before_its_last_supervised_part():
+def test_prompt_ends_before_the_last_supervised_span():
     chat = [1, 2, 3, 4, 5, 6, 7, 0], [-100, 3, -100, -100, 6, 7, -100, -100]
     assert evaluate.prompt_and_solution(*chat) == ([1, 2, 3, 4, 5], [6, 7])
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, rows) -> Path:
-    """A short run on 64 of the embedded problems, of a model whose RoPE is another from 101 tokens on."""
+    """Train briefly on 64 of the embedded problems, with a model whose RoPE changes beyond 100 tokens."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     rope = LONGROPE | {"original_max_position_embeddings": 100}
     model = write_model(folder.parent / "model", rope_parameters=rope, initializer_range=0.3)
@@ -53,7 +53,7 @@ def run(tmp_path_factory, rows) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_s_own_held_out_rows_are_answered_and_their_loss_is_the_run_s(run, call_main, capsys):
+def test_evaluation_answers_the_held_out_rows_and_reproduces_the_eval_loss(run, call_main, capsys):
     assert call_main(evaluate, "--model", run / "final", "--num_problems=9", "--max_new_tokens=4") == 0
     result = json.loads((run / "exact_match.json").read_text())
     (evaluation,) = [record for record in records(run) if "eval_loss" in record]
@@ -66,7 +66,7 @@ def test_a_run_s_own_held_out_rows_are_answered_and_their_loss_is_the_run_s(run,
 
 
 @pytest.mark.slow
-def test_answers_do_not_depend_on_the_batch_and_end_at_the_model_s_own_tokens(run):
+def test_answers_do_not_depend_on_the_batch_and_end_at_any_eos_token(run):
     model, tokenizer = (kind.from_pretrained(run / "final") for kind in (AutoModelForCausalLM, AutoTokenizer))
     texts = [f"Problem:\nWhat is {text}?\n\nSolution:\n" for text in ("2 + 2", "73 * 44 - 1" * 16)]
     prompts = tokenizer(texts)["input_ids"]
@@ -74,16 +74,16 @@ def test_answers_do_not_depend_on_the_batch_and_end_at_the_model_s_own_tokens(ru
     assert together == [evaluate.generate(model, tokenizer, [prompt], 12)[0] for prompt in prompts]
     with torch.no_grad():
         logits = model(torch.tensor([prompts[0]])).logits
-    model.generation_config.eos_token_id = [3, int(logits[0, -1].argmax())]  # one of several ends it at once
-    (first, _), whole = evaluate.generate(model, tokenizer, prompts, 12), together[0]
-    assert len(first) < len(whole)
+    model.generation_config.eos_token_id = [3, int(logits[0, -1].argmax())]  # the second ends the first answer at once
+    ended_at_once = evaluate.generate(model, tokenizer, prompts, 12)[0]
+    assert len(ended_at_once) < len(together[0])
 
 
 @pytest.mark.slow
-def test_an_adapter_answers_as_the_merged_model(tiny_model, rows, tmp_path, call_main, capsys):
+def test_adapter_reproduces_the_eval_loss_and_bad_models_are_refused(tiny_model, rows, tmp_path, call_main, capsys):
     data = (f"--dataset_name={rows}", "--validation_fraction=0.3", "--max_seq_length=128")
-    words = ("--lora_rank=4", "--max_steps=3", "--batch_size=8", f"--output_dir={tmp_path / 'run'}", "--eval_every=0")
-    assert train(f"--model_name={tiny_model}", *data, *words) == 0
+    more = ("--lora_rank=4", "--max_steps=3", "--batch_size=8", f"--output_dir={tmp_path / 'run'}", "--eval_every=0")
+    assert train(f"--model_name={tiny_model}", *data, *more) == 0
     final, answers = tmp_path / "run" / "final", tmp_path / "answers.json"
     assert call_main(evaluate, "--model", final, "--max_new_tokens=4", "--output", answers) == 0
     losses = [record["eval_loss"] for record in records(tmp_path / "run") if "eval_loss" in record]
@@ -102,9 +102,9 @@ def test_an_adapter_answers_as_the_merged_model(tiny_model, rows, tmp_path, call
     chats = [[{"role": "user", "content": story}, {"role": "assistant", "content": story}] for story in stories]
     for rows in ([{"text": story} for story in stories], [{"messages": turns} for turns in chats]):
         capsys.readouterr()
-        text = write_jsonl(tmp_path / f"{min(rows[0])}.jsonl", rows)
-        words = (f"--dataset_name={text}", "--max_seq_length=128", "--output", answers)
-        assert call_main(evaluate, "--model", tiny_model, *words) == 0
+        file = write_jsonl(tmp_path / f"{min(rows[0])}.jsonl", rows)
+        options = (f"--dataset_name={file}", "--max_seq_length=128", "--output", answers)
+        assert call_main(evaluate, "--model", tiny_model, *options) == 0
         result = json.loads(answers.read_text())
         assert result.keys() == {"model", "eval_loss", "answers"}
         assert "%" not in capsys.readouterr().out.partition("exact match")[2]

@@ -1,5 +1,5 @@
-"""The certificate of a transformers Trainer: what Accelerate makes of a Trainer under every launch. The Trainer and
-Accelerate are real, Transformer Engine and the kernels are made up.
+"""The certificate of a transformers Trainer under every launch of Accelerate. The Trainer and Accelerate are real;
+a stand-in replaces Transformer Engine, and the names of the kernels that ran are made up.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from tests.support.small import reset_accelerator, tiny_config
 from tests.support.stand_in_te import install_modules
 
 Format = enum.Enum("Format", "E4M3 E5M2 HYBRID")
-_IN_FORCE: list[Any] = []
+_ACTIVE_RECIPES: list[Any] = []
 
 
 def _recipe(name: str, defaults: dict[str, Any]) -> type:
-    """A recipe class with these fields, which ignores other keyword arguments."""
+    """Return a recipe class with these fields and defaults; its constructor ignores other keyword arguments."""
 
     def initialise(self: Any, **values: Any) -> None:
         self.__dict__.update({key: values.get(key, default) for key, default in defaults.items()})
@@ -55,7 +55,7 @@ MXFP8BlockScaling = _recipe("MXFP8BlockScaling", {"margin": 0, "fp8_format": For
 
 
 class Linear(nn.Linear):
-    """te.Linear's constructor and the attributes that tell of its last forward pass."""
+    """Stand in for te.Linear: `fp8` and `fp8_meta` describe its last forward pass, as in Transformer Engine."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, params_dtype: torch.dtype | None = None
@@ -65,7 +65,7 @@ class Linear(nn.Linear):
         self.fp8_meta: dict[str, Any] = {}
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        recipe = _IN_FORCE[-1] if _IN_FORCE else None
+        recipe = _ACTIVE_RECIPES[-1] if _ACTIVE_RECIPES else None
         self.fp8 = recipe is not None
         if recipe is not None:
             self.fp8_meta = {"recipe": recipe}
@@ -75,15 +75,15 @@ class Linear(nn.Linear):
 @contextlib.contextmanager
 def fp8_autocast(enabled: bool, fp8_recipe: Any) -> Iterator[None]:
     """While open, `Linear` computes by `fp8_recipe`."""
-    _IN_FORCE.append(fp8_recipe if enabled else None)
+    _ACTIVE_RECIPES.append(fp8_recipe if enabled else None)
     try:
         yield
     finally:
-        _IN_FORCE.pop()
+        _ACTIVE_RECIPES.pop()
 
 
-def install_made_up_te(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Accelerate find it."""
+def install_stand_in_te(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install a stand-in for Transformer Engine where Accelerate looks for it."""
     contents: dict[str, dict[str, Any]] = {
         "transformer_engine": {},
         "transformer_engine.common": {},
@@ -118,7 +118,7 @@ FP8_LAUNCH = {
     "ACCELERATE_FP8_AMAX_COMPUTE_ALGO": "max",
     "ACCELERATE_FP8_MARGIN": "0",
 }
-"""What `configs/accelerate_fp8.yaml` becomes."""
+"""The variables that `accelerate launch` sets for `configs/accelerate_fp8.yaml`."""
 BF16_LAUNCH = {"ACCELERATE_MIXED_PRECISION": "bf16"}
 NUM_LINEARS = 15
 """Linear layers of the tiny model: seven in each of two layers, and the output head."""
@@ -127,30 +127,32 @@ EXPECTED = NUM_LINEARS * 3 * MICRO_BATCHES
 
 
 @pytest.fixture
-def record(monkeypatch):
-    """Let the GPU seem to run these kernels in the recorded step: name -> count."""
+def fake_kernels(monkeypatch):
+    """Return a function that makes the recorded step report these kernels: name -> count."""
 
-    def made_up(kernels: dict[str, int]) -> None:
+    def report(kernels: dict[str, int]) -> None:
         times = {name: (count, count * 1e-5) for name, count in kernels.items()}
         monkeypatch.setattr(callback_module, "can_record", lambda: True)
         monkeypatch.setattr(callback_module, "record_kernels", contextlib.nullcontext)
         monkeypatch.setattr(callback_module, "kernel_times", lambda _: times)
 
-    return made_up
+    return report
 
 
 @pytest.fixture
-def trained(monkeypatch, tmp_path, record):
-    """Train a tiny model for three steps under a launch, with a callback that sees these kernels; the Trainer."""
-    install_made_up_te(monkeypatch)
+def train(monkeypatch, tmp_path, fake_kernels):
+    """Return a function that trains a tiny model for three steps under the variables of `launch`, with a callback that
+    sees `kernels`, and returns the Trainer. The variables in `missing` are unset before training.
+    """
+    install_stand_in_te(monkeypatch)
 
-    def run(launch: dict[str, str], kernels: dict[str, int], lost=(), model=None, **arguments) -> Trainer:
+    def run(launch: dict[str, str], kernels: dict[str, int], missing=(), model=None, **arguments) -> Trainer:
         reset_accelerator()
-        record(kernels)
+        fake_kernels(kernels)
         for name, value in launch.items():
             monkeypatch.setenv(name, value)
         callback = CertificateCallback(step=arguments.pop("step", 2))
-        for name in lost:
+        for name in missing:
             monkeypatch.delenv(name)
         torch.manual_seed(0)
         trainer = Trainer(
@@ -170,7 +172,7 @@ def trained(monkeypatch, tmp_path, record):
             callbacks=[callback],
         )
         trainer.certificate_callback = callback
-        run.latest = trainer  # for a run that its certificate ends
+        run.latest = trainer  # for tests in which train() raises SystemExit
         trainer.train()
         return trainer
 
@@ -181,8 +183,8 @@ def certificate_of(folder: Path) -> dict:
     return json.loads((folder / "certificate.json").read_text())
 
 
-def test_a_trainer_launched_in_fp8_is_certified(trained, tmp_path, capsys):
-    trainer = trained(FP8_LAUNCH, {FP8_KERNEL: EXPECTED, BF16_KERNEL: 4})
+def test_trainer_launched_in_fp8_is_certified(train, tmp_path, capsys):
+    trainer = train(FP8_LAUNCH, {FP8_KERNEL: EXPECTED, BF16_KERNEL: 4})
     assert trainer.state.global_step == 3 and trainer.accelerator.mixed_precision == "fp8"
     stored = certificate_of(tmp_path)
     assert (stored["verdict"], stored["remarks"]) == ("certified", [])
@@ -201,7 +203,7 @@ def test_invalid_callback_arguments_are_refused():
         CertificateCallback("fp8", step=0)
 
 
-def test_a_step_without_a_trainer(record):
+def test_certify_step_judges_a_step_without_a_trainer(fake_kernels):
     model = nn.Linear(16, 16)
 
     def step() -> None:
@@ -209,37 +211,38 @@ def test_a_step_without_a_trainer(record):
 
     with pytest.raises(UserError, match="NVIDIA GPU"):
         certify_step(step, model, "bf16")
-    record({BF16_KERNEL: 3})
+    fake_kernels({BF16_KERNEL: 3})
     assert certify_step(step, model, "bf16").verdict == "certified" and model.weight.grad is not None
     (reason,) = certify_step(step, model, "bf16", optimizer=torch.optim.SGD([model.weight])).reasons
     assert "bias" in reason
-    lost = certify_step(step, model, "fp8", recipe="current", num_micro_batches=2)
-    assert (lost.verdict, lost.precision, lost.num_expected_fp8_gemm_kernels) == ("failed", "fp8 current", 6)
+    bf16_step = certify_step(step, model, "fp8", recipe="current", num_micro_batches=2)
+    expected = ("failed", "fp8 current", 6)
+    assert (bf16_step.verdict, bf16_step.precision, bf16_step.num_expected_fp8_gemm_kernels) == expected
     with pytest.raises(ValueError, match="recipe 'curent'"):
         certify_step(step, model, "fp8", recipe="curent")
 
 
 @pytest.mark.parametrize("is_trained", [True, False])
-def test_as_many_dgrads_are_expected_as_autograd_computes(record, is_trained):
-    record({})
+def test_expected_kernels_count_the_input_gradients_that_autograd_computes(fake_kernels, is_trained):
+    fake_kernels({})
     embedding = nn.Embedding(4, 16).requires_grad_(is_trained)
     model = nn.Sequential(embedding, *(Linear(16, 16, bias=False) for _ in range(2)))
-    with FlopCounterMode(display=False) as counted:
+    with FlopCounterMode(display=False) as flop_counter:
         certificate = certify_step(lambda: model(torch.arange(4)).sum().backward(), model, "fp8")
-    assert counted.get_total_flops() == 2 * 4 * 16 * 16 * certificate.num_expected_fp8_gemm_kernels
+    assert flop_counter.get_total_flops() == 2 * 4 * 16 * 16 * certificate.num_expected_fp8_gemm_kernels
 
 
-def test_a_trainer_launched_in_bf16_is_certified_and_fp8_kernels_in_it_are_not(trained, tmp_path, capsys):
-    trained(BF16_LAUNCH, {BF16_KERNEL: EXPECTED})
+def test_trainer_launched_in_bf16_fails_with_an_fp8_kernel(train, tmp_path, capsys):
+    train(BF16_LAUNCH, {BF16_KERNEL: EXPECTED})
     assert certificate_of(tmp_path)["verdict"] == "certified" and certificate_of(tmp_path)["precision"] == "bf16"
     with pytest.raises(SystemExit) as stopped:
-        trained(BF16_LAUNCH, {BF16_KERNEL: EXPECTED, FP8_KERNEL: 1})
+        train(BF16_LAUNCH, {BF16_KERNEL: EXPECTED, FP8_KERNEL: 1})
     assert stopped.value.code == 1 and "expected no fp8 GEMM kernel, but 1 ran" in capsys.readouterr().err
 
 
-def test_one_kernel_fewer_ends_the_run_after_the_step(trained, tmp_path, capsys):
+def test_one_missing_fp8_kernel_ends_the_run_after_the_step(train, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
-        trained(FP8_LAUNCH, {FP8_KERNEL: EXPECTED - 1})
+        train(FP8_LAUNCH, {FP8_KERNEL: EXPECTED - 1})
     assert stopped.value.code == 1
     (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
     assert line.startswith("error: the GPU does not run what was asked for (fp8 delayed)")
@@ -248,80 +251,78 @@ def test_one_kernel_fewer_ends_the_run_after_the_step(trained, tmp_path, capsys)
     assert certificate_of(tmp_path)["verdict"] == "failed"
 
 
-def test_kernels_of_unknown_names_are_a_warning(trained, capsys):
-    trained(FP8_LAUNCH, {"some_new_gemm": EXPECTED})
+def test_unknown_kernel_names_are_a_warning(train, capsys):
+    train(FP8_LAUNCH, {"some_new_gemm": EXPECTED})
     assert "WARNING: this run could not be certified" in capsys.readouterr().out
 
 
-def test_the_last_step_is_recorded_where_there_are_fewer(trained):
-    assert trained(BF16_LAUNCH, {BF16_KERNEL: 1}, step=5).certificate_callback.certificate.verdict == "certified"
+def test_the_last_step_is_recorded_if_training_is_shorter_than_the_chosen_step(train):
+    assert train(BF16_LAUNCH, {BF16_KERNEL: 1}, step=5).certificate_callback.certificate.verdict == "certified"
 
 
-# What Accelerate and the Trainer do of their own accord, and whether the callback sees it.
+# Accelerate and the Trainer silently change the precision in these cases. The callback must notice.
 
 
-def test_a_lost_launch_is_caught(trained, capsys):
-    """As by a program that clears its environment: the Trainer computes in fp32 and says nothing."""
+def test_training_without_the_launchers_variables_fails(train, capsys):
+    """A program that clears its environment makes the Trainer compute in fp32 without a warning."""
     with pytest.raises(SystemExit):
-        trained(FP8_LAUNCH, {BF16_KERNEL: EXPECTED}, lost=tuple(FP8_LAUNCH))
-    # Nothing is converted, so what should have been counts: the layers whose sizes fp8 can take, without the head.
+        train(FP8_LAUNCH, {BF16_KERNEL: EXPECTED}, missing=tuple(FP8_LAUNCH))
+    # Nothing was converted, so the certificate expects every layer whose sizes fp8 supports, except the lm_head.
     assert f"expected at least {(NUM_LINEARS - 1) * 3 * MICRO_BATCHES} fp8 GEMM kernels" in capsys.readouterr().err
 
 
-def test_the_bf16_flag_takes_the_place_of_fp8_and_the_recipe_is_lost(trained, capsys):
-    """ACCELERATE_FP8_BACKEND alone converts the model, and without a recipe of its own Transformer Engine takes its
-    default.
-    """
-    trainer = trained(FP8_LAUNCH, {FP8_KERNEL: EXPECTED}, bf16=True)
+def test_bf16_flag_keeps_fp8_kernels_but_drops_the_recipe(train, capsys):
+    """ACCELERATE_FP8_BACKEND alone converts the model. Transformer Engine gets no recipe and uses its default."""
+    trainer = train(FP8_LAUNCH, {FP8_KERNEL: EXPECTED}, bf16=True)
     assert trainer.accelerator.mixed_precision == "bf16"
     assert trainer.certificate_callback.certificate.verdict == "certified"
-    chosen = {**FP8_LAUNCH, "ACCELERATE_FP8_AMAX_HISTORY_LEN": "16", "ACCELERATE_FP8_FORMAT": "E4M3"}
-    trained(chosen, {FP8_KERNEL: EXPECTED})
+    custom_recipe_launch = {**FP8_LAUNCH, "ACCELERATE_FP8_AMAX_HISTORY_LEN": "16", "ACCELERATE_FP8_FORMAT": "E4M3"}
+    train(custom_recipe_launch, {FP8_KERNEL: EXPECTED})
     with pytest.raises(SystemExit):
-        trained(chosen, {FP8_KERNEL: EXPECTED}, bf16=True)
+        train(custom_recipe_launch, {FP8_KERNEL: EXPECTED}, bf16=True)
     error = capsys.readouterr().err
     assert "fp8_config has amax_history_len 16, and the recipe in force has 1024" in error
     assert "fp8_config has fp8_format E4M3, and the recipe in force has HYBRID" in error
 
 
-def test_several_gpus_in_one_process_are_an_error_whose_cause_is_named(trained, monkeypatch, capsys):
-    """The Trainer takes nn.DataParallel then, and prepares the optimizer alone."""
+def test_several_gpus_in_one_process_are_an_error_after_a_warning(train, monkeypatch, capsys):
+    """The Trainer then wraps the model in nn.DataParallel and prepares the optimizer without the model."""
     monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
     with pytest.raises(ValueError, match="must pass a model and an optimizer together"):
-        trained(FP8_LAUNCH, {BF16_KERNEL: EXPECTED})
+        train(FP8_LAUNCH, {BF16_KERNEL: EXPECTED})
     assert "WARNING: one process sees 2 GPUs, and nn.DataParallel has no fp8" in capsys.readouterr().out
 
 
-def test_most_recent_is_the_launchers_default_and_only_a_remark(trained):
-    trainer = trained({**FP8_LAUNCH, "ACCELERATE_FP8_AMAX_COMPUTE_ALGO": "most_recent"}, {FP8_KERNEL: EXPECTED})
+def test_amax_algorithm_most_recent_is_only_a_remark(train):
+    trainer = train({**FP8_LAUNCH, "ACCELERATE_FP8_AMAX_COMPUTE_ALGO": "most_recent"}, {FP8_KERNEL: EXPECTED})
     certificate = trainer.certificate_callback.certificate
     assert certificate.verdict == "certified"
     assert certificate.remarks == ["fp8_config has amax_compute_algo most_recent, and the recipe in force has max"]
 
 
-def test_recomputed_layers_leave_fp8(trained, capsys):
-    """The backward pass computes them again outside Accelerate's autocast."""
+def test_gradient_checkpointing_fails_the_certificate(train, capsys):
+    """The backward pass recomputes the layers outside Accelerate's autocast, so not in fp8."""
     with pytest.raises(SystemExit):
-        trained(FP8_LAUNCH, {FP8_KERNEL: EXPECTED}, gradient_checkpointing=True)
+        train(FP8_LAUNCH, {FP8_KERNEL: EXPECTED}, gradient_checkpointing=True)
     error = capsys.readouterr().err
     assert f"expected at least {EXPECTED + 14 * MICRO_BATCHES} fp8 GEMM kernels" in error
     assert f"of {NUM_LINEARS} modules of Transformer Engine 1 say they computed in fp8" in error
 
 
-def test_a_tied_head_that_left_the_optimizer_ends_the_run(trained, capsys):
-    """Accelerate gives it a weight of its own that no optimizer knows."""
+def test_tied_lm_head_missing_from_the_optimizer_ends_the_run(train, capsys):
+    """Accelerate's conversion unties the lm_head: its new weight is in no optimizer."""
     with pytest.raises(SystemExit):
-        trained(FP8_LAUNCH, {FP8_KERNEL: EXPECTED}, model={"tie_word_embeddings": True})
+        train(FP8_LAUNCH, {FP8_KERNEL: EXPECTED}, model={"tie_word_embeddings": True})
     reason = "the optimizer does not hold 1 of the parameters that require a gradient, such as lm_head.weight"
     assert reason in capsys.readouterr().err
 
 
-def test_layers_that_the_conversion_left_out_are_named(trained):
-    """It returns at the key projection, whose 8 rows fp8 cannot take, and never gets to the output projection, which
-    it could.
+def test_layers_that_the_conversion_skipped_are_a_remark(train):
+    """The conversion returns at the key projection, whose 8 rows fp8 does not support. It never reaches the output
+    projection, which fp8 supports.
     """
     expected = 9 * 3 * MICRO_BATCHES
-    certificate = trained(FP8_LAUNCH, {FP8_KERNEL: expected}, model={"head_dim": 8}).certificate_callback.certificate
+    certificate = train(FP8_LAUNCH, {FP8_KERNEL: expected}, model={"head_dim": 8}).certificate_callback.certificate
     assert certificate.verdict == "certified" and certificate.num_expected_fp8_gemm_kernels == expected
     assert certificate.remarks == [
         "2 linear layers that fp8 could compute were not converted, such as model.layers.0.self_attn.o_proj"
@@ -329,24 +330,24 @@ def test_layers_that_the_conversion_left_out_are_named(trained):
 
 
 TORCHAO_LAUNCH = {"ACCELERATE_MIXED_PRECISION": "fp8"}
-"""`accelerate launch --mixed_precision fp8` without a backend: torchao comes first."""
+"""The variables of `accelerate launch --mixed_precision fp8` without a backend. Accelerate then prefers torchao."""
 NUM_IN_TORCHAO = NUM_LINEARS - 2
-"""Accelerate leaves the first and the last linear layer."""
+"""Accelerate does not convert the first and the last linear layer."""
 
 
-def test_torchaos_layers_are_judged_and_their_weights_leave_the_optimizer(trained):
-    """Accelerate asks torchao for its fp8 all-gather, without FSDP too, so each weight becomes another parameter."""
+def test_torchao_weights_missing_from_the_optimizer_fail_the_certificate(train):
+    """Accelerate enables torchao's fp8 all-gather even without FSDP, and so each weight becomes a new parameter."""
     with pytest.raises(SystemExit):
-        trained(TORCHAO_LAUNCH, {FP8_KERNEL: NUM_IN_TORCHAO * 3 * MICRO_BATCHES}, learning_rate=1e-2)
-    trainer = trained.latest
+        train(TORCHAO_LAUNCH, {FP8_KERNEL: NUM_IN_TORCHAO * 3 * MICRO_BATCHES}, learning_rate=1e-2)
+    trainer = train.latest
     certificate = trainer.certificate_callback.certificate
     assert trainer.accelerator.fp8_backend == "AO" and certificate.verdict == "failed"
     assert certificate.precision == "fp8 tensorwise"
     assert certificate.modules.recipes == {"tensorwise": NUM_IN_TORCHAO}
     assert certificate.num_expected_fp8_gemm_kernels == NUM_IN_TORCHAO * 3 * MICRO_BATCHES
-    (left,), (lost,) = certificate.remarks, certificate.reasons
-    assert left.startswith("1 linear layers that fp8 could compute were not converted, such as model.layers.0.self_at")
-    assert f"the optimizer does not hold {NUM_IN_TORCHAO} of the parameters" in lost
+    (remark,), (reason,) = certificate.remarks, certificate.reasons
+    assert remark.startswith("1 linear layers that fp8 could compute were not converted, such as model.layers.0.self")
+    assert f"the optimizer does not hold {NUM_IN_TORCHAO} of the parameters" in reason
     torch.manual_seed(0)
     untrained = AutoModelForCausalLM.from_config(tiny_config())
     before, after = (model.model.layers[0].self_attn for model in (untrained, trainer.model))
@@ -354,26 +355,26 @@ def test_torchaos_layers_are_judged_and_their_weights_leave_the_optimizer(traine
     assert not torch.equal(after.q_proj.weight, before.q_proj.weight)
 
 
-def test_with_a_torchao_recipe_of_ones_own_weights_stay_and_one_kernel_fewer_fails(trained, monkeypatch, capsys):
-    """As LLaMA-Factory and axolotl mean to ask for it: a configuration without FSDP's all-gather."""
+def test_torchao_without_fp8_all_gather_is_certified_unless_a_kernel_is_missing(train, monkeypatch, capsys):
+    """LLaMA-Factory and axolotl intend this configuration: torchao without the fp8 all-gather of FSDP."""
     original = Accelerator.__init__
     handlers = [AORecipeKwargs(config=Float8LinearConfig.from_recipe_name("rowwise"))]
     monkeypatch.setattr(
-        Accelerator, "__init__", lambda self, **given: original(self, **{**given, "kwargs_handlers": handlers})
+        Accelerator, "__init__", lambda self, **options: original(self, **{**options, "kwargs_handlers": handlers})
     )
     expected = NUM_IN_TORCHAO * 3 * MICRO_BATCHES
-    certificate = trained(TORCHAO_LAUNCH, {FP8_KERNEL: expected}).certificate_callback.certificate
+    certificate = train(TORCHAO_LAUNCH, {FP8_KERNEL: expected}).certificate_callback.certificate
     assert (certificate.verdict, certificate.precision) == ("certified", "fp8 rowwise")
     assert not any("optimizer" in remark for remark in certificate.remarks)
     with pytest.raises(SystemExit):
-        trained(TORCHAO_LAUNCH, {FP8_KERNEL: expected - 1, BF16_KERNEL: 99})
+        train(TORCHAO_LAUNCH, {FP8_KERNEL: expected - 1, BF16_KERNEL: 99})
     error = capsys.readouterr().err
     assert f"expected at least {expected} fp8 GEMM kernels" in error
     assert f"of {NUM_IN_TORCHAO} modules of torchao {NUM_IN_TORCHAO} say they are set up for fp8" in error
 
 
-def test_axolotls_plugin_adds_the_callback(monkeypatch):
-    """With a made-up base class."""
+def test_axolotl_plugin_adds_the_callback(monkeypatch):
+    """A stand-in replaces axolotl's base class of plugins."""
     base = ModuleType("axolotl.integrations.base")
     base.BasePlugin = type("BasePlugin", (), {})  # type: ignore[attr-defined]
     for name in ("axolotl", "axolotl.integrations"):
@@ -389,11 +390,11 @@ def test_axolotls_plugin_adds_the_callback(monkeypatch):
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True], ids=["one process", "wrapped as by DDP"])
-def test_a_loop_without_a_trainer_writes_a_certificate(monkeypatch, tmp_path, record, is_wrapped):
+def test_callback_in_a_loop_without_a_trainer_writes_a_certificate(monkeypatch, tmp_path, fake_kernels, is_wrapped):
     monkeypatch.chdir(tmp_path)
-    record({BF16_KERNEL: 1})
+    fake_kernels({BF16_KERNEL: 1})
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    args = TrainingArguments("run")  # before Accelerator(), whose state it resets
+    args = TrainingArguments("run")  # before Accelerator(), because it resets Accelerate's state
     callback, state = CertificateCallback(), TrainerState(max_steps=6)
     model = AutoModelForCausalLM.from_config(tiny_config()).train()
     model, optimizer = Accelerator().prepare(model, torch.optim.AdamW(model.parameters()))
@@ -414,20 +415,20 @@ def test_requested_precision_prefers_the_argument_then_the_launcher(tmp_path):
     assert requested_precision(None, {}, arguments) == "bf16"
     assert requested_precision("fp8", BF16_LAUNCH, arguments) == "fp8"
     assert requested_precision(None, FP8_LAUNCH, arguments) == "fp8"
-    # What is left over of an fp8 launch must not turn a bf16 launch into one: its fp8 kernels are to be found.
+    # Variables left over from an fp8 launch must not turn a bf16 launch into one: there an fp8 kernel is an error.
     assert requested_precision(None, {**FP8_LAUNCH, **BF16_LAUNCH}, arguments) == "bf16"
 
 
-def test_the_example_trains_the_embedded_model_under_accelerate_launch(tmp_path, monkeypatch):
-    """By the command and with the variables that `accelerate launch` starts it with."""
-    words = "--max_steps 3 --num_of_samples 64 --max_seq_length 64 --logging_steps 1 --learning_rate 1e-3".split()
-    example = ["examples/hf_trainer_fp8.py", *words, "--report_to=none", f"--output_dir={tmp_path}"]
+def test_example_trains_the_embedded_model_under_accelerate_launch(tmp_path, monkeypatch):
+    """The test runs the command, with the variables, that `accelerate launch` would run."""
+    options = "--max_steps 3 --num_of_samples 64 --max_seq_length 64 --logging_steps 1 --learning_rate 1e-3".split()
+    example = ["examples/hf_trainer_fp8.py", *options, "--report_to=none", f"--output_dir={tmp_path}"]
     launch = ["--config_file=configs/accelerate_bf16.yaml", *example]
     monkeypatch.chdir(ROOT)
     arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(launch))
     command, environment = prepare_simple_launcher_cmd_env(arguments)
     done = run_program(command, log=tmp_path / "log", environ=environment)
-    assert done.exit_code == 0 and "certificate: none, there is no NVIDIA GPU" in done.output, done.output
+    assert done.exit_code == 0 and "certificate: none, because there is no NVIDIA GPU" in done.output, done.output
     history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
     logged = [record["loss"] for record in history if "loss" in record]
     assert len(logged) == 3 and logged[2] < logged[0] and (tmp_path / "model.safetensors").exists()

@@ -1,5 +1,5 @@
-"""transformers' Trainer under accelerate launch on a GPU: its certificate, set-ups that lose fp8, and what
-Transformer Engine takes of fp8_config.
+"""transformers' Trainer under accelerate launch on a GPU: its certificate, set-ups that lose fp8, and the entries of
+fp8_config that Transformer Engine uses.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ pytestmark = pytest.mark.gpu
 MICRO_BATCHES = 2
 
 
-def example(
+def run_example(
     config: Path | str, model: Path, folder: Path, *options: str, program: list[str] | None = None
 ) -> subprocess.CompletedProcess:
-    """The example, or another program with its options, under accelerate launch."""
+    """Run the example, or another program with the example's options, under accelerate launch."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     command += program or ["examples/hf_trainer_fp8.py"]
-    words = f"--model_name {model} --dataset_name {DATASET_DIR} --num_of_samples 256 --max_seq_length 256"
-    words += f" --per_device_train_batch_size 8 --gradient_accumulation_steps {MICRO_BATCHES} --max_steps 6"
-    words += f" --learning_rate 1e-3 --logging_steps 1 --save_strategy no --report_to none --output_dir {folder}"
-    command += [*words.split(), *options]
+    arguments = f"--model_name {model} --dataset_name {DATASET_DIR} --num_of_samples 256 --max_seq_length 256"
+    arguments += f" --per_device_train_batch_size 8 --gradient_accumulation_steps {MICRO_BATCHES} --max_steps 6"
+    arguments += f" --learning_rate 1e-3 --logging_steps 1 --save_strategy no --report_to none --output_dir {folder}"
+    command += [*arguments.split(), *options]
     variables = {name: value for name, value in os.environ.items() if name != "NVIDIA_TF32_OVERRIDE"}
-    # With several GPUs to see the Trainer would take nn.DataParallel.
+    # If it saw several GPUs, the Trainer would use nn.DataParallel.
     variables["CUDA_VISIBLE_DEVICES"] = variables.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
 
@@ -45,8 +45,8 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in history if "loss" in record]
 
 
-def fp8_file(folder: Path, **fp8_config: object) -> Path:
-    """configs/accelerate_fp8.yaml with other entries of fp8_config."""
+def write_fp8_launch_file(folder: Path, **fp8_config: object) -> Path:
+    """Write configs/accelerate_fp8.yaml with these entries of fp8_config changed, and return its path."""
     content = yaml.safe_load((ROOT / "configs" / "accelerate_fp8.yaml").read_text())
     content["fp8_config"].update(fp8_config)
     path = folder / "fp8.yaml"
@@ -55,12 +55,12 @@ def fp8_file(folder: Path, **fp8_config: object) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_trainer_is_certified_in_fp8_and_trains_as_in_bf16(dtype, model_folder, tmp_path, record_property):
-    options, done = ("--weights_dtype", dtype, "--seed", "1"), {}
+def test_trainer_is_certified_in_fp8_and_its_losses_follow_bf16(dtype, model_folder, tmp_path, record_property):
+    options, processes = ("--weights_dtype", dtype, "--seed", "1"), {}
     for precision in ("fp8", "bf16"):
         config, folder = f"configs/accelerate_{precision}.yaml", tmp_path / precision
-        done[precision] = example(config, model_folder, folder, *options)
-        assert done[precision].returncode == 0, done[precision].stdout + done[precision].stderr
+        processes[precision] = run_example(config, model_folder, folder, *options)
+        assert processes[precision].returncode == 0, processes[precision].stdout + processes[precision].stderr
         record_property(precision, certificate_of(folder))
     fp8, bf16 = certificate_of(tmp_path / "fp8"), certificate_of(tmp_path / "bf16")
     assert fp8["verdict"] == bf16["verdict"] == "certified", (fp8["reasons"], bf16["reasons"])
@@ -69,35 +69,39 @@ def test_the_trainer_is_certified_in_fp8_and_trains_as_in_bf16(dtype, model_fold
     assert fp8["modules"]["num_in_fp8"] == fp8["modules"]["num_modules"]
     assert list(fp8["modules"]["recipes"]) == ["DelayedScaling"]
     assert bf16["num_fp8_gemm_kernels"] == 0 and bf16["gemm_kernels_by_type"]["bf16"] > 0
-    assert "certificate: fp8 delayed" in done["fp8"].stdout and "certificate: bf16, none of" in done["bf16"].stdout
-    ours, theirs = losses(tmp_path / "fp8"), losses(tmp_path / "bf16")
-    assert len(ours) == 6 and ours[-1] < ours[0] and ours == pytest.approx(theirs, rel=0.05) and ours != theirs
+    assert "certificate: fp8 delayed" in processes["fp8"].stdout
+    assert "certificate: bf16, none of" in processes["bf16"].stdout
+    in_fp8, in_bf16 = losses(tmp_path / "fp8"), losses(tmp_path / "bf16")
+    assert len(in_fp8) == 6 and in_fp8[-1] < in_fp8[0]
+    assert in_fp8 == pytest.approx(in_bf16, rel=0.05) and in_fp8 != in_bf16
 
 
 # A program that breaks something before it runs the example.
-BROKEN = """
+PATCHED_EXAMPLE = """
 import os, runpy, sys
 import llm_fp8.tools.hf_trainer_callback as callback
 {patch}
 sys.argv[0] = "examples/hf_trainer_fp8.py"
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-LOST = """
+UNSET_LAUNCH_VARIABLES = """
 callback.CertificateCallback.__init__.__defaults__ = ("fp8", 5)
 for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
     del os.environ[name]
 """
-LOST_AUTOCAST = """
+REMOVE_AUTOCAST = """
 import accelerate.accelerator
 accelerate.accelerator.apply_fp8_autowrap = lambda model, handler: model
 """
 
 
-@pytest.mark.parametrize("patch", [LOST, LOST_AUTOCAST], ids=["the launcher's variables", "Accelerate's autocast"])
-def test_a_trainer_that_lost_fp8_ends_with_code_1(patch, model_folder, tmp_path, record_property):
+@pytest.mark.parametrize(
+    "patch", [UNSET_LAUNCH_VARIABLES, REMOVE_AUTOCAST], ids=["the launcher's variables", "Accelerate's autocast"]
+)
+def test_trainer_that_lost_fp8_ends_with_code_1(patch, model_folder, tmp_path, record_property):
     program = tmp_path / "broken.py"
-    program.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n" + BROKEN.format(patch=patch))
-    done = example("configs/accelerate_fp8.yaml", model_folder, tmp_path / "run", program=[str(program)])
+    program.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n" + PATCHED_EXAMPLE.format(patch=patch))
+    done = run_example("configs/accelerate_fp8.yaml", model_folder, tmp_path / "run", program=[str(program)])
     assert done.returncode == 1, done.stdout + done.stderr
     errors = re.findall("^error: the GPU does not run what was asked for.*", done.stderr, re.M)
     record_property("error", errors)
@@ -106,38 +110,37 @@ def test_a_trainer_that_lost_fp8_ends_with_code_1(patch, model_folder, tmp_path,
     assert not (tmp_path / "run" / "trainer_state.json").exists(), "it ended right after the recorded step"
 
 
-def test_gradient_checkpointing_is_not_certified(model_folder, tmp_path, record_property):
-    """The layers are computed again outside the autocast: either torch's checkpointing notices, or the certificate
-    does.
-    """
-    done = example("configs/accelerate_fp8.yaml", model_folder, tmp_path, "--gradient_checkpointing", "true")
+def test_gradient_checkpointing_ends_the_run(model_folder, tmp_path, record_property):
+    """Layers are recomputed outside the autocast. Either torch's checkpointing or the certificate must notice."""
+    done = run_example("configs/accelerate_fp8.yaml", model_folder, tmp_path, "--gradient_checkpointing", "true")
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ") or "Error: " in line]
-    record_property("last_words", [line for line in errors if not line.startswith("subprocess.")][-3:])
+    record_property("last_errors", [line for line in errors if not line.startswith("subprocess.")][-3:])
     assert done.returncode == 1, done.stdout + done.stderr
     assert not (tmp_path / "certificate.json").exists() or certificate_of(tmp_path)["verdict"] == "failed"
 
 
-def test_the_bf16_flag_drops_the_recipe_of_the_file(model_folder, tmp_path, record_property):
-    """fp8 runs all the same, under Transformer Engine's default: caught where the file asks for anything else."""
-    default = example("configs/accelerate_fp8.yaml", model_folder, tmp_path / "default", "--bf16", "true")
+def test_bf16_flag_keeps_fp8_but_drops_the_recipe_of_the_file(model_folder, tmp_path, record_property):
+    """fp8 runs with Transformer Engine's default recipe. The certificate fails if the file has another recipe."""
+    default = run_example("configs/accelerate_fp8.yaml", model_folder, tmp_path / "default", "--bf16", "true")
     assert default.returncode == 0, default.stderr
     assert certificate_of(tmp_path / "default")["verdict"] == "certified"
-    chosen = fp8_file(tmp_path, amax_history_len=16)
-    followed = example(chosen, model_folder, tmp_path / "followed")
+    custom = write_fp8_launch_file(tmp_path, amax_history_len=16)
+    followed = run_example(custom, model_folder, tmp_path / "followed")
     assert followed.returncode == 0, followed.stderr
-    dropped = example(chosen, model_folder, tmp_path / "dropped", "--bf16", "true")
+    dropped = run_example(custom, model_folder, tmp_path / "dropped", "--bf16", "true")
     record_property("certificate", certificate_of(tmp_path / "dropped"))
     assert dropped.returncode == 1
     assert "fp8_config has amax_history_len 16, and the recipe in force has 1024" in dropped.stderr
 
 
-def test_a_step_without_a_trainer_is_certified_in_what_it_computes(device):
+def test_certify_step_accepts_only_the_precision_of_the_step(device):
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8CurrentScaling
 
     model = torch.nn.Sequential(*(te.Linear(256, 256, params_dtype=torch.bfloat16, device=device) for _ in range(2)))
     optimizer = torch.optim.AdamW(model.parameters())
-    inputs = torch.randn(256, 256, device=device, dtype=torch.bfloat16)  # so that dgrad runs once
+    # The inputs need no gradient, so only the second layer computes an input gradient.
+    inputs = torch.randn(256, 256, device=device, dtype=torch.bfloat16)
 
     def step() -> None:
         with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
@@ -153,19 +156,19 @@ def test_a_step_without_a_trainer_is_certified_in_what_it_computes(device):
     assert certify_step(step, model, "bf16").verdict == certify_step(step, model, "fp8", "delayed").verdict == "failed"
 
 
-def test_transformer_engine_takes_of_fp8_config_what_the_table_says(monkeypatch):
-    """The keys that only its recipe decides about; `tests/config/test_accelerate_launch.py` has the others."""
+def test_transformer_engine_uses_the_documented_entries_of_fp8_config(monkeypatch):
+    """Only TE's recipe decides about these keys. `tests/config/test_accelerate_launch.py` tests the others."""
     from accelerate.utils import TERecipeKwargs
     from accelerate.utils.transformer_engine import apply_fp8_autowrap
     from transformer_engine.common import recipe as recipes
 
-    made = []
+    created = []
     original = recipes.DelayedScaling
-    monkeypatch.setattr(recipes, "DelayedScaling", lambda **given: made.append(original(**given)) or made[-1])
+    monkeypatch.setattr(recipes, "DelayedScaling", lambda **fields: created.append(original(**fields)) or created[-1])
 
-    def values(**given: object) -> dict:
-        apply_fp8_autowrap(torch.nn.Linear(16, 16), TERecipeKwargs(**given))
-        return vars(made[-1])
+    def values(**fp8_config: object) -> dict:
+        apply_fp8_autowrap(torch.nn.Linear(16, 16), TERecipeKwargs(**fp8_config))
+        return vars(created[-1])
 
     default = values()
     assert (default["amax_compute_algo"], default["amax_history_len"], default["margin"]) == ("max", 1024, 0)

@@ -1,4 +1,4 @@
-"""llm-fp8 memory: what it takes for a model and a GPU, and what it answers."""
+"""llm-fp8 memory: names of models and GPUs, the figures of every training method, and the printed commands."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.support.small import tiny_config
 
 @pytest.fixture
 def figures(tmp_path, call_main, capsys):
-    def run(*words: str) -> dict:
+    def run(*options: str) -> dict:
         file = tmp_path / "figures.json"
-        assert call_main(memory, *words, "--output", file) == 0
+        assert call_main(memory, *options, "--output", file) == 0
         content = json.loads(file.read_text())
         printed = capsys.readouterr().out
         assert all(f"{row['total_gib']:.1f}" in printed for row in content["rows"])
@@ -36,18 +36,18 @@ def figures(tmp_path, call_main, capsys):
     [("H100", 79.2), ("h200", 139.8), ("NVIDIA H100 80GB HBM3", 79.2), ("80", 80), ("24GB", 24), ("44.5GiB", 44.5)]
     + [("rtx 4090", 23.6), ("A100-SXM4-80GB", 79.1), ("A100-40GB", 40), ("H100 94 GB", 94), ("80 GB", 80)],
 )
-def test_gpu_memory_comes_from_a_name_or_a_number(name, gib):
+def test_gpu_is_a_name_or_a_number_of_gib(name, gib):
     assert assumed_machine(name, num_gpus=1).gpu_gib == gib
 
 
 @pytest.mark.parametrize("name", ["H900", "H1000", "GH200", "H100:2", "L40", "4090 Ti", "-3", "0", "nan", ""])
-def test_an_unknown_gpu_is_refused(name):
+def test_unknown_gpu_is_refused(name):
     with pytest.raises(UserError, match="--gpu"):
         assumed_machine(name, num_gpus=1)
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "options"),
     [
         ("Llama-3.1-8B", ["--model_name=meta-llama/Llama-3.1-8B"]),
         ("meta-llama/Meta-Llama-3.1-8B-Instruct", ["--model_name=meta-llama/Meta-Llama-3.1-8B-Instruct"]),
@@ -58,76 +58,76 @@ def test_an_unknown_gpu_is_refused(name):
         (str(MODEL_DIR), [f"--model_name={MODEL_DIR}"]),
     ],
 )
-def test_a_model_is_a_bundled_name_a_hub_id_or_a_folder(name, words):
-    hf_config, model_words = find_model(name)
-    assert hf_config.num_hidden_layers > 0 and model_words == words
+def test_model_is_a_bundled_name_a_hub_id_or_a_folder(name, options):
+    hf_config, model_options = find_model(name)
+    assert hf_config.num_hidden_layers > 0 and model_options == options
 
 
-def test_a_misspelt_model_name_suggests_the_nearest():
+def test_misspelt_model_name_suggests_the_nearest():
     with pytest.raises(UserError, match="Llama-3.1-8B"):
         find_model("lama-3.1-8b")
 
 
-def test_rows_cover_every_way_and_mode_and_fitting_ones_come_first(figures):
+def test_rows_cover_every_method_and_sharding_mode_and_fitting_rows_come_first(figures):
     rows = figures("--model_name=Llama-3.1-8B", "--gpu=H100", "--num_gpus=2")["rows"]
     assert {(row["training"], row["sharding_mode"]) for row in rows} == {
         (way, mode) for way in WAYS for mode in (("ddp",) if "offload" in way else ("ddp", "fsdp_grad", "fsdp_full"))
     }
     fits = [row["fits"] for row in rows]
-    assert fits == sorted(fits, key=lambda words: ("yes", "with", "no").index(words.split()[0]))
+    assert fits == sorted(fits, key=lambda answer: ("yes", "with", "no").index(answer.split()[0]))
     assert fits[0] == "yes" and rows[0]["training"] == "full, recomputed" and rows[0]["needed_gib"] < 79.2
     assert all(sum(row["parts_gib"].values()) == pytest.approx(row["total_gib"]) for row in rows)
 
 
-def test_figures_are_of_the_run_that_fits(figures):
-    """Sharded, and its gradients reduced after each micro-batch: whole ones would take 53 GiB of a GPU more."""
+def test_rows_that_fit_may_reduce_gradients_after_each_micro_batch(figures):
+    """Unsharded gradients would need 53 GiB more on each GPU than gradients reduced after each micro-batch."""
     rows = figures("--model_name=Qwen2.5-14B", "--gpu=H100", "--num_gpus=4", "--gradient_accumulation_steps=4")["rows"]
     fitting = [row for row in rows if row["fits"] == "yes"]
     assert "adamw_8bit, recomputed" in {row["training"] for row in fitting if "sync_every" in row["command"]}
     assert all(row["needed_gib"] <= 79.2 for row in fitting)
 
 
-def test_lora_loads_weights_in_bf16_and_holds_them_in_fp8_only(figures):
+def test_lora_needs_bf16_memory_while_loading_and_fp8_memory_in_training(figures):
     sizes = [f"--{name}" for name in ("gpu=H100", "batch_size=4", "max_seq_length=2048")]
-    held, loaded = (
+    small, large = (
         next(row for row in figures(f"--model_name={name}", *sizes)["rows"] if row["training"] == "LoRA")
         for name in ("Qwen3-8B", "Llama-3.1-70B")
     )
-    assert held["total_gib"] == pytest.approx(51.84, rel=0.02), "measured, in big_models.json"
-    assert loaded["fits"] == "no" and loaded["total_gib"] > 131, "before its weights are cast"
+    assert small["total_gib"] == pytest.approx(51.84, rel=0.02), "measured, in big_models.json"
+    assert large["fits"] == "no" and large["total_gib"] > 131, "before its weights are cast"
 
 
-def test_where_activations_are_not_counted_no_answer_is_yes(figures, tmp_path):
+def test_rows_say_so_if_activations_are_not_counted(figures, tmp_path):
     tiny_config("mixtral").save_pretrained(tmp_path)
     rows = figures(f"--model_name={tmp_path}", "--gpu=24", "--max_seq_length=64")["rows"]
     assert {row["fits"] for row in rows} == {"without activations"}
 
 
-def test_the_printed_commands_parse(figures):
-    for words in (["--gpu=H100"], ["--gpu=44", "--num_gpus=4"], ["--gpu=A100", "--mixed_precision=bf16"]):
-        for row in figures("--model_name=Llama-3.2-3B", "--batch_size=12", *words)["rows"]:
+def test_printed_commands_parse(figures):
+    for options in (["--gpu=H100"], ["--gpu=44", "--num_gpus=4"], ["--gpu=A100", "--mixed_precision=bf16"]):
+        for row in figures("--model_name=Llama-3.2-3B", "--batch_size=12", *options)["rows"]:
             command = shlex.split(row["command"])
             script = next(number for number, word in enumerate(command) if word.endswith(".py"))
             config = parse_config(command[script + 1 :], parallel="multi" in command[script])
             assert config.data.batch_size * config.optim.gradient_accumulation_steps == 12
-            assert (command[script] == "train_multi_gpu.py") == ("--num_gpus=4" in words)
+            assert (command[script] == "train_multi_gpu.py") == ("--num_gpus=4" in options)
 
 
-def test_a_gpu_without_fp8_trains_in_bf16(figures):
+def test_gpu_without_fp8_trains_in_bf16(figures):
     rows = figures("--model_name=Llama-3.2-1B", "--gpu=A100")["rows"]
     assert "--mixed_precision=bf16" in rows[0]["command"]
     with pytest.raises(UserError, match="--mixed_precision fp8"):
         figures("--model_name=Llama-3.2-1B", "--gpu=A100", "--mixed_precision=fp8")
 
 
-@pytest.mark.parametrize("words", ["--batch_size=0", "--num_gpus=0", "--max_seq_length=999999"])
-def test_impossible_sizes_are_refused(figures, words):
-    with pytest.raises(UserError, match=words.partition("=")[0]):
-        figures("--model_name=Llama-3.2-1B", "--gpu=H100", words)
+@pytest.mark.parametrize("option", ["--batch_size=0", "--num_gpus=0", "--max_seq_length=999999"])
+def test_impossible_sizes_are_refused(figures, option):
+    with pytest.raises(UserError, match=option.partition("=")[0]):
+        figures("--model_name=Llama-3.2-1B", "--gpu=H100", option)
 
 
 @pytest.mark.parametrize(("columns", "width"), [("60", 60), (None, 160)])
-def test_a_table_in_a_pipe_is_as_wide_as_columns_says(monkeypatch, columns, width):
+def test_table_in_a_pipe_has_the_width_of_the_variable_columns(monkeypatch, columns, width):
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns is not None:
         monkeypatch.setenv("COLUMNS", columns)

@@ -1,4 +1,4 @@
-"""The W&B dashboard: its keys against the project's and an offline run's, and the view against W&B's own client."""
+"""The W&B dashboard: its keys exist among the metrics and in an offline run, and W&B's client accepts its view."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.support.small import train
 from tests.support.wandb_file import only_wandb_run
 
 
-def the_spec(group: str | None = None) -> dict[str, Any]:
-    """What would be sent to the server for the view."""
+def view_spec(group: str | None = None) -> dict[str, Any]:
+    """Return the JSON that the client would send to the server for the view."""
     view = build_workspace("team", "llm-fp8", group, "a view")._to_model()
     return json.loads(view.spec.model_dump_json(by_alias=True, exclude_none=True))["section"]
 
 
 def test_every_panel_shows_a_key_that_runs_write():
-    in_summary = {*DOCUMENTED, *(f"median_{key}" for key in MEDIANS)}  # of a metric the last value
+    in_summary = {*DOCUMENTED, *(f"median_{key}" for key in MEDIANS)}  # the summary has the last value of a metric
     in_summary |= {f"certificate/{field.name}" for field in dataclasses.fields(Certificate)}
     panels = [panel for section in SECTIONS.values() for panel in section]
     for panel in panels:
@@ -42,8 +42,8 @@ def test_every_panel_shows_a_key_that_runs_write():
 
 
 @pytest.mark.slow
-def test_the_view_that_is_sent_draws_the_layout():
-    sections = the_spec()["panelBankConfig"]["sections"]
+def test_sent_view_has_the_sections_and_panels_of_the_layout():
+    sections = view_spec()["panelBankConfig"]["sections"]
     assert [section["name"] for section in sections] == list(SECTIONS)
     assert [len(section["panels"]) for section in sections] == [len(panels) for panels in SECTIONS.values()]
     panels = {panel["config"]["chartTitle"]: panel for section in sections for panel in section["panels"]}
@@ -65,21 +65,21 @@ def test_the_view_that_is_sent_draws_the_layout():
 
 
 @pytest.mark.slow
-def test_the_view_filters_by_group_and_shows_distinguishing_columns():
-    (all_runs,), (of_group,) = the_spec()["runSets"], the_spec("llama")["runSets"]
-    for runs, filters in ((all_runs, {"jobType": "train"}), (of_group, {"jobType": "train", "group": "llama"})):
+def test_sent_view_filters_by_group_and_shows_the_precision_column():
+    (all_runs,), (one_group,) = view_spec()["runSets"], view_spec("llama")["runSets"]
+    for runs, filters in ((all_runs, {"jobType": "train"}), (one_group, {"jobType": "train", "group": "llama"})):
         assert {item["key"]["name"]: item["value"] for item in runs["filters"]["filters"]} == filters
-    assert of_group["runFeed"]["columnOrder"][1] == "config:precision_name"
+    assert one_group["runFeed"]["columnOrder"][1] == "config:precision_name"
 
 
 @pytest.mark.slow
-def test_an_offline_run_holds_every_key(tmp_path, monkeypatch):
+def test_offline_run_contains_every_label_and_only_known_metrics(tmp_path, monkeypatch):
     variables = {"MODE": "offline", "RUN_GROUP": "pairs", "TAGS": "nightly,h200", "PROJECT": "a-project"}
     for name, value in variables.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
-    words = ("--use_wandb", "--wandb_run_name=a-run", "--output_dir", tmp_path / "first")
-    words += ("--max_steps=4", "--eval_every=2", "--max_seq_length=128", "--batch_size=4", "--num_of_samples=80")
-    assert train(*words, "--eval_batches=2", "--no_export", "--mixed_precision=bf16") == 0
+    options = ("--use_wandb", "--wandb_run_name=a-run", "--output_dir", tmp_path / "first")
+    options += ("--max_steps=4", "--eval_every=2", "--max_seq_length=128", "--batch_size=4", "--num_of_samples=80")
+    assert train(*options, "--eval_batches=2", "--no_export", "--mixed_precision=bf16") == 0
     wandb.teardown()  # waits for W&B's own process, which writes the file
     run = only_wandb_run(tmp_path / "first")
     assert (run.project, run.name, run.group, run.job_type) == ("a-project", "a-run", "pairs", "train")
@@ -91,7 +91,7 @@ def test_an_offline_run_holds_every_key(tmp_path, monkeypatch):
 
 @pytest.fixture
 def views(monkeypatch) -> dict[str, ws.Workspace]:
-    """Address -> the view on a stand-in for W&B's server, which saves every view at the same address."""
+    """Replace W&B's server by a dict, address -> view. Every view is saved at the same address."""
     address = "https://wandb.ai/team/llm-fp8?nw=abc"
     views: dict[str, ws.Workspace] = {}
     monkeypatch.setattr("llm_fp8.observability.trackers.require_wandb_login", lambda program: None)
@@ -101,7 +101,7 @@ def views(monkeypatch) -> dict[str, ws.Workspace]:
     return views
 
 
-def test_the_view_is_sent_and_updated_and_what_others_added_stays(views, call_main, capsys):
+def test_view_update_keeps_sections_that_users_added(views, call_main, capsys):
     assert call_main(wandb_dashboard, "--entity", "team", "--project", "llm-fp8", "--group", "llama") == 0
     address = capsys.readouterr().out.split()[-1]
     view = views[address]
@@ -112,7 +112,7 @@ def test_the_view_is_sent_and_updated_and_what_others_added_stays(views, call_ma
     assert [section.name for section in views[address].sections] == ["Mine", *SECTIONS]
 
 
-def test_a_refusal_by_the_server_is_one_sentence(views, call_main, monkeypatch):
+def test_refusal_by_the_server_is_a_user_error(views, call_main, monkeypatch):
     monkeypatch.setattr(ws.Workspace, "save", mock.Mock(side_effect=ValueError("permission denied")))
     with pytest.raises(UserError, match="--project llm-fp8: .*permission denied"):
         call_main(wandb_dashboard, "--entity", "team")

@@ -1,4 +1,4 @@
-"""The comparison's figures, verdicts, differences, plans and page: on figures of our choosing, and on trained runs."""
+"""The comparison's figures, verdicts, differences, plans and HTML page, from made-up runs and from trained ones."""
 
 from __future__ import annotations
 
@@ -36,62 +36,63 @@ TRAIN = "--max_steps 8 --eval_every 4 --eval_batches 2 --batch_size 4 --max_seq_
 TRAIN += " --no_export"
 
 
-def three(variant: str, rate: float, losses: list[float], **changes: Any) -> list[RunRecord]:
-    """Runs of seeds 1 to 3."""
+def three_runs(variant: str, rate: float, losses: list[float], **changes: Any) -> list[RunRecord]:
+    """Return made-up runs with seeds 1 to 3."""
     return [made_up_run(variant, seed, rate, loss, **changes) for seed, loss in enumerate(losses, start=1)]
 
 
-def test_the_figures_of_a_variant():
-    base = three("bf16", 100_000, [1.00, 1.04, 1.02])
-    figures = variant_figures("delayed", three("delayed", 130_000, [1.01, 1.05, 1.03]), base)
+def test_figures_of_a_variant_are_speedup_loss_gap_memory_and_energy():
+    base = three_runs("bf16", 100_000, [1.00, 1.04, 1.02])
+    figures = variant_figures("delayed", three_runs("delayed", 130_000, [1.01, 1.05, 1.03]), base)
     assert figures.tokens_per_s.value == pytest.approx(130_000, rel=0.01)
     assert 1.28 < figures.speedup.low < figures.speedup.value < figures.speedup.high < 1.32
     assert figures.peak_memory_gib == 37.0 and figures.energy_j_per_million_tokens == pytest.approx(6000 / 1.3)
     assert figures.loss_gap.value == pytest.approx(0.01)
     assert figures.effective == ["fp8 delayed"] and figures.certificate.state == "certified"
-    assert figures.time_to_reference_loss_s is None, "it never gets there"
+    assert figures.time_to_reference_loss_s is None, "its loss stays above bf16's final loss"
 
 
-def test_the_time_to_bf16s_final_loss():
-    base = three("bf16", 100_000, [1.00, 1.04, 1.02])
-    better = three("delayed", 130_000, [0.80, 0.84, 0.82])  # at bf16's last one 15 steps early
-    whole = statistics.mean(sum(step["step_time_s"] for step in run.steps) for run in base)
-    assert variant_figures("bf16", base, base).time_to_reference_loss_s == pytest.approx(whole)
-    sooner = statistics.mean(sum(step["step_time_s"] for step in run.steps[:45]) for run in better)
-    assert variant_figures("delayed", better, base).time_to_reference_loss_s == pytest.approx(sooner)
+def test_time_to_bf16s_final_loss_ends_at_the_first_step_that_reaches_it():
+    base = three_runs("bf16", 100_000, [1.00, 1.04, 1.02])
+    better = three_runs("delayed", 130_000, [0.80, 0.84, 0.82])  # reaches bf16's final loss 15 steps early
+    all_steps_s = statistics.mean(sum(step["step_time_s"] for step in run.steps) for run in base)
+    assert variant_figures("bf16", base, base).time_to_reference_loss_s == pytest.approx(all_steps_s)
+    first_45_steps_s = statistics.mean(sum(step["step_time_s"] for step in run.steps[:45]) for run in better)
+    assert variant_figures("delayed", better, base).time_to_reference_loss_s == pytest.approx(first_45_steps_s)
     assert "time to bf16&#39;s final loss" in render_page(compare([*base, *better]))
 
 
 def test_speeds_are_paired_by_seed():
-    """Runs without a measured speed must not shift the pairs."""
+    """A run without a measured speed must not shift the pairs."""
     base = [made_up_run("bf16", seed, rate) for seed, rate in ((1, 1e5), (2, 2e5), (3, 4e5))]
     fp8 = [made_up_run("delayed", seed, 1.3 * rate) for seed, rate in ((1, 1e5), (2, 2e5), (3, 4e5))]
-    without = [dataclasses.replace(run, summary={}) for run in (fp8[0], base[2])]
-    unpaired = variant_figures("delayed", [without[0], *fp8[1:]], [*base[:2], without[1]])
+    without_speed = [dataclasses.replace(run, summary={}) for run in (fp8[0], base[2])]
+    unpaired = variant_figures("delayed", [without_speed[0], *fp8[1:]], [*base[:2], without_speed[1]])
     paired = variant_figures("delayed", fp8, base)
-    assert unpaired.speedup.low is None, "the second seed alone is common"
+    assert unpaired.speedup.low is None, "only the second seed has both speeds"
     assert paired.speedup.high - paired.speedup.low < 0.05
 
 
-def test_a_run_that_diverged_or_measured_nothing():
-    base, fp8 = three("bf16", 1e5, [1.0, 1.04, 1.02]), three("delayed", 1.3e5, [1.0, 1.04, 1.02])
-    lost = dataclasses.replace(fp8[0], evaluations=[{**fp8[0].evaluations[-1], "eval_loss": math.nan}])
-    assert compare([*base, lost, *fp8[1:]]).verdicts["delayed"].conclusion == "worse"
-    bare = [dataclasses.replace(run, steps=[{"step": 60, "loss": 1.0}], summary={}, evaluations=[]) for run in base]
-    figures = variant_figures("bf16", bare, bare)
+def test_diverged_run_is_worse_and_missing_measurements_are_none():
+    base, fp8 = three_runs("bf16", 1e5, [1.0, 1.04, 1.02]), three_runs("delayed", 1.3e5, [1.0, 1.04, 1.02])
+    diverged = dataclasses.replace(fp8[0], evaluations=[{**fp8[0].evaluations[-1], "eval_loss": math.nan}])
+    assert compare([*base, diverged, *fp8[1:]]).verdicts["delayed"].conclusion == "worse"
+    steps = [{"step": 60, "loss": 1.0}]
+    unmeasured = [dataclasses.replace(run, steps=steps, summary={}, evaluations=[]) for run in base]
+    figures = variant_figures("bf16", unmeasured, unmeasured)
     assert figures.peak_memory_gib is figures.energy_j_per_million_tokens is figures.tokens_per_s is None
     assert figures.time_to_reference_loss_s is None
     assert figures.eval_loss == {} and figures.exact_match_percent is None
 
 
-REFERENCE = variant_figures("bf16", three("bf16", 100_000, [1.00, 1.04, 1.02]), [])
+REFERENCE = variant_figures("bf16", three_runs("bf16", 100_000, [1.00, 1.04, 1.02]), [])
 GOOD = variant_figures(
-    "delayed", three("delayed", 130_000, [1.01, 1.03, 1.02]), three("bf16", 100_000, [1.00, 1.04, 1.02])
+    "delayed", three_runs("delayed", 130_000, [1.01, 1.03, 1.02]), three_runs("bf16", 100_000, [1.00, 1.04, 1.02])
 )
 GAP = Gap(0.0, -0.002, 0.002, {1: 0.001, 2: -0.001, 3: 0.0})
-LEANING = {1: 0.001, 2: 0.003, 3: 0.002}
-BETTER = {1: -0.05, 2: -0.05, 3: -0.05}
-MATCH = Gap(-0.4, -2.4, 1.6, {1: -0.6, 2: 0.2, 3: -0.8})
+POSITIVE_GAPS = {1: 0.001, 2: 0.003, 3: 0.002}
+NEGATIVE_GAPS = {1: -0.05, 2: -0.05, 3: -0.05}
+EXACT_MATCH_GAP = Gap(-0.4, -2.4, 1.6, {1: -0.6, 2: 0.2, 3: -0.8})
 
 
 def verdict(differences: list[Difference] | None = None, reference: VariantFigures | None = REFERENCE, **changes: Any):
@@ -99,43 +100,41 @@ def verdict(differences: list[Difference] | None = None, reference: VariantFigur
     return judge(figures, reference, differences or [], QUALITY_MARGIN)
 
 
-def test_verdict_use_it():
-    good = verdict(exact_match_gap=MATCH, speedup=Interval(1.31, 1.29, 1.33))
+def test_verdict_of_a_faster_variant_with_equal_loss_is_use_it():
+    good = verdict(exact_match_gap=EXACT_MATCH_GAP, speedup=Interval(1.31, 1.29, 1.33))
     assert (good.conclusion, good.quality) == ("use it", "as good")
     assert all(figure in good.sentences[0] for figure in ("1.31 times", "0.0000 nats"))
     assert "-0.4" in good.sentences[1] and "0.005" in good.sentences[2]
 
 
-def test_the_first_sentence_tells_a_difference_from_chance():
-    words = {}
-    for gap in (GAP, Gap(0.004, 0.002, 0.006, LEANING), Gap(0.004, None, None, {1: 0.004})):
-        words[verdict(loss_gap=gap).sentences[0].split(", ")[-1]] = gap
-    assert len(words) == 3
+def test_first_sentence_says_whether_a_difference_is_beyond_chance():
+    gaps = (GAP, Gap(0.004, 0.002, 0.006, POSITIVE_GAPS), Gap(0.004, None, None, {1: 0.004}))
+    assert len({verdict(loss_gap=gap).sentences[0].split(", ")[-1] for gap in gaps}) == 3
     unsure, sure = (verdict(speedup=Interval(1.1, low, 1.3)).sentences[0] for low in (0.9, 1.01))
     assert unsure != sure
 
 
-def test_emulated_fp8_has_no_speed_and_is_called_so():
-    base = three("bf16", 100_000, [1.00, 1.04, 1.02])
+def test_emulated_fp8_has_no_speed_and_is_marked_as_emulated():
+    base = three_runs("bf16", 100_000, [1.00, 1.04, 1.02])
     emulated = {**precision_of("tensorwise"), "backend": "torchao", "emulated": True}
-    comparison = compare([*base, *three("tensorwise", 130_000, [1.00, 1.04, 1.02], precision=emulated)])
+    comparison = compare([*base, *three_runs("tensorwise", 130_000, [1.00, 1.04, 1.02], precision=emulated)])
     figures, judged, page = comparison.variants[1], comparison.verdicts["tensorwise"], render_page(comparison)
     assert figures.speedup is None and judged.conclusion == "speed unknown"
     assert "EMULATED" in judged.sentences[0] and "EMULATED" in figures.effective[0] and "EMULATED" in page
-    assert 'class="bar"' not in page, "a bar of bf16 alone says nothing"
+    assert 'class="bar"' not in page, "a speed bar of bf16 alone would compare nothing"
 
 
-def test_runs_of_one_precision_have_nothing_to_be_compared_with():
+def test_verdict_of_runs_in_one_precision_names_the_missing_precision():
     for variant, missing in (("bf16", "fp8"), ("delayed", "bf16")):
-        comparison = compare(three(variant, 1e5, [1.0, 1.1, 1.2]))
-        (alone,) = comparison.verdicts.values()
-        assert missing in alone.sentences[0] and alone.sentences[0] in render_page(comparison)
+        comparison = compare(three_runs(variant, 1e5, [1.0, 1.1, 1.2]))
+        (only_verdict,) = comparison.verdicts.values()
+        assert missing in only_verdict.sentences[0] and only_verdict.sentences[0] in render_page(comparison)
 
 
-def test_the_quality_margin_is_an_argument():
+def test_quality_margin_decides_between_worse_and_slightly_worse():
     near = dataclasses.replace(GOOD, loss_gap=GAP)
     assert judge(near, REFERENCE, [], margin=0.001).conclusion == "not shown"
-    far = dataclasses.replace(GOOD, loss_gap=Gap(0.02, 0.018, 0.022, LEANING))
+    far = dataclasses.replace(GOOD, loss_gap=Gap(0.02, 0.018, 0.022, POSITIVE_GAPS))
     assert judge(far, REFERENCE, [], QUALITY_MARGIN).conclusion == "worse"
     assert judge(far, REFERENCE, [], margin=0.03).conclusion == "slightly worse"
 
@@ -148,13 +147,13 @@ def test_the_quality_margin_is_an_argument():
         ({"certificate": CertificateState("failed", ["0 fp8 kernels"])}, "not certified", "as good"),
         ({"certificate": CertificateState("missing", [])}, "not certified", "as good"),
         ({"certificate": CertificateState("undetermined", ["names"])}, "not certified", "as good"),
-        ({"loss_gap": Gap(0.05, 0.04, 0.06, LEANING)}, "worse", "worse"),
-        ({"loss_gap": Gap(-0.05, -0.06, -0.04, BETTER)}, "use it", "as good"),
-        ({"loss_gap": Gap(0.004, -0.001, 0.009, LEANING)}, "not shown", "not shown"),
-        ({"loss_gap": Gap(0.002, 0.0005, 0.0035, LEANING)}, "slightly worse", "slightly worse"),
-        ({"exact_match_gap": dataclasses.replace(MATCH, value=-8.0, low=-10.0, high=-6.0)}, "worse", "worse"),
-        ({"exact_match_gap": dataclasses.replace(MATCH, value=8.0, low=6.0, high=10.0)}, "use it", "as good"),
-        # Every seed alone is no proof and no recommendation.
+        ({"loss_gap": Gap(0.05, 0.04, 0.06, POSITIVE_GAPS)}, "worse", "worse"),
+        ({"loss_gap": Gap(-0.05, -0.06, -0.04, NEGATIVE_GAPS)}, "use it", "as good"),
+        ({"loss_gap": Gap(0.004, -0.001, 0.009, POSITIVE_GAPS)}, "not shown", "not shown"),
+        ({"loss_gap": Gap(0.002, 0.0005, 0.0035, POSITIVE_GAPS)}, "slightly worse", "slightly worse"),
+        ({"exact_match_gap": dataclasses.replace(EXACT_MATCH_GAP, value=-8.0, low=-10.0, high=-6.0)}, "worse", "worse"),
+        ({"exact_match_gap": dataclasses.replace(EXACT_MATCH_GAP, value=8.0, low=6.0, high=10.0)}, "use it", "as good"),
+        # A drop in every single seed neither proves "worse" nor permits "use it".
         ({"exact_match_gap": Gap(-4.0, -9.0, 1.0, {1: -1.0, 2: -5.0, 3: -6.0})}, "not shown", "not shown"),
         ({"speedup": Interval(0.8, 0.79, 0.81)}, "not faster", "as good"),
         ({"speedup": Interval(1.0, 0.98, 1.02)}, "not faster", "as good"),
@@ -167,7 +166,7 @@ def test_the_quality_margin_is_an_argument():
         ({"num_failed": 1}, "not shown", "not shown"),
     ],
 )
-def test_verdict_of_other_figures(changes, conclusion, quality):
+def test_verdict_follows_from_the_figures(changes, conclusion, quality):
     judged = verdict(**changes)
     assert (judged.conclusion, judged.quality) == (conclusion, quality), judged
     if conclusion not in ("failed", "fell back"):
@@ -175,7 +174,7 @@ def test_verdict_of_other_figures(changes, conclusion, quality):
         assert verdict(differs, **changes).quality == "not shown"
 
 
-def test_verdict_without_or_with_a_broken_reference():
+def test_verdict_needs_a_certified_reference():
     assert verdict(reference=None).conclusion == "no reference"
     assert verdict(reference=dataclasses.replace(REFERENCE, seeds=[])).conclusion == "no reference"
     broken = dataclasses.replace(REFERENCE, certificate=CertificateState("failed", ["fp8 kernels ran"]))
@@ -189,13 +188,13 @@ def test_verdict_without_or_with_a_broken_reference():
     ("effect", "conclusion"),
     [("both", "not comparable"), ("speed", "speed unknown"), ("quality", "quality unknown")],
 )
-def test_verdict_of_runs_that_differ(effect, conclusion):
+def test_verdict_of_runs_with_different_options(effect, conclusion):
     assert verdict([Difference("optim.learning_rate", effect, {}, ["delayed"])]).conclusion == conclusion
-    anothers = Difference("optim.learning_rate", effect, {}, ["current"])
-    assert verdict([anothers]).conclusion == "use it"
+    of_another_variant = Difference("optim.learning_rate", effect, {}, ["current"])
+    assert verdict([of_another_variant]).conclusion == "use it"
 
 
-def test_a_variant_has_the_certificate_of_its_worst_run():
+def test_certificate_of_a_variant_is_that_of_its_worst_run():
     good, open_, bad = ({"verdict": v, "reasons": [v]} for v in ("certified", "undetermined", "failed"))
 
     def state(*certificates: dict[str, Any] | None) -> CertificateState:
@@ -208,8 +207,8 @@ def test_a_variant_has_the_certificate_of_its_worst_run():
     assert certificate_state([{"certificate": good, "certificate_after_fp8": bad}]).state == "failed"
 
 
-def changed(run: RunRecord, section: str, path: list[str], value: Any) -> RunRecord:
-    """`run` with one entry of a section of its run.json replaced."""
+def with_entry(run: RunRecord, section: str, path: list[str], value: Any) -> RunRecord:
+    """Return `run` with one entry of this section of its run.json replaced."""
     stored = json.loads(json.dumps(run.stored))
     inner = stored[section]
     for key in path[:-1]:
@@ -229,21 +228,21 @@ def changed(run: RunRecord, section: str, path: list[str], value: Any) -> RunRec
         ("precision", ["optimizer"], "adamw_fp32", "precision.optimizer", "both"),
     ],
 )
-def test_a_field_that_differs_is_named_with_what_it_confounds(section, path, value, field, effect):
-    runs = [made_up_run("bf16"), changed(made_up_run("delayed"), section, path, value)]
+def test_difference_names_the_field_and_its_effect_on_speed_or_quality(section, path, value, field, effect):
+    runs = [made_up_run("bf16"), with_entry(made_up_run("delayed"), section, path, value)]
     (difference,) = find_differences(runs)
     assert (difference.field, difference.effect, difference.variants) == (field, effect, ["delayed"])
 
 
-def test_fields_of_single_runs_are_ignored_and_differing_references_concern_all_variants():
-    elsewhere = changed(made_up_run("delayed"), "config", ["run", "output_dir"], "elsewhere")
+def test_differences_among_bf16_runs_concern_all_variants_and_output_folders_none():
+    elsewhere = with_entry(made_up_run("delayed"), "config", ["run", "output_dir"], "elsewhere")
     assert find_differences([made_up_run("bf16"), elsewhere]) == []
-    base = [made_up_run("bf16", 1), changed(made_up_run("bf16", 2), "effective", ["packing"], False)]
+    base = [made_up_run("bf16", 1), with_entry(made_up_run("bf16", 2), "effective", ["packing"], False)]
     (difference,) = find_differences([*base, made_up_run("delayed", 1)])
     assert difference.variants == ["bf16", "delayed"]
 
 
-def test_different_rows_weights_and_precisions_are_found():
+def test_differences_include_rows_initial_weights_and_effective_precisions():
     def differing(*runs: RunRecord) -> list[tuple[str, str, list[str]]]:
         return [(each.field, each.effect, each.variants) for each in find_differences(runs)]
 
@@ -255,27 +254,27 @@ def test_different_rows_weights_and_precisions_are_found():
     assert differing(base, other_weights) == [("first_loss", "quality", ["delayed"])]
     mxfp8 = made_up_run("mxfp8", 1), made_up_run("mxfp8", 2, precision=precision_of("mxfp8", "delayed"))  # it fell back
     assert differing(base, made_up_run("bf16", 2), *mxfp8) == [("precision.effective", "both", ["mxfp8"])]
-    gathered_in_fp8 = changed(fp8, "config", ["parallel", "fp8_params"], True)  # as a run of LoRA in fp8 has it
-    assert differing(base, gathered_in_fp8) == []
-    assert differing(fp8, gathered_in_fp8) == [("config.precision.fp8_params", "both", ["delayed"])]
+    with_fp8_params = with_entry(fp8, "config", ["parallel", "fp8_params"], True)  # as in a run of LoRA in fp8
+    assert differing(base, with_fp8_params) == []
+    assert differing(fp8, with_fp8_params) == [("config.precision.fp8_params", "both", ["delayed"])]
 
 
-def test_answers_decide_through_whole_folders(tmp_path):
+def test_answers_read_from_run_folders_decide_the_verdict(tmp_path):
     runs = []
     for variant, first_right in (("bf16", 0), ("delayed", 60)):
-        for run in three(variant, 130_000 if variant == "delayed" else 100_000, [1.0, 1.04, 1.02]):
+        for run in three_runs(variant, 130_000 if variant == "delayed" else 100_000, [1.0, 1.04, 1.02]):
             answers = tuple(row >= first_right + run.seed for row in range(100))
             run = dataclasses.replace(run, answers=answers)
             folder = write_run_folder(tmp_path / f"{variant}-{run.seed}", run)
-            again = read_run_folder(folder)
-            assert again.steps == run.steps and again.evaluations == run.evaluations and again.answers == answers
-            runs.append(again)
+            read = read_run_folder(folder)
+            assert read.steps == run.steps and read.evaluations == run.evaluations and read.answers == answers
+            runs.append(read)
     comparison = compare(runs)
     assert comparison.verdicts["delayed"].conclusion == "worse" and comparison.variants[1].exact_match_gap.value == -60
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
+    ("name", "content", "message"),
     [
         ("summary.json", None, "summary.json"),
         ("run.json", "{", "run.json"),
@@ -285,28 +284,28 @@ def test_answers_decide_through_whole_folders(tmp_path):
         ("summary.json", '{"steps": 3, "failed": "no fp8 kernel ran"}', "no fp8 kernel ran"),
     ],
 )
-def test_a_folder_that_is_not_a_finished_run_is_refused(tmp_path, name, content, words):
+def test_unfinished_runs_and_equal_runs_are_refused(tmp_path, name, content, message):
     folder = write_run_folder(tmp_path / "run", made_up_run())
     (folder / name).unlink() if content is None else (folder / name).write_text(content)
-    with pytest.raises(UserError, match=f"{folder}.*{words}"):
+    with pytest.raises(UserError, match=f"{folder}.*{message}"):
         read_run_folder(folder)
     with pytest.raises(UserError, match="are both bf16 seed 1"):
         compare([made_up_run(), made_up_run()])
 
 
-def test_variants_by_name_and_their_options():
+def test_variants_are_parsed_and_get_only_the_options_that_apply():
     assert parse_variants("fp8, mxfp8,bf16") == ["bf16", "delayed", "mxfp8"]
     for text in ("", "fp4", "fp8,delayed"):
         with pytest.raises(UserError, match="--variants"):
             parse_variants(text)
-    words = ["--max_steps", "3", "--fp8_strict", "--amax_history_len", "16", "--use_te"]
-    assert variant_words("bf16", words) == ["--max_steps", "3", "--use_te", "--mixed_precision", "bf16"]
-    delayed, mxfp8 = (parse_config(variant_words(name, words)).precision for name in ("delayed", "mxfp8"))
+    options = ["--max_steps", "3", "--fp8_strict", "--amax_history_len", "16", "--use_te"]
+    assert variant_words("bf16", options) == ["--max_steps", "3", "--use_te", "--mixed_precision", "bf16"]
+    delayed, mxfp8 = (parse_config(variant_words(name, options)).precision for name in ("delayed", "mxfp8"))
     assert delayed.amax_history_len == 16 and delayed.fp8_strict
     assert mxfp8.amax_history_len is None and mxfp8.fp8_strict and mxfp8.fp8_scenario == "mxfp8"
 
 
-def test_variants_take_turns_within_each_seed_and_differ_in_precision_alone(tmp_path):
+def test_planned_runs_alternate_variants_and_differ_only_in_precision(tmp_path):
     train = "--config configs/train_pair.yaml --use_wandb"
     runs = plan_runs(train, ["bf16", "delayed"], 2, 1, tmp_path / "out")
     assert [run.folder.name for run in runs] == ["bf16-seed1", "delayed-seed1", "bf16-seed2", "delayed-seed2"]
@@ -318,36 +317,36 @@ def test_variants_take_turns_within_each_seed_and_differ_in_precision_alone(tmp_
 
 
 @pytest.mark.parametrize("train", ["--seed 3", "--mixed_precision=fp8", "--batch_size 0", "--lora 'x"])
-def test_an_impossible_plan_is_refused(tmp_path, train):
+def test_options_that_the_comparison_sets_or_cannot_parse_are_refused(tmp_path, train):
     with pytest.raises(UserError, match="--train|--batch_size"):
         plan_runs(train, ["bf16"], 1, 1, tmp_path)
 
 
-def test_a_single_option_may_be_quoted(tmp_path):
+def test_train_accepts_a_single_quoted_option(tmp_path):
     assert parse(["--train", "--use_te", "--output", str(tmp_path)]).train == "--use_te"
 
 
-def test_the_page_is_complete_and_names_no_folder():
-    runs = [*three("bf16", 1e5, [1.0, 1.04, 1.02]), *three("delayed", 1.3e5, [1.1, 1.14, 1.12])]
+def test_page_has_all_charts_and_no_folder_names():
+    runs = [*three_runs("bf16", 1e5, [1.0, 1.04, 1.02]), *three_runs("delayed", 1.3e5, [1.1, 1.14, 1.12])]
     runs = [dataclasses.replace(run, source=f"/home/me/runs/{run.variant}-{run.seed}") for run in runs]
     failure = Failure("mxfp8", 1, "<script>alert(1)</script>", "/home/me/log")
     page = render_page(compare(runs, [failure]))
     assert "/home/me" not in page and "<script" not in page and "nan" not in page
     assert page.count("<polyline") == 6 and page.count('class="bar"') == 2 and "exact match" not in page
     assert page.index("<h1>fp8 delayed trained 1.3") < page.index("<h2>")
-    assert page.count("doubtful") > 1, "a variant that learns worse has a pale bar"
+    assert page.count("doubtful") > 1, "the bar of a variant with a worse loss is pale"
     assert without_folders("in /a/b/c.json and https://x.org/a/b") == "in c.json and https://x.org/a/b"
 
 
 @pytest.mark.slow
-def test_runs_that_were_trained_are_compared_from_folders_and_from_wandb(tmp_path, monkeypatch, call_main, capsys):
+def test_trained_runs_are_compared_from_folders_and_from_wandb(tmp_path, monkeypatch, call_main, capsys):
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder = tmp_path / "out"
     runs = plan_runs(f"{TRAIN} --use_wandb", ["bf16", "no"], 1, 1, folder)
     for run in runs:
         assert small.train(*run.words) == 0
-    words = ("--train", f"{TRAIN} --use_wandb", "--variants", "bf16,no", "--seeds", 1, "--output", folder)
-    assert call_main(cli, *words) == 0, "finished runs are taken as they are"
+    options = ("--train", f"{TRAIN} --use_wandb", "--variants", "bf16,no", "--seeds", 1, "--output", folder)
+    assert call_main(cli, *options) == 0, "finished runs are not trained again"
     printed, result = capsys.readouterr().out, json.loads((folder / "comparison.json").read_text())
     assert printed.count("finished earlier") == 2 and (folder / "comparison.html").stat().st_size > 5000
     losses = [read_run_folder(run.folder).final_eval_loss for run in runs]
@@ -355,7 +354,7 @@ def test_runs_that_were_trained_are_compared_from_folders_and_from_wandb(tmp_pat
     assert result["differences"] == []
 
     class StandInApi:
-        """wandb.Api with one run, filled from what an offline run would send."""
+        """Stand in for wandb.Api: one run, with the values that the offline run would have sent."""
 
         def run(self, path: str) -> Any:
             stored = only_wandb_run(runs[0].folder)
@@ -375,11 +374,13 @@ def test_runs_that_were_trained_are_compared_from_folders_and_from_wandb(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_stops_no_other_and_is_reported(tmp_path, monkeypatch, call_main, capsys):
-    """A program that ends as a training does takes its place."""
-    ends = "raise SystemExit('error: --model_name nowhere: no such folder')"
-    monkeypatch.setattr(cli, "training_command", lambda num_gpus, *words: [sys.executable, "-c", ends, *words])
-    words = ("--train", TRAIN, "--variants", "bf16", "--seeds", 1, "--output", tmp_path / "out")
-    assert call_main(cli, *words) == 1
-    assert "FAILED" in (printed := capsys.readouterr().out) and "--model_name" in printed
+def test_failed_run_does_not_stop_the_others_and_is_reported(tmp_path, monkeypatch, call_main, capsys):
+    """A short program that ends like a failed training replaces the training."""
+    failing_program = "raise SystemExit('error: --model_name nowhere: no such folder')"
+    failing_command = [sys.executable, "-c", failing_program]
+    monkeypatch.setattr(cli, "training_command", lambda num_gpus, *options: [*failing_command, *options])
+    options = ("--train", TRAIN, "--variants", "bf16", "--seeds", 1, "--output", tmp_path / "out")
+    assert call_main(cli, *options) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED" in printed and "--model_name" in printed
     assert "--model_name" in (tmp_path / "out" / "logs" / "bf16-seed1.log").read_text()

@@ -1,4 +1,4 @@
-"""The comparison with real fp8 variants: certificates, memory, fallback."""
+"""The comparison of real fp8 variants on GPUs: certificates, peak memory, and the fallback of mxfp8."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "compare_performance.
 TRAIN = "--use_te --max_steps 40 --eval_every 20 --batch_size 8 --max_seq_length 256 --num_of_samples 1000 --no_export"
 
 
-def compared(folder: Path, *options: str) -> dict[str, Any]:
+def run_comparison(folder: Path, *options: str) -> dict[str, Any]:
     command = [sys.executable, str(SCRIPT), "--train", TRAIN, "--output", "out", "--seeds", "1", *options]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -27,13 +27,13 @@ def compared(folder: Path, *options: str) -> dict[str, Any]:
     return comparison
 
 
-def test_variants_on_one_gpu(tmp_path):
-    comparison = compared(tmp_path, "--variants", "bf16,fp8,current,mxfp8")
+def test_comparison_on_one_gpu_certifies_every_variant(tmp_path):
+    comparison = run_comparison(tmp_path, "--variants", "bf16,fp8,current,mxfp8")
     variants = {variant["variant"]: variant for variant in comparison["variants"]}
     assert variants["bf16"]["effective"] == ["bf16"] and variants["delayed"]["effective"] == ["fp8 delayed"]
-    assert all(own["peak_memory_gib"] > 0 and own["tokens_per_s"]["value"] > 0 for own in variants.values())
+    assert all(figures["peak_memory_gib"] > 0 and figures["tokens_per_s"]["value"] > 0 for figures in variants.values())
     for variant in ("delayed", "current"):
-        # A model this small gains nothing from fp8; what counts is that a judgement was made from measured figures.
+        # A model this small gains nothing from fp8. The test only needs a verdict from measured figures.
         assert comparison["verdicts"][variant]["conclusion"] in ("slower", "not faster", "too few seeds")
         assert abs(variants[variant]["loss_gap"]["value"]) < 0.3
     if torch.cuda.get_device_capability()[0] != 10:
@@ -42,6 +42,6 @@ def test_variants_on_one_gpu(tmp_path):
 
 
 @pytest.mark.multi_gpu
-def test_variants_of_two_gpus_each(tmp_path):
-    comparison = compared(tmp_path, "--variants", "bf16,fp8", "--num_gpus", "2")
+def test_comparison_with_two_gpus_a_run(tmp_path):
+    comparison = run_comparison(tmp_path, "--variants", "bf16,fp8", "--num_gpus", "2")
     assert comparison["provenance"]["gpus"][1]

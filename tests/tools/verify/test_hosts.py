@@ -1,4 +1,4 @@
-"""`llm-fp8 verify` under a launcher: two processes that take themselves for two hosts."""
+"""`llm-fp8 verify` under a launcher: each of two processes acts as a host of its own."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from tests.support.processes import exit_code, start_ranks
 
 
-def verify(options: list[str], change: str, folder: Path) -> int:
-    """Verify as the host of this rank's number, where `change` is what is wrong with host-1."""
+def verify_on_host(options: list[str], change: str, folder: Path) -> int:
+    """Run `llm-fp8 verify` as host-RANK and return its exit code. `change` says what is wrong with host-1."""
     from llm_fp8.observability import provenance
     from llm_fp8.tools.verify import cli, hosts
 
@@ -28,9 +28,9 @@ def verify(options: list[str], change: str, folder: Path) -> int:
         provenance.package_version = lambda name: "0.1" if name == "peft" else installed(name)
     if host == "host-1" and change == "crash":
         hosts.device_of_process = lambda: torch.device("meta")
-    place = folder / (host if change == "folder" else "shared")
-    place.mkdir(exist_ok=True)
-    os.chdir(place)
+    working_folder = folder / (host if change == "folder" else "shared")
+    working_folder.mkdir(exist_ok=True)
+    os.chdir(working_folder)
     return cli.main(options)
 
 
@@ -45,13 +45,13 @@ def verify(options: list[str], change: str, folder: Path) -> int:
         ("absent", [1, 0], ["error: host-0: versions: ", "NCCL_SOCKET_IFNAME", "firewall"]),
     ],
 )
-def test_hosts(change, codes, sentences, tmp_path, monkeypatch):
+def test_verify_names_the_host_that_differs(change, codes, sentences, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     log = tmp_path / "log"
-    program = functools.partial(verify, change=change, folder=tmp_path)
+    program = functools.partial(verify_on_host, change=change, folder=tmp_path)
     ranks = start_ranks(2, log, "--output_dir=runs/x", "--use_te", hosts=2, program=program)
     assert [exit_code(process) for process in ranks] == codes, log.read_text()
     printed = " ".join(log.read_text().split())
-    assert all(words in printed for words in sentences), printed
-    assert not list(tmp_path.glob("*/runs/x/*")), "what the check wrote is gone"
+    assert all(sentence in printed for sentence in sentences), printed
+    assert not list(tmp_path.glob("*/runs/x/*")), "the check removes the files that it wrote"

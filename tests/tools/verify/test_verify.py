@@ -1,4 +1,4 @@
-"""scripts/verify_fp8.py: the verdicts from made-up evidence, and the program without a GPU."""
+"""scripts/verify_fp8.py: the status of each check from made-up measurements, and the program without a GPU."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ INSTALLED = {"torch": "2.13.0+cu130", "numpy": "2.4.6", "transformer-engine": "2
         ({}, {"flash-attn": "ImportError: no"}, "warning", "uninstall -y flash-attn"),
     ],
 )
-def test_packages(changes, errors, status, fix):
+def test_package_versions_are_judged_by_the_pins(changes, errors, status, fix):
     installed = {name: version for name, version in (INSTALLED | changes).items() if version is not None}
     result = checks.judge_packages(PINS, installed, errors)
     assert result.status == status
     assert fix is None or fix in result.fixes[0]
 
 
-def test_a_gpu_gets_the_versions_of_the_recorded_gpu_tests_which_the_package_accepts():
+def test_pins_for_gpus_are_the_versions_of_the_recorded_gpu_tests():
     recorded = json.loads((REPOSITORY / "benchmarks/results/gpu_tests.json").read_text())["provenance"]["packages"]
     for_gpus, for_cpus = ({pin.name: pin.specifier for pin in checks.read_pins(gpu)} for gpu in (True, False))
-    there = {name: f"=={version}" for name, version in recorded.items() if version is not None}
-    assert {name: str(for_gpus[name]) for name in there} == there
+    recorded_pins = {name: f"=={version}" for name, version in recorded.items() if version is not None}
+    assert {name: str(for_gpus[name]) for name in recorded_pins} == recorded_pins
     assert not for_cpus.keys() & {checks.TE, "torchao"}
     for name, specifier in for_cpus.items():
         (pinned,) = for_gpus[name]
@@ -83,7 +83,7 @@ def test_a_gpu_gets_the_versions_of_the_recorded_gpu_tests_which_the_package_acc
         ),
     ],
 )
-def test_variables(environ, expected):
+def test_environment_variables_are_judged_by_their_effect(environ, expected):
     assert [(rule.name, rule.level) for rule in judge_variables(environ)] == expected
 
 
@@ -96,7 +96,7 @@ def test_variables(environ, expected):
         ("NVIDIA H100, 580.1", {"CUDA_VISIBLE_DEVICES": ""}, "failed"),
     ],
 )
-def test_a_gpu_that_torch_cannot_use(listed, environ, status, setup, monkeypatch):
+def test_gpu_that_torch_cannot_use_fails_the_check(listed, environ, status, setup, monkeypatch):
     monkeypatch.setattr("llm_fp8.observability.provenance.output_of", lambda *command: listed)
     setup.environ = environ
     result = checks.check_gpu(setup)
@@ -104,24 +104,24 @@ def test_a_gpu_that_torch_cannot_use(listed, environ, status, setup, monkeypatch
     assert not environ or result.fixes == ["unset CUDA_VISIBLE_DEVICES"]
 
 
-def test_rates():
+def test_low_fp8_rate_is_a_warning():
     assert checks.judge_tflops({"bf16": 650.0, "fp8": 1250.0}, "NVIDIA H200").status == "passed"
     assert checks.judge_tflops({"bf16": 650.0, "fp8": 900.0}, "NVIDIA H200").status == "warning"
     assert checks.judge_tflops({"bf16": 10.0}, "NVIDIA T4").status == "passed"
 
 
 CERTIFIED = {"verdict": "certified", "reasons": [], "num_fp8_gemm_kernels": 24, "num_gemm_kernels": 30}
-FALLS = [7.0, 6.5, 6.1]
+FALLING_LOSSES = [7.0, 6.5, 6.1]
 
 
 def made_up_run(losses: list[float] | None = None, code: int = 0, **summary: Any) -> Run:
     contents = {"certificate": CERTIFIED, "attention_backend": "fused (cuDNN)", "sharding_mode": "single"} | summary
     outcome = Outcome(code, "error: --fp8_backend torchao needs torchao; run: pip install torchao", 9.0)
-    return Run("delayed", ["python", "train_fp8.py"], outcome, contents, FALLS if losses is None else losses)
+    return Run("delayed", ["python", "train_fp8.py"], outcome, contents, FALLING_LOSSES if losses is None else losses)
 
 
 @pytest.mark.parametrize(
-    ("run", "status", "word"),
+    ("run", "status", "phrase"),
     [
         (made_up_run(), "passed", ""),
         (made_up_run(code=1), "failed", "exit code 1"),
@@ -134,20 +134,20 @@ def made_up_run(losses: list[float] | None = None, code: int = 0, **summary: Any
         (made_up_run(certificate=None, attention_backend=None), "passed", ""),
     ],
 )
-def test_a_run(run, status, word):
+def test_run_is_judged_by_exit_code_losses_and_certificate(run, status, phrase):
     result = Result()
     runs.judge(result, run, made_up_run())
     assert result.status == status
-    assert word in "".join([*result.failures, *result.warnings])
+    assert phrase in "".join([*result.failures, *result.warnings])
 
 
-def test_a_missing_torchao_is_a_warning(setup, monkeypatch):
-    monkeypatch.setattr(runs, "train", lambda setup, name, *words: made_up_run(code=0 if name == "bf16" else 2))
+def test_missing_torchao_is_a_warning(setup, monkeypatch):
+    monkeypatch.setattr(runs, "train", lambda setup, name, *options: made_up_run(code=0 if name == "bf16" else 2))
     result = runs.check_torchao_steps(setup)
     assert result.status == "warning" and "pip install torchao" in result.warnings[0]
 
 
-def test_the_model_is_cut(setup):
+def test_cut_model_has_fewer_layers_and_the_same_sizes(setup):
     options = ModelConfig(model_name=str(runs.cut_model(setup)), random_init=True)
     source = resolve_source(options)
     config: Any = load_config(source)
@@ -157,7 +157,7 @@ def test_the_model_is_cut(setup):
 
 @pytest.mark.slow
 @without_gpu
-def test_check_steps_trains_on_the_cpu(setup, monkeypatch):
+def test_run_of_the_steps_check_passes_on_the_cpu(setup, monkeypatch):
     monkeypatch.setattr(runs, "run_program", run_program)
     run = runs.train(setup, "bf16", "--mixed_precision", "bf16", "--max_steps", "2")
     result = Result()
@@ -166,29 +166,30 @@ def test_check_steps_trains_on_the_cpu(setup, monkeypatch):
     assert len(run.losses) == 2
 
 
-def test_a_check_runs_where_it_can_and_a_crash_is_a_failed_check(setup):
+def test_check_that_needs_more_gpus_is_skipped_and_a_crash_is_a_failure(setup):
     def crash(_: Setup) -> Result:
         raise RuntimeError("CUDA error: an illegal memory access")
 
     setup.num_gpus = 1  # type: ignore[misc]
-    fine = Check("fine", lambda _: Result("fine"), needs_gpus=1)
-    rows = [run_check(check, setup) for check in (fine, fine._replace(needs_gpus=2), Check("crash", crash))]
-    assert [row.status for row in rows] == ["passed", "skipped", "failed"]
-    assert "illegal memory access" in rows[2].failures[0] and rows[2].fixes
+    passing = Check("passing", lambda _: Result("fine"), needs_gpus=1)
+    checks = (passing, passing._replace(needs_gpus=2), Check("crash", crash))
+    results = [run_check(check, setup) for check in checks]
+    assert [result.status for result in results] == ["passed", "skipped", "failed"]
+    assert "illegal memory access" in results[2].failures[0] and results[2].fixes
 
 
-def run_main(monkeypatch, tmp_path: Path, *words: str) -> tuple[int, dict[str, dict[str, Any]]]:
-    """The exit code and the checks of the JSON file by name."""
+def run_main(monkeypatch, tmp_path: Path, *options: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Run the program. Return its exit code, and the checks of its JSON file by name."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
-    code = main([*words, "--json", str(tmp_path / "verify.json")])
+    code = main([*options, "--json", str(tmp_path / "verify.json")])
     report = json.loads((tmp_path / "verify.json").read_text())
     assert report["exit_code"] == code
     return code, {check["name"]: check for check in report["checks"]}
 
 
 @without_gpu
-def test_without_a_gpu_it_does_what_it_can(monkeypatch, tmp_path, capsys):
+def test_verify_without_a_gpu_skips_gpu_checks_and_exits_with_code_3(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("NVTE_FP8_ALLREDUCE", "1")
     monkeypatch.setattr("llm_fp8.tools.verify.runs.train", lambda *_: made_up_run())
     code, checks = run_main(monkeypatch, tmp_path)
@@ -200,23 +201,23 @@ def test_without_a_gpu_it_does_what_it_can(monkeypatch, tmp_path, capsys):
 
 
 @without_gpu
-def test_a_failed_check_is_exit_code_1(monkeypatch, tmp_path):
+def test_failed_check_gives_exit_code_1(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     monkeypatch.setenv("WORLD_SIZE", "1")
     code, checks = run_main(monkeypatch, tmp_path, "--only", "variables")
     assert code == 1 and checks["variables"]["status"] == "failed"
-    assert "WORLD_SIZE" not in os.environ, "what a launcher left must not reach the runs"
+    assert "WORLD_SIZE" not in os.environ, "variables left by a launcher must not reach the runs"
 
 
 @pytest.mark.parametrize(
-    ("words", "flag"),
+    ("options", "flag"),
     [
         (["--only", "kernel"], "--only"),
         (["--output", "/proc/verify/x.json"], "--output"),
         (["--model_name", "./no-such-folder", "--only", "variables"], "--model_name"),
     ],
 )
-def test_mistakes_name_the_flag(words, flag, monkeypatch):
+def test_invalid_option_value_is_refused_by_its_flag(options, flag, monkeypatch):
     monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
     with pytest.raises(UserError, match=flag):
-        main(words)
+        main(options)

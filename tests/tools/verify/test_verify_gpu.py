@@ -1,4 +1,4 @@
-"""scripts/verify_fp8.py on a GPU, as a user runs it: a sound machine passes, broken set-ups are caught."""
+"""scripts/verify_fp8.py on a GPU, as a user runs it: a correct machine passes, a wrong environment does not."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def verify(path: Path, *options: str, **environ: str) -> tuple[int, dict[str, dict[str, Any]], str]:
-    """Run it; exit code, checks by name, output."""
+    """Run the script. Return its exit code, the checks of its JSON file by name, and its output."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("NVTE_")} | environ
     command = [sys.executable, "scripts/verify_fp8.py", "--json", str(path), *options]
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=580)
-    output = done.stdout + done.stderr
+    process = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=580)
+    output = process.stdout + process.stderr
     assert path.exists(), output
-    found = json.loads(path.read_text())
-    assert found["exit_code"] == done.returncode, output
-    return done.returncode, {check["name"]: check for check in found["checks"]}, output
+    report = json.loads(path.read_text())
+    assert report["exit_code"] == process.returncode, output
+    return process.returncode, {check["name"]: check for check in report["checks"]}, output
 
 
 @pytest.mark.whole_machine
-def test_a_sound_machine(tmp_path):
-    """Every check of the GPU passes. The packages are the machine's business: it may lack a pin not needed here."""
+def test_every_gpu_check_passes(tmp_path):
+    """The packages check is left out, because the machine may lack a pinned package that this test does not need."""
     _, checks, output = verify(tmp_path / "verify.json")
     for name in ("gpu", "steps", "torchao_steps"):
         assert checks[name]["status"] == "passed", (name, checks[name]["failures"], output)
@@ -50,20 +50,20 @@ def test_a_sound_machine(tmp_path):
     assert checks["several_gpus"]["status"] == expected, output
 
 
-def test_the_users_shape(tmp_path):
+def test_steps_pass_with_the_users_model_and_batch(tmp_path):
     shape = ["--model_name", "Qwen/Qwen3-8B", "--max_seq_length", "2048", "--batch_size", "2"]
     code, checks, output = verify(tmp_path / "verify.json", "--only", "steps", *shape)
     assert code == 0 and "fused (cuDNN)" in checks["steps"]["summary"], output
 
 
-def test_what_a_launcher_left_does_not_reach_the_runs(tmp_path):
-    left = {"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}
-    code, checks, output = verify(tmp_path / "verify.json", "--only", "variables,steps", **left)
+def test_variables_left_by_a_launcher_fail_a_check_but_do_not_reach_the_runs(tmp_path):
+    launcher_variables = {"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}
+    code, checks, output = verify(tmp_path / "verify.json", "--only", "variables,steps", **launcher_variables)
     assert code == 1 and checks["variables"]["status"] == "failed" and checks["steps"]["status"] == "passed", output
 
 
 @pytest.mark.exclusive
-def test_rates(device):
+def test_measured_tflops_are_below_the_peak_and_higher_in_fp8(device):
     measured, peak = measure_tflops(device), peak_tflops(torch.cuda.get_device_name(device))
     assert measured["fp8"] > 1.3 * measured["bf16"]
     if peak is not None and peak.fp8 is not None:
