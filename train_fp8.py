@@ -28,7 +28,10 @@ def train(description: str, parallel: bool = False) -> int:
         from llm_fp8.observability.metrics import PhaseClock
         from llm_fp8.run.run import run_training
         from llm_fp8.run.timeline import RunResults
+    if config.run.dry_run:
+        from llm_fp8.tools.dry_run import dry_run
 
+        return dry_run(config)
     return run_training(config, RunResults(PhaseClock(IMPORTED_S)))
 
 

@@ -17,28 +17,24 @@ from accelerate import PartialState
 from accelerate.utils import set_seed
 from transformers import PreTrainedTokenizerBase
 
-from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
+from llm_fp8.config.options import Config
 from llm_fp8.data.prepare import PreparedData, prepare_data
-from llm_fp8.distributed.process_group import device_of_process, end_process_group, start_process_group
-from llm_fp8.models.build import model_on_meta
+from llm_fp8.distributed.process_group import end_process_group, start_process_group
 from llm_fp8.models.export import export_size_bytes
 from llm_fp8.models.side_files import Origin, save_side_files
-from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source
+from llm_fp8.models.source import check_model, load_tokenizer
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.reporter import RunReporter, quiet_libraries
 from llm_fp8.optim.optimizers import bytes_on_host, effective_warmup_steps
 from llm_fp8.run import run_dir, train_state
 from llm_fp8.run.checkpoint import Checkpoint, CheckpointManager
-from llm_fp8.run.evaluation import EvalHistory
 from llm_fp8.run.graceful_stop import GracefulStop
 from llm_fp8.run.plan import announce, plan_run
 from llm_fp8.run.records import closing_words, export_final, record_run, record_stream, summary_of
 from llm_fp8.run.setup import TrainingSetup, build_setup, build_stepper
 from llm_fp8.run.timeline import RunResults, Timeline
-from llm_fp8.run.train_state import RunState
-from llm_fp8.settle.machine import assume, look
-from llm_fp8.settle.probe import probe
-from llm_fp8.settle.settle import Settled, settle
+from llm_fp8.run.train_state import EvalHistory, RunState
+from llm_fp8.settle.settle import Settled
 from llm_fp8.utils.errors import reading
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -50,8 +46,6 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
     phase_ends("imports")
     quiet_libraries()
     ranks = LaunchRanks.from_environment(os.environ)
-    if config.run.dry_run:
-        return dry_run(config, ranks)
     is_own_group = not torch.distributed.is_initialized()
     start_process_group(ranks)
     with contextlib.ExitStack() as stack:
@@ -203,44 +197,3 @@ def finish(timeline: Timeline, stop: GracefulStop, tokenizer: PreTrainedTokenize
     summary = summary_of(timeline, exported) | ({"exported_step": step} if exported else {})
     timeline.results.summary = timeline.reporter.finish(summary)
     closing_words(timeline, exported)
-
-
-def dry_run(config: Config, ranks: LaunchRanks) -> int:
-    """Print data, steps and memory of a run without running it; return the exit code. Without a GPU, assume one if the
-    options need it. Transformer Engine is not needed. Collective.
-    """
-    start_process_group(ranks)
-    source = resolve_source(config.model)
-    hf_config = load_config(source)
-    machine = look(config.precision, ranks, asks_te=False)
-    asks_for_gpu = config.model.use_te or config.data.batch_size == AUTO_BATCH_SIZE
-    if machine.gpu is None and (asks_for_gpu or config.precision.mixed_precision in ("bf16", "fp8", "auto")):
-        machine = assume(ranks)
-    resumed = run_dir.find_checkpoint(Path(config.run.output_dir or "runs"), config.run.resume_from, ranks)
-    settled = settle(config, hf_config, machine, None if resumed is None else resumed.meta)
-    config, precision = settled.config, settled.precision
-    tokenizer, note = load_tokenizer(config.model, source)
-    check_model(config, hf_config, tokenizer)
-    if not config.model.use_te:
-        probe(config, hf_config, device_of_process(), precision.compute_dtype)
-    if config.trains_adapters:
-        from llm_fp8.models.lora import add_adapters
-
-        add_adapters(model_on_meta(hf_config), config.lora, torch.bfloat16)  # checks the names in --lora_targets
-    data = load_data(settled, tokenizer)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    if ranks.rank != 0:
-        return 0
-    lines = [*([note] if note else []), data.description, *settled.notes]
-    if machine.gpu_gib is not None:
-        estimate = settled.size.estimate()
-        gpus = f"{machine.gpu}, assumed" if machine.is_assumed else "GPUs of this machine"
-        on_each = f"{estimate.needed_gib:.2f} GiB of {machine.gpu_gib:.1f} on each of {ranks.world_size} ({gpus})"
-        parts = estimate.parts | {"CUDA, allocator, communication": estimate.beside_gib}
-        lines += [f"memory: {on_each}", *(f"  {part:32} {part_gib:8.2f} GiB" for part, part_gib in parts.items())]
-        lines += [] if estimate.is_whole else ["  activations are not counted: only those of TE decoders are known"]
-    num_steps, rows = train_state.total_steps(config, data, resumed), data.train.global_batch_size
-    lines.append(f"dry run: {num_steps:,} steps of {rows:,} sequences; no weight was loaded and no run written")
-    print("\n".join(lines), flush=True)
-    return 0

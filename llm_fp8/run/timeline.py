@@ -21,8 +21,8 @@ from llm_fp8.distributed.process_group import gathered, largest
 from llm_fp8.models.build import decoder_size
 from llm_fp8.observability.metrics import PhaseClock, StepTokens, device_peak_tflops, memory_metrics, speed_metrics
 from llm_fp8.observability.reporter import RunReporter
-from llm_fp8.run.evaluation import EvalHistory, evaluate_loss
-from llm_fp8.run.train_state import RunState
+from llm_fp8.run.train_state import EvalHistory, RunState
+from llm_fp8.step.evaluation import evaluate_loss
 from llm_fp8.step.stepper import Stepper, StepResult
 from llm_fp8.utils.errors import FailedCheck, UserError, listed
 from llm_fp8.utils.json_files import write_json_atomic

@@ -18,7 +18,6 @@ from llm_fp8.data.prepare import PreparedData
 from llm_fp8.distributed.process_group import largest
 from llm_fp8.models.source import text_config, weights_digest
 from llm_fp8.run.checkpoint import LATEST, STRATEGY_STATE, Checkpoint, CheckpointManager
-from llm_fp8.run.evaluation import EvalHistory
 from llm_fp8.run.plan import RunPlan
 from llm_fp8.run.setup import TrainingSetup
 from llm_fp8.utils.errors import UserError
@@ -32,6 +31,7 @@ ARCHITECTURE_KEYS = (
 """Entries of a model's config that a checkpoint and the run that continues it must share."""
 
 SCALES = "fp8."  # begins the names of delayed scaling's tensors
+EVALUATIONS = ("last_step", "best_step", "best_loss", "num_without_improvement", "data")  # fields in a checkpoint
 
 
 def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
@@ -115,6 +115,46 @@ def refuse_finished(
         limit = "early_stopping_patience" if has_stopped else f"{option} and add --allow_changed {option}"
         progress = f"{step} of {num_steps} steps are done and the run is finished"
         raise UserError(f"--resume_from {resumed.folder}: {progress}; raise --{limit}.")
+
+
+@dataclass
+class EvalHistory:
+    """A run's evaluations: part of a checkpoint, and updated with the same eval losses on every rank."""
+
+    keeps_best: bool = False
+    patience: int = 0  # number of evaluations without improvement that ends the run; 0: never
+    data: str | None = None  # identifies the eval data: losses on other data are not comparable
+    last_step: int | None = None  # of the last evaluation
+    best_step: int | None = None  # of the lowest eval loss, the first if several are equal
+    best_loss: float = math.inf
+    num_without_improvement: int = 0  # number of evaluations since `best_step`
+
+    @property
+    def kept_step(self) -> int | None:
+        """The step whose checkpoint --keep_best keeps."""
+        return self.best_step if self.keeps_best else None
+
+    @property
+    def stops_early(self) -> bool:
+        return 0 < self.patience <= self.num_without_improvement
+
+    def add(self, step: int, eval_loss: float) -> None:
+        """Record the eval loss after `step`. A NaN or infinite loss is neither the best nor an improvement."""
+        self.last_step = step
+        if eval_loss < self.best_loss:
+            self.best_step, self.best_loss, self.num_without_improvement = step, eval_loss, 0
+        else:
+            self.num_without_improvement += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in EVALUATIONS}
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Restore a checkpoint's evaluations; return False and change nothing if they used other data."""
+        if state["data"] != self.data:
+            return False
+        vars(self).update(state)
+        return True
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ def fine_tune(**options: Any) -> dict[str, Any]:
 
         from llm_fp8.run.run import run_training
         from llm_fp8.run.timeline import RunResults
+        from llm_fp8.tools.dry_run import dry_run
         from llm_fp8.utils.hf_internals import fresh_accelerate
 
         stack.enter_context(fresh_accelerate())
@@ -37,7 +38,7 @@ def fine_tune(**options: Any) -> dict[str, Any]:
             torch.cuda.reset_peak_memory_stats()
         results = RunResults()
         try:
-            exit_code = run_training(config, results)
+            exit_code = dry_run(config) if config.run.dry_run else run_training(config, results)
         except BaseException as error:
             for failure in filter(None, (error, error.__cause__)):  # a notebook would keep frames with the model
                 traceback.clear_frames(failure.__traceback__)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from llm_fp8.run.evaluation import EvalHistory
 from llm_fp8.run.timeline import Timeline
+from llm_fp8.run.train_state import EvalHistory
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import run_ranks
 from tests.support.small import assert_same_bits, final_weights, records, steps, summary_json, train, write_rows

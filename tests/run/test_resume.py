@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from llm_fp8.run import run as run_module
 from llm_fp8.run import timeline as timeline_module
-from llm_fp8.run.evaluation import evaluate_loss
 from llm_fp8.run.run_dir import LOCK, run_lock
 from llm_fp8.run.timeline import Timeline
+from llm_fp8.step.evaluation import evaluate_loss
 from llm_fp8.utils.errors import UserError
 from tests.support.small import (
     assert_same_bits,

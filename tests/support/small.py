@@ -23,6 +23,7 @@ from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.run.run import run_training
 from llm_fp8.settle.machine import Machine, look
 from llm_fp8.settle.settle import resolve_precision
+from llm_fp8.tools.dry_run import dry_run
 from llm_fp8.utils.ranks import LaunchRanks
 from tests.support.documented_metrics import records
 
@@ -109,7 +110,8 @@ def reset_accelerator() -> None:
 def train(*options: object, parallel: bool = False) -> int:
     """Train in this process as train_fp8.py does (`parallel`: train_multi_gpu.py); returns the exit code."""
     reset_accelerator()
-    return run_training(parse_launch([str(option) for option in options], os.environ, parallel=parallel))
+    config = parse_launch([str(option) for option in options], os.environ, parallel=parallel)
+    return dry_run(config) if config.run.dry_run else run_training(config)
 
 
 def sequences_of(length: int) -> Config:

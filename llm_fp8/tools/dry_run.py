@@ -1,0 +1,63 @@
+"""--dry_run: prepare the data, settle the run, and print what it would do."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
+from llm_fp8.distributed.process_group import device_of_process, start_process_group
+from llm_fp8.models.build import model_on_meta
+from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source
+from llm_fp8.run import run_dir, train_state
+from llm_fp8.run.run import load_data
+from llm_fp8.settle.machine import assume, look
+from llm_fp8.settle.probe import probe
+from llm_fp8.settle.settle import settle
+from llm_fp8.utils.ranks import LaunchRanks
+from llm_fp8.utils.hf_internals import quiet_libraries
+
+
+def dry_run(config: Config) -> int:
+    """Print data, steps and memory of a run without running it; return the exit code. Without a GPU, assume one if the
+    options need it. Transformer Engine is not needed. Collective.
+    """
+    quiet_libraries()
+    ranks = LaunchRanks.from_environment(os.environ)
+    start_process_group(ranks)
+    source = resolve_source(config.model)
+    hf_config = load_config(source)
+    machine = look(config.precision, ranks, asks_te=False)
+    asks_for_gpu = config.model.use_te or config.data.batch_size == AUTO_BATCH_SIZE
+    if machine.gpu is None and (asks_for_gpu or config.precision.mixed_precision in ("bf16", "fp8", "auto")):
+        machine = assume(ranks)
+    resumed = run_dir.find_checkpoint(Path(config.run.output_dir or "runs"), config.run.resume_from, ranks)
+    settled = settle(config, hf_config, machine, None if resumed is None else resumed.meta)
+    config, precision = settled.config, settled.precision
+    tokenizer, note = load_tokenizer(config.model, source)
+    check_model(config, hf_config, tokenizer)
+    if not config.model.use_te:
+        probe(config, hf_config, device_of_process(), precision.compute_dtype)
+    if config.trains_adapters:
+        from llm_fp8.models.lora import add_adapters
+
+        add_adapters(model_on_meta(hf_config), config.lora, torch.bfloat16)  # checks the names in --lora_targets
+    data = load_data(settled, tokenizer)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    if ranks.rank != 0:
+        return 0
+    lines = [*([note] if note else []), data.description, *settled.notes]
+    if machine.gpu_gib is not None:
+        estimate = settled.size.estimate()
+        gpus = f"{machine.gpu}, assumed" if machine.is_assumed else "GPUs of this machine"
+        on_each = f"{estimate.needed_gib:.2f} GiB of {machine.gpu_gib:.1f} on each of {ranks.world_size} ({gpus})"
+        parts = estimate.parts | {"CUDA, allocator, communication": estimate.beside_gib}
+        lines += [f"memory: {on_each}", *(f"  {part:32} {part_gib:8.2f} GiB" for part, part_gib in parts.items())]
+        lines += [] if estimate.is_whole else ["  activations are not counted: only those of TE decoders are known"]
+    num_steps, rows = train_state.total_steps(config, data, resumed), data.train.global_batch_size
+    lines.append(f"dry run: {num_steps:,} steps of {rows:,} sequences; no weight was loaded and no run written")
+    print("\n".join(lines), flush=True)
+    return 0
