@@ -1,344 +1,74 @@
-"""Estimate a run's GPU memory, by part, from its options and the model's config. No GPU and no weights are needed.
-
-`RunSize.estimate` is within 1.2% of recorded runs (tests/settle/test_memory.py). `settle_memory` calls it first.
-
-Memory peaks at the start of the last micro-batch's backward pass. The saved tensors of every layer (only the inputs of
-recomputed layers), the logits and the lm_head's gradient then exist at once, beside weights, optimizer state and the
-gradients of earlier micro-batches. A single micro-batch has no such gradients yet. The peak may then be the backward
-pass of the first layer, of the last recomputed layer, or under fsdp_full of the last layer but one, or the reduction of
-the outermost unit's gradients. With captured graphs gradients always exist, and activations exist twice.
-
-What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, Linear and LayerNormMLP, FusedAttnFunc):
-
-    bf16 elements   2 h        input of the norm, twice
-                    2 q + 2 kv rotated q and k, v; attention's output (Qwen3: q + kv more, inputs of their norms)
-                    2 f        output of fc1
-    fp32            1 a head   attention's log-sum-exp
-    GEMM inputs     2 h + f    bf16: both norms' outputs and fc2's input
-                    3 h + q + f  fp8, one byte each: LayerNormMLP keeps both layouts; block scaling fc2's too
-
-A Hugging Face decoder layer saves at most, in bf16 elements per token, 8 h (both norms, also in fp32, and their
-outputs), 5 q (attention with repeated keys and values) and 4 f. Norms of q and k add 3 (q + kv). LoRA adds 2 h + q + kv
-(inputs of adapters), and with dropout half of 5 h + q + f (masks). The bound only decides merging and recomputation.
-
-A frozen weight needs no input of its GEMM. Under LoRA a layer saves the bf16 inputs of its adapters and the low-rank
-products instead. In fp8 each LayerNormLinear saves its fp8 input as well.
-"""
+"""Settle what depends on the GPU's memory: merged micro-batches, recomputed layers, --batch_size auto, what fits."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import itertools
 import math
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
-import torch
-from transformers import PretrainedConfig
-
-import te_llama
-from llm_fp8.config.options import ALL_LINEAR, AUTO_BATCH_SIZE, DECODER_LINEARS, MODES, Config, OptimizerKind
-from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE, RECIPES, row_of
+from llm_fp8.config.options import AUTO_BATCH_SIZE
+from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE, row_of
 from llm_fp8.config.validation import is_consistent
-from llm_fp8.kernels.cross_entropy import default_chunk_tokens
+from llm_fp8.models.memory import CASTS, MODES_COUNTED, RECIPES_COUNTED, STATE, RunSize, recomputed_layers, state_bytes
 from llm_fp8.models.source import text_config
 from llm_fp8.observability.metrics import GIB, RESERVE_GIB
-from llm_fp8.optim.optimizers import OPTIMIZERS
-from llm_fp8.settle.sharding_mode import holds_frozen_in_fp8, keeps_unsharded_gradients, resolve_optimizer, state_bytes
-from llm_fp8.step.activation_checkpoint import recomputed_layers
 from llm_fp8.utils.errors import UserError
 
-MODES_COUNTED = ("single", "ddp", "fsdp_grad", "fsdp_full")
-RECIPES_COUNTED = [name for name, row in RECIPES.items() if row.saved_bytes_per_element is not None]
 ERROR = 0.012  # largest relative error of the estimate in recorded runs
-MARGIN = 0.05  # share of the GPU's memory that `settled` leaves free: PyTorch stalls on a full GPU
+MARGIN = 0.05  # share of the GPU's memory that `settle_micro_batches` leaves free: PyTorch stalls on a full GPU
 MOST_PADDED_TOKENS = 16384  # in a merged micro-batch: beyond it, longer padding costs more than the GPU gains
 MOST_TOKENS = 65536  # in a micro-batch of --batch_size auto: the longest recorded
 
 RECOMPUTED, OFFLOADED = {"gradient_checkpointing": "auto"}, {"offload_optimizer": 1.0}
 EIGHT_BIT = {"optimizer": "adamw_8bit"}
 
-STATE, CASTS, ACTIVATIONS, HEAD = "weights, gradients, optimizer", "fp8 casts of weights", "activations", "lm_head"
-_BF16, _FP32 = 2, 4
-_SHARDS_WITHOUT_ROOM = 0.4  # share of gradient shards: the most in recorded one-micro-batch runs that fill half a GPU
+
+def row_multiple(run: RunSize) -> int:
+    """Return the divisor that a micro-batch's number of rows must have, so that its tokens suit fp8 GEMMs."""
+    multiple = max(row_of(run.recipe).token_multiple, FP8_SIZE_MULTIPLE)
+    return multiple // math.gcd(run.config.data.max_seq_length, multiple)
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Memory of a run on the GPU that needs the most."""
-
-    parts: dict[str, float]  # GiB of tensors at the peak, as `torch.cuda.max_memory_allocated` counts
-    beside_gib: float = RESERVE_GIB  # GiB that the GPU needs beyond the tensors
-    is_whole: bool = True  # False if only weights, gradients and optimizer state are counted
-
-    @property
-    def total_gib(self) -> float:
-        return sum(self.parts.values())
-
-    @property
-    def needed_gib(self) -> float:
-        return self.total_gib + self.beside_gib
+def fits(run: RunSize, gpu_gib: float) -> bool:
+    """Return True if the memory that is counted fits and the micro-batches suit fp8 GEMMs."""
+    needed = max(part.estimate().needed_gib for part in run.phases)
+    return run.config.data.batch_size % row_multiple(run) == 0 and needed <= gpu_gib
 
 
-def saved_bytes(spec: te_llama.DecoderSizes, recipe: str, adapted: frozenset[str], lora_rank: int) -> float:
-    """Return the bytes that a decoder layer saves per token for its backward pass; see the module's docstring."""
-    h, f, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
-    per_token = _BF16 * (2 * h + q + 2 * kv + q + 2 * f) + _FP32 * spec.num_heads
-    if spec.qk_norm:
-        per_token += _BF16 * (q + kv)
-    per_token += _BF16 * h * sum(name is not None for name in (spec.attention_norms[1], spec.mlp_norms[1]))
-    if adapted:
-        mlp = adapted & {"gate_proj", "up_proj", "down_proj"}
-        per_token += _BF16 * lora_rank * len(adapted)
-        per_token += _BF16 * h * (bool(adapted & {"q_proj", "k_proj", "v_proj"}) + bool(mlp - {"down_proj"}))
-        per_token += _BF16 * f * ("down_proj" in adapted)
-        return per_token + (0 if recipe == "bf16" else h * (2 if mlp else 1))
-    if recipe == "bf16":
-        return per_token + _BF16 * (2 * h + f)
-    row = RECIPES[recipe]
-    assert row.saved_bytes_per_element is not None, f"the memory of {recipe} is not measured"
-    return per_token + row.saved_bytes_per_element * (3 * h + q + f * (2 if row.saves_fc2_input_twice else 1))
+def settle_micro_batches(run: RunSize, gpu_gib: float, resumed_rows: int | None = None) -> RunSize:
+    """Merge as many of a step's micro-batches as fit the GPU with a margin, and settle a number for
+    --gradient_checkpointing auto. With `resumed_rows`, merge to micro-batches of that many rows if possible.
+
+    Recomputing a layer costs a third of its time, more than merging gains. So choose the fewest recomputed layers with
+    which any merge fits, then the longest micro-batches. If nothing fits, merge nothing and recompute all.
+    """
+    size, num_requested = run.config.data.batch_size, run.config.optim.gradient_accumulation_steps
+    most = (MOST_TOKENS if run.config.packing else MOST_PADDED_TOKENS) // run.config.data.max_seq_length
+    factors = range(num_requested if run.config.optim.merge_micro_batches else 1, 0, -1)
+    cuts = {size * factor: num_requested // factor for factor in factors if num_requested % factor == 0}
+    cuts = {rows: steps for rows, steps in cuts.items() if rows <= max(most, size)}
+    if resumed_rows in cuts:
+        cuts = {resumed_rows: cuts[resumed_rows]}
+    shares = [run.config.model.gradient_checkpointing]
+    if shares == ["auto"]:
+        layers = text_config(run.hf_config).num_hidden_layers
+        shares = [round(number / layers, 4) for number in range(layers + 1)]
+    for share, rows in itertools.product(shares, cuts):
+        options = {"batch_size": rows, "gradient_accumulation_steps": cuts[rows], "gradient_checkpointing": share}
+        run = run.changed(**options)
+        estimates = [part.estimate(upper_bound=True) for part in run.phases]
+        if all(part.is_whole and part.needed_gib <= (1 - MARGIN) * gpu_gib for part in estimates):
+            return run
+    return run
 
 
-@dataclass(frozen=True)
-class RunSize:
-    """The inputs of a run's memory estimate: options, model, and their outcome on a machine."""
-
-    config: Config
-    hf_config: PretrainedConfig
-    recipe: str  # of fp8, or bf16, fp16, no
-    mode: str
-    num_gpus: int
-    num_parameters: int  # tied weights count once, adapters not at all
-    may_be_bf16: bool = False  # True if some steps may run in bf16 although `recipe` is an fp8 recipe
-
-    @cached_property
-    def sizes(self) -> te_llama.DecoderSizes | None:
-        """Sizes of the decoder as a Transformer Engine decoder; None for unsupported architectures."""
-        with contextlib.suppress(te_llama.UnsupportedArchitecture):
-            return te_llama.decoder_sizes(self.hf_config)
-        return None
-
-    @property
-    def spec(self) -> te_llama.DecoderSizes | None:
-        """Sizes of the TE decoder; None if the run has no TE decoder or its memory cannot be counted in full."""
-        counted = self.recipe in ("bf16", *RECIPES_COUNTED) and self.mode in MODES_COUNTED
-        counted = counted and self.config.model.use_te and self.config.parallel.num_slices == 1
-        return self.sizes if counted and not (self.sharded and self.num_gpus == 1) else None
-
-    @property
-    def optimizer(self) -> OptimizerKind:
-        compute = "fp32" if self.recipe in ("no", "fp16") else "bf16"
-        return resolve_optimizer(self.config, self.mode, compute)
-
-    @property
-    def sharded(self) -> bool:
-        return MODES[self.mode].engine == "fsdp"
-
-    @property
-    def row_multiple(self) -> int:
-        """Divisor that a micro-batch's number of rows must have, so that its tokens suit fp8 GEMMs."""
-        multiple = max(row_of(self.recipe).token_multiple, FP8_SIZE_MULTIPLE)
-        return multiple // math.gcd(self.config.data.max_seq_length, multiple)
-
-    @property
-    def adapted(self) -> frozenset[str]:
-        """Names of linear layers with an adapter."""
-        targets = self.config.lora.targets if self.config.trains_adapters else ()
-        return frozenset(DECODER_LINEARS if ALL_LINEAR in targets else targets)
-
-    @property
-    def shards_in_fp8(self) -> bool:
-        """True if Transformer Engine's weights are sharded in fp8: with --fp8_params, or as frozen weights if each has
-        one scale and whole rows on each GPU, and nothing needs the weights in bf16.
-        """
-        config, row, sizes = self.config, RECIPES.get(self.recipe), self.sizes
-        if row is None or sizes is None or not (self.sharded and config.model.use_te and row.one_scale_per_weight):
-            return False
-        if config.parallel.fp8_params:
-            return True
-        splits = all(rows % self.num_gpus == 0 for rows, _ in te_llama.layer_weight_shapes(sizes))
-        return splits and not self.may_be_bf16 and holds_frozen_in_fp8(config, self.mode)
-
-    def num_adapter_parameters(self, spec: te_llama.DecoderSizes) -> int:
-        parts = itertools.chain(*te_llama.layer_map(spec).values())
-        adapted = (part for part in parts if part.hf_name.endswith(tuple(f".{name}.weight" for name in self.adapted)))
-        return self.config.lora.lora_rank * spec.num_layers * sum(sum(part.shape) for part in adapted)
-
-    def changed(self, **options: Any) -> RunSize:
-        """Return the run with changed options, given by name."""
-        mode = options.get("sharding_mode", self.mode)
-        return dataclasses.replace(self, config=self.config.with_options(**options), mode=mode)
-
-    def estimate(self, upper_bound: bool = False) -> MemoryEstimate:
-        """Estimate the memory by part. With `upper_bound`, activations count even if they are not known exactly."""
-        config, recipe, num_gpus = self.config, self.recipe, self.num_gpus
-        spec = self.sizes if upper_bound and self.is_bounded else self.spec
-        mode = "single" if num_gpus == 1 and self.mode == "ddp" else self.mode  # one GPU communicates nothing
-        mode = "fsdp_full" if upper_bound and mode in ("fsdp_hybrid", "fsdp_offload") else mode
-        state = state_bytes(mode, self.optimizer, num_gpus, config) * self.num_parameters
-        if spec is None:
-            return MemoryEstimate({STATE: state / GIB}, is_whole=False)
-        h, vocabulary, layers = spec.hidden_size, spec.vocab_size, spec.num_layers
-        layer_linear = h * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
-        tokens = max(1, config.data.batch_size * config.data.max_seq_length)
-        outermost = _BF16 * h * vocabulary * (1 if spec.tied_embeddings else 2)  # embedding and head, a unit of FSDP
-        recomputes = recomputed_layers(config.model.gradient_checkpointing, layers)
-        recomputed = len(recomputes)
-        fp8_weights = layers * layer_linear if self.shards_in_fp8 else 0
-
-        per_layer = self._layer_bytes(spec)
-        # SwiGLU's backward pass adds the gradients of the layer's output (bf16, and in fp8 two layouts), of fc2's input
-        # (bf16) and of fc1's output (two layouts).
-        working = per_layer + (0 if self.adapted else 4 * h + 6 * spec.intermediate_size)
-        activations = tokens * ((layers - recomputed) * per_layer + _BF16 * h * recomputed)
-
-        chunk = default_chunk_tokens(tokens, vocabulary, torch.bfloat16)
-        # With one chunk the weight's gradient is bf16. Several chunks sum it in fp32 and round it to a bf16 copy.
-        gradient = 0 if self.adapted else (_BF16 if tokens <= chunk else _BF16 + _FP32) * h * vocabulary
-        # Four hidden states exist beside the logits: outputs of the last layer and of the norm, and both gradients.
-        head: float = _BF16 * min(tokens, chunk) * vocabulary + gradient + 4 * _BF16 * h * tokens
-
-        keeps_casts = not config.precision.fp8_recast_weights
-        if self.sharded:
-            keeps_casts = mode == "fsdp_grad" and not (fp8_weights or config.parallel.fp8_params)
-        casts = 2 * layers * layer_linear if recipe != "bf16" and keeps_casts else 0
-        # Transposes of frozen weights with one scale exist only during a layer's backward pass.
-        transposed = layer_linear if self.adapted and fp8_weights else 0
-        if casts and not self.sharded and not self.may_be_bf16 and holds_frozen_in_fp8(config, mode):
-            state -= _BF16 * layers * layer_linear
-            if RECIPES[recipe].one_scale_per_weight:
-                casts, transposed = casts // 2, layer_linear
-        if recomputed:  # layers are recomputed one by one, after the head's memory is free
-            head = max(head, tokens * working + transposed)
-
-        optimizer, unsharded = OPTIMIZERS[self.optimizer], keeps_unsharded_gradients(mode, config)
-        gradient_bytes = optimizer.parameter_dtype.itemsize
-        trained = self.num_adapter_parameters(spec) if self.adapted else self.num_parameters
-        shards = num_gpus if self.sharded else 1
-        if self.adapted:
-            state += optimizer.total_bytes / shards * trained
-        all_gradients = 0.0 if unsharded else gradient_bytes / shards * trained
-        if unsharded:
-            state -= gradient_bytes / num_gpus * trained  # gradient shards appear only with the reduction
-        if mode == "ddp" and not config.always_graphs:
-            state += gradient_bytes * trained  # buckets
-        # fp8 weights replace two-byte frozen weights, or exist beside their masters.
-        state += (-1 if self.adapted else 1) * fp8_weights / num_gpus
-        if mode == "fsdp_grad":
-            state -= (_BF16 - 1) * fp8_weights  # unsharded weights take one byte
-        state += _FP32 * (te_llama.num_positions(text_config(self.hf_config)) or 0) * spec.head_dim  # RoPE's angles
-        gathered = outermost + (1 if fp8_weights else _BF16) * layer_linear if mode == "fsdp_full" else 0.0
-
-        graphs = config.always_graphs
-        copies = 2 if graphs and not self.sharded else 1  # for the graphs and for an eager micro-batch
-        peaks = [(state + gathered, copies * activations, copies * head)]
-        if graphs and self.sharded:
-            state += all_gradients  # graphs keep gradients between steps, beside an eager micro-batch's
-        one_micro_batch, beside_layer = config.optim.gradient_accumulation_steps == 1, 0.0
-        if mode == "fsdp_full" and not self.adapted:
-            # fp32 gradients of the layer above, while they are reduced; gradients of fc2 and of the head.
-            beside_layer = _FP32 * layer_linear + _BF16 * h * (spec.intermediate_size + vocabulary)
-        if one_micro_batch and copies == 1:
-            peaks = [
-                (state + gathered - all_gradients, activations, head),
-                (state + gathered + beside_layer, 0.0, tokens * working),  # the first layer, last in the backward pass
-            ]
-            if beside_layer:  # torch's `foreach_reduce` copies the outermost unit's bf16 gradients to fp32
-                peaks.append((state + 3 * outermost, 0.0, 0.0))
-            if beside_layer and layers - 2 not in recomputes:  # last layer but one, when fc1's gradient is made
-                of_layer = (_BF16 + gradient_bytes / num_gpus) * layer_linear
-                live = gathered + beside_layer + of_layer - all_gradients
-                live += h * spec.intermediate_size * (4 if recipe == "bf16" else 7)  # in fp8 weights for dgrad too
-                below, saved = activations - 2 * tokens * per_layer, per_layer + 4 * h + spec.intermediate_size
-                peaks.append((state + live, below, tokens * saved))
-        if recomputed and beside_layer and not unsharded:  # the last recomputed layer
-            live = state - all_gradients if one_micro_batch else state
-            num_stored_below = recomputes[-1] + 1 - recomputed
-            below = tokens * (num_stored_below * per_layer + _BF16 * h * (recomputed - 1))
-            live += _BF16 * layer_linear  # the weights of the layer below
-            peaks.append((live + gathered + beside_layer, below, tokens * working))
-        parts = max(peaks, key=sum)
-        untracked = 0.0
-        if self.sharded:
-            untracked = outermost * (1 + 1 / num_gpus)  # the gathered unit, beside this GPU's shard
-            if graphs:
-                untracked += activations + head  # an eager micro-batch's, beside the graphs'
-            if one_micro_batch:
-                untracked += _SHARDS_WITHOUT_ROOM * gradient_bytes * trained / num_gpus
-        elif mode == "ddp":
-            untracked = 2 * trained  # seen on the first GPU in 3 of 10 recorded runs
-        sizes = {STATE: parts[0], CASTS: casts, ACTIVATIONS: parts[1], HEAD: parts[2]}
-        return MemoryEstimate({name: size / GIB for name, size in sizes.items() if size}, RESERVE_GIB + untracked / GIB)
-
-    def _layer_bytes(self, spec: te_llama.DecoderSizes) -> float:
-        """Return the bytes a layer saves per token: an upper bound for Hugging Face's layers or mixed precision."""
-        lora = self.config.lora
-        if self.spec is not None:
-            recipes = (self.recipe, "bf16") if self.config.precision.fp8_bf16_modules else (self.recipe,)
-            return max(saved_bytes(spec, recipe, self.adapted, lora.lora_rank) for recipe in recipes)
-        h, q, kv, f = spec.hidden_size, spec.q_size, spec.kv_size, spec.intermediate_size
-        elements = 8 * h + 5 * q + 4 * f + 3 * (q + kv) * spec.qk_norm + (2 * h + q + kv) * self.config.trains_adapters
-        masks = (5 * h + q + f) * (lora.lora_dropout > 0)
-        return float(_BF16 * elements + masks + self.config.data.max_seq_length)
-
-    @property
-    def is_bounded(self) -> bool:
-        """True if memory has an upper bound. It has none for Hugging Face's decoder in fp32 or under torch.autocast,
-        for eager attention, and for modes that hold master weights themselves, with buffers that are not counted.
-        """
-        in_fp32 = OPTIMIZERS[self.optimizer].parameter_dtype == torch.float32
-        casts = in_fp32 and not self.sharded and not self.config.model.use_te
-        eager = self.config.model.attn_implementation == "eager"
-        if self.sizes is not None and self.sizes.zero_centered_gain and not self.config.model.use_te:
-            return False  # transformers computes these norms in fp32 and saves the results
-        return not (casts or eager or self.recipe in ("no", "fp16") or MODES[self.mode].holds_masters)
-
-    @property
-    def phases(self) -> list[RunSize]:
-        """This run and, if some steps may be in bf16, the same run in bf16."""
-        return [self, dataclasses.replace(self, recipe="bf16")] if self.may_be_bf16 else [self]
-
-    def fits(self, gpu_gib: float) -> bool:
-        """Return True if the memory that is counted fits and the micro-batches suit fp8 GEMMs."""
-        needed = max(part.estimate().needed_gib for part in self.phases)
-        return self.config.data.batch_size % self.row_multiple == 0 and needed <= gpu_gib
-
-    def settled(self, gpu_gib: float, resumed_rows: int | None = None) -> RunSize:
-        """Merge as many of a step's micro-batches as fit the GPU with a margin, and settle a number for
-        --gradient_checkpointing auto. With `resumed_rows`, merge to micro-batches of that many rows if possible.
-
-        Recomputing a layer costs a third of its time, more than merging gains. So choose the fewest recomputed layers
-        with which any merge fits, then the longest micro-batches. If nothing fits, merge nothing and recompute all.
-        """
-        size, num_requested = self.config.data.batch_size, self.config.optim.gradient_accumulation_steps
-        most = (MOST_TOKENS if self.config.packing else MOST_PADDED_TOKENS) // self.config.data.max_seq_length
-        factors = range(num_requested if self.config.optim.merge_micro_batches else 1, 0, -1)
-        cuts = {size * factor: num_requested // factor for factor in factors if num_requested % factor == 0}
-        cuts = {rows: steps for rows, steps in cuts.items() if rows <= max(most, size)}
-        if resumed_rows in cuts:
-            cuts = {resumed_rows: cuts[resumed_rows]}
-        run, shares = self, [self.config.model.gradient_checkpointing]
-        if shares == ["auto"]:
-            layers = text_config(self.hf_config).num_hidden_layers
-            shares = [round(number / layers, 4) for number in range(layers + 1)]
-        for share, rows in itertools.product(shares, cuts):
-            options = {"batch_size": rows, "gradient_accumulation_steps": cuts[rows], "gradient_checkpointing": share}
-            run = self.changed(**options)
-            estimates = [part.estimate(upper_bound=True) for part in run.phases]
-            if all(part.is_whole and part.needed_gib <= (1 - MARGIN) * gpu_gib for part in estimates):
-                return run
-        return run
-
-    def fitted(self, gpu_gib: float) -> RunSize | None:
-        """Return the run with the longest micro-batches that fit, no longer than now, and as many rows per step."""
-        size = self.config.data.batch_size
-        in_step = size * self.config.optim.gradient_accumulation_steps
-        sizes = (rows for rows in range(size, 0, -1) if in_step % rows == 0)
-        tried = (self.changed(batch_size=rows, gradient_accumulation_steps=in_step // rows) for rows in sizes)
-        return next((run for run in tried if run.fits(gpu_gib)), None)
+def largest_fitting(run: RunSize, gpu_gib: float) -> RunSize | None:
+    """Return the run with the longest micro-batches that fit, no longer than now, and as many rows per step."""
+    size = run.config.data.batch_size
+    in_step = size * run.config.optim.gradient_accumulation_steps
+    sizes = (rows for rows in range(size, 0, -1) if in_step % rows == 0)
+    tried = (run.changed(batch_size=rows, gradient_accumulation_steps=in_step // rows) for rows in sizes)
+    return next((candidate for candidate in tried if fits(candidate, gpu_gib)), None)
 
 
 def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None) -> tuple[RunSize, list[str]]:
@@ -355,8 +85,8 @@ def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None)
         problem = "the memory of activations is unknown for this model, precision, optimizer and sharding mode"
         raise UserError(f"--gradient_checkpointing auto: {problem}; give a number.")
     if automatic:
-        run, resumed_rows = run.changed(batch_size=run.row_multiple), run.row_multiple
-    run = run.settled(gpu_gib, resumed_rows)
+        run, resumed_rows = run.changed(batch_size=row_multiple(run)), row_multiple(run)
+    run = settle_micro_batches(run, gpu_gib, resumed_rows)
     if not automatic and (rows := run.config.data.batch_size) != requested.data.batch_size:
         before, after = requested.optim.gradient_accumulation_steps, run.config.optim.gradient_accumulation_steps
         short = f"{requested.data.batch_size * length:,} tokens"
@@ -376,8 +106,8 @@ def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None)
             recipes, modes = "|".join(RECIPES_COUNTED), "|".join(MODES_COUNTED[1:])
             needs = f"--use_te, --fp8_scenario {recipes} and --sharding_mode {modes}"
             raise UserError(f"--batch_size auto needs {needs}: the memory of other runs is unknown; give a number.")
-        sizes = range(max(run.row_multiple, MOST_TOKENS // length), 0, -1)
-        fitting = next((size for size in sizes if run.changed(batch_size=size).fits(gpu_gib)), None)
+        sizes = range(max(row_multiple(run), MOST_TOKENS // length), 0, -1)
+        fitting = next((size for size in sizes if fits(run.changed(batch_size=size), gpu_gib)), None)
         if fitting is None:
             reason = f"--batch_size auto: no micro-batch with --max_seq_length {length} fits {gpu_gib:.1f} GiB."
             raise UserError(reason + _suggestions(run, gpu_gib))
@@ -414,7 +144,7 @@ def _suggestions(run: RunSize, gpu_gib: float) -> str:
         changed = run.changed(**change)
         if is_judged and not is_consistent(changed.config, changed.mode):
             continue  # the run would refuse it
-        fitted = changed.fitted(gpu_gib)
+        fitted = largest_fitting(changed, gpu_gib)
         if fitted is not None and (fitted.spec is None) == (run.spec is None):
             flags = [f"--{name}" + (f" {value}" if value is not True else "") for name, value in change.items()]
             if (rows := fitted.config.data.batch_size) < run.config.data.batch_size:

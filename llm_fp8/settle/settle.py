@@ -20,12 +20,13 @@ from llm_fp8.config.options import AUTO_BATCH_SIZE, MODES, Config, OptimizerKind
 from llm_fp8.config.recipes import DEFAULTS, EMULATING, chosen, recipe_names, row_of
 from llm_fp8.config.validation import check_declared, check_tokens, is_consistent
 from llm_fp8.models.build import count_parameters
+from llm_fp8.models.memory import RunSize, holds_frozen_in_fp8, resolve_optimizer
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import OPTIMIZERS
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.settle.machine import Machine
-from llm_fp8.settle.memory import RunSize, settle_memory
-from llm_fp8.settle.sharding_mode import choose_mode, holds_frozen_in_fp8, num_shards, resolve_optimizer
+from llm_fp8.settle.memory import settle_memory
+from llm_fp8.settle.sharding_mode import choose_mode, num_shards
 from llm_fp8.utils.errors import UserError
 
 

@@ -14,26 +14,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch.utils.checkpoint
 from torch import nn
 
+from llm_fp8.models.memory import Amount, recomputed_layers
 from llm_fp8.utils.te_internals import require_te
 from llm_fp8.utils.torch_internals import wrap_forward
-
-Amount: TypeAlias = float | Literal["auto"]  # a value of --gradient_checkpointing
-
-
-def recomputed_layers(amount: Amount, num_layers: int) -> range:
-    """Return the numbers of the recomputed decoder layers. A share means the first layers, since these are recomputed
-    after the others are freed. Until memory has settled 'auto', it means all layers.
-    """
-    if amount == "auto":
-        return range(num_layers)
-    if amount > 1:
-        return range(0, num_layers, int(amount))
-    return range(max(round(amount * num_layers), 1 if amount else 0))
 
 
 def enable_gradient_checkpointing(

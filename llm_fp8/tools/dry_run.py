@@ -16,8 +16,8 @@ from llm_fp8.run.run import load_data
 from llm_fp8.settle.machine import assume, look
 from llm_fp8.settle.probe import probe
 from llm_fp8.settle.settle import settle
-from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.hf_internals import quiet_libraries
+from llm_fp8.utils.ranks import LaunchRanks
 
 
 def dry_run(config: Config) -> int:

@@ -26,8 +26,8 @@ from llm_fp8.utils.ranks import LaunchRanks
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from llm_fp8.models.memory import RunSize
     from llm_fp8.settle.machine import Machine
-    from llm_fp8.settle.memory import RunSize
 
 GPUS = {
     "h200": (139.8, (9, 0)),
@@ -132,7 +132,8 @@ def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
 def rows_of(config: Config, hf_config: PretrainedConfig, machine: Machine) -> list[Row]:
     """Return a row for each way to train in each sharding mode. The cheapest that fits comes first."""
     from llm_fp8.models.build import count_parameters
-    from llm_fp8.settle.memory import RunSize
+    from llm_fp8.models.memory import RunSize
+    from llm_fp8.settle.memory import largest_fitting
     from llm_fp8.settle.settle import settle
 
     recipe = DEFAULTS["te"] if config.precision.mixed_precision == "fp8" else "bf16"
@@ -147,10 +148,10 @@ def rows_of(config: Config, hf_config: PretrainedConfig, machine: Machine) -> li
             if "gradient_checkpointing" in changes:
                 continue
             run = run.changed(use_te=False)
-        fitted = run.fitted(gpu_gib)
+        fitted = largest_fitting(run, gpu_gib)
         if fitted is None and run.sharded:  # try without whole gradients between micro-batches
             run = run.changed(sync_every_micro_batch=True)
-            fitted = run.fitted(gpu_gib)
+            fitted = largest_fitting(run, gpu_gib)
         if fitted is not None:
             requested = fitted.config.with_options(sharding_mode=mode)
             try:

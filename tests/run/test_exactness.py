@@ -54,7 +54,7 @@ def test_merged_micro_batches_take_the_same_steps(tmp_path, tiny_model, sixteen_
     apart, merged = tmp_path / "apart", tmp_path / "merged"
     train(*options, f"--output_dir={apart}")
     monkeypatch.setattr("llm_fp8.run.plan.look", lambda *_: Machine(gpu_gib=80.0))
-    monkeypatch.setattr("llm_fp8.settle.memory.RunSize.is_bounded", True)  # in fp32 it is not
+    monkeypatch.setattr("llm_fp8.models.memory.RunSize.is_bounded", True)  # in fp32 it is not
     train(*options, f"--output_dir={merged}", "--save_every=2", "--save_total_limit=2")
     assert [step["loss"] for step in steps(merged)] == pytest.approx([step["loss"] for step in steps(apart)], rel=1e-5)
     assert run_json(merged)["config"]["data"]["batch_size"] == 8

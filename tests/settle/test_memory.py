@@ -1,131 +1,23 @@
-"""The estimate of a run's GPU memory: against what runs took, and what it settles and refuses."""
+"""What a run's GPU memory settles and refuses."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GemmaConfig, PretrainedConfig
 
-from llm_fp8.config.options import AUTO_BATCH_SIZE, Config, ModelConfig
-from llm_fp8.models.build import count_parameters
-from llm_fp8.models.source import load_config, resolve_source
-from llm_fp8.settle.memory import ACTIVATIONS, CASTS, HEAD, MOST_TOKENS, STATE, RunSize, saved_bytes, settle_memory
-from llm_fp8.step.activation_checkpoint import recomputed_layers
+from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
+from llm_fp8.models.memory import recomputed_layers
+from llm_fp8.settle.memory import MOST_TOKENS, settle_memory
 from llm_fp8.utils.errors import UserError
-from te_llama import decoder_sizes
-
-ROWS = json.loads((Path(__file__).parents[2] / "benchmarks/results/memory_rows.json").read_text())["rows"]
-
-
-@functools.cache
-def hf_config(model: str):
-    return load_config(resolve_source(ModelConfig(model_name=model, random_init=True)))
-
-
-def run_size(row: dict[str, Any], model_config: PretrainedConfig) -> RunSize:
-    """A run with the options of `row` and what it says of the machine."""
-    config = Config().with_options(**{"use_te": True, "mixed_precision": "fp8", **row})
-    launch = {"recipe": "delayed", "mode": "single", "num_gpus": 1}
-    launch |= {name: row[name] for name in launch if name in row}
-    return RunSize(config, model_config, **launch, num_parameters=count_parameters(model_config))
-
-
-def parts(model: str = "Llama-3.1-8B", **row: Any):
-    row = {"batch_size": 8, "gradient_accumulation_steps": 4, **row}
-    return run_size(row, hf_config(model)).estimate()
+from tests.support.run_sizes import hf_config, parts, run_size
 
 
 def settle(gpu_gib: float, model: str = "Llama-3.1-8B", **row: Any) -> tuple[Config, list[str]]:
     row = {"gradient_accumulation_steps": 4, **row}
     size, notes = settle_memory(run_size(row, hf_config(model)), gpu_gib)
     return size.config, notes
-
-
-def name_of(row: dict[str, Any]) -> str:
-    return "-".join(str(row[key]) for key in row if key not in ("file", "gpu", "measured_gib", "reserved_gib"))
-
-
-FROZEN = {"mode": "fsdp_full", "num_gpus": 2, "lora_rank": 16, "batch_size": 8, "export": False}
-
-
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({}, True),
-        ({"mode": "fsdp_grad", "recipe": "current"}, True),
-        ({"mode": "fsdp_hybrid"}, True),
-        ({"mode": "fsdp_offload"}, False),
-        ({"mode": "ddp"}, False),
-        ({"recipe": "block"}, False),  # a weight has more than one scale
-        ({"recipe": "bf16"}, False),
-        ({"num_gpus": 3}, False),  # which do not share the rows of a weight evenly
-        ({"fp8_until": 0.7}, False),  # the last steps need bf16
-        ({"random_init": True, "export": True}, False),  # and so does the export
-        ({"use_te": False}, False),
-        ({"lora_rank": 0}, False),
-        ({"lora_rank": 0, "fp8_params": True}, True),
-    ],
-)
-def test_frozen_weights_are_sharded_in_fp8_where_nothing_needs_them_in_bf16(row, expected):
-    assert run_size({**FROZEN, **row}, hf_config("Llama-3.1-8B")).shards_in_fp8 is expected
-
-
-@pytest.mark.parametrize("row", ROWS, ids=name_of)
-def test_recorded_run(row):
-    estimate, gpu_gib = run_size(row, hf_config(row["model"])).estimate(), 79.2 if "H100" in row["gpu"] else 139.8
-    assert estimate.is_whole
-    if "beyond" in row:  # what the first GPU of ddp held more is needed and not estimated
-        assert row["mode"] == "ddp" and estimate.total_gib < 0.95 * row["measured_gib"] < estimate.needed_gib
-    else:
-        assert estimate.total_gib == pytest.approx(row["measured_gib"], rel=0.012)
-        assert estimate.needed_gib <= gpu_gib + 11, "it fitted, at times with slow steps"
-    # The allocator keeps more where half of the memory is free.
-    reserved_gib = row.get("reserved_gib", 0.0)
-    if row["mode"] == "fsdp_full" and row["gradient_accumulation_steps"] == 1 and reserved_gib > 0.5 * gpu_gib:
-        assert estimate.needed_gib > reserved_gib
-
-
-def test_few_tokens_on_many_gpus_peak_where_the_outermost_gradients_are_reduced():
-    row: dict[str, Any] = dict(mode="fsdp_full", num_gpus=64, optimizer="adamw_8bit", gradient_checkpointing=1)
-    row |= dict(batch_size=1, gradient_accumulation_steps=1)
-    spec = decoder_sizes(hf_config("Qwen3-8B"))
-    assert parts("Qwen3-8B", **row).total_gib > 3 * 2 * 2 * spec.vocab_size * spec.hidden_size / 2**30
-
-
-def test_recomputed_layers_keep_their_inputs():
-    spec = decoder_sizes(hf_config("Llama-3.1-8B"))
-    kept, recomputed = parts(), parts(gradient_checkpointing=1)
-    assert recomputed.parts[ACTIVATIONS] == pytest.approx(8192 * 2 * spec.hidden_size * 32 / 2**30)
-    assert recomputed.parts[HEAD] == kept.parts[HEAD] > 8192 * saved_bytes(spec, "delayed", frozenset(), 0) / 2**30
-    assert recomputed.total_gib < kept.total_gib
-
-
-def test_what_saves_memory_is_in_its_part():
-    plain, sharded = parts(), parts(mode="fsdp_full", num_gpus=4)
-    assert parts(fp8_recast_weights=True).parts.keys() == plain.parts.keys() - {CASTS}
-    assert CASTS not in parts(recipe="bf16").parts and CASTS not in sharded.parts
-    assert parts(offload_optimizer=1.0).parts[STATE] < plain.parts[STATE] - 8 * 7.4
-    assert parts(optimizer="adamw_8bit").parts[STATE] == pytest.approx(plain.parts[STATE] / 2, rel=0.01)
-    assert sharded.beside_gib > plain.beside_gib
-    assert parts(mode="ddp", num_gpus=1) == plain
-    assert parts(lora_rank=16).parts[STATE] < 0.2 * plain.parts[STATE]
-    few, many = (parts(lora_rank=rank).parts[ACTIVATIONS] for rank in (16, 256))
-    assert many - few >= 8192 * 32 * 2 * 240 / 2**30, "low-rank products"
-    assert parts(lora_rank=16, mode="fsdp_full", num_gpus=4).parts[STATE] < 0.5 * parts(lora_rank=16).parts[STATE]
-
-
-def test_a_decoder_of_hugging_face_has_weights_gradients_and_optimizer_alone():
-    estimate = parts(use_te=False)
-    assert not estimate.is_whole and estimate.parts == {STATE: pytest.approx(12 * 8.03e9 / 2**30, rel=0.001)}
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    small = GemmaConfig(**sizes, vocab_size=1000)
-    estimate = run_size({}, small).estimate()
-    assert not estimate.is_whole and estimate.total_gib < 0.1
 
 
 def test_auto_batch_size_fills_the_gpu():
@@ -282,16 +174,3 @@ def test_a_cut_is_kept_where_it_is_asked_for_or_was_the_checkpoints():
     run = run_size(DOCUMENTED | {"gradient_accumulation_steps": 4}, hf_config("Llama-3.2-3B"))
     assert cut(settle_memory(run, 79.2, resumed_rows=2)[0].config) == (2, 2)
     assert cut(settle_memory(run, 79.2, resumed_rows=3)[0].config) == (4, 1)
-
-
-@pytest.mark.parametrize(
-    ("model", "num_gpus", "rows", "steps", "measured_gib"),
-    [("Llama-3.2-3B", 2, 1, 4, 27.8), ("Llama-3.1-8B", 2, 4, 4, 91.4), ("Qwen2.5-14B", 2, 4, 1, 131.3)],
-)
-def test_what_hugging_faces_decoder_took_is_below_the_upper_bound(model, num_gpus, rows, steps, measured_gib):
-    """fsdp_full in bf16, in multi_gpu_throughput_*_x2.json and documented_3b_x2.json."""
-    length = 512 if rows == 1 else 1024
-    row = dict(use_te=False, recipe="bf16", mode="fsdp_full", num_gpus=num_gpus, batch_size=rows, max_seq_length=length)
-    row |= dict(gradient_accumulation_steps=steps, optimizer="adamw_fp32")
-    bound = run_size(row, hf_config(model)).estimate(upper_bound=True).total_gib
-    assert measured_gib < bound < 1.5 * measured_gib

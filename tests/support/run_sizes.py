@@ -1,0 +1,31 @@
+"""Runs of a size: the options and the launch whose memory tests estimate."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from llm_fp8.config.options import Config, ModelConfig
+from llm_fp8.models.build import count_parameters
+from llm_fp8.models.memory import MemoryEstimate, RunSize
+from llm_fp8.models.source import load_config, resolve_source
+
+
+@functools.cache
+def hf_config(model: str):
+    return load_config(resolve_source(ModelConfig(model_name=model, random_init=True)))
+
+
+def run_size(row: dict[str, Any], model_config: PretrainedConfig) -> RunSize:
+    """A run with the options of `row` and what it says of the machine."""
+    config = Config().with_options(**{"use_te": True, "mixed_precision": "fp8", **row})
+    launch = {"recipe": "delayed", "mode": "single", "num_gpus": 1}
+    launch |= {name: row[name] for name in launch if name in row}
+    return RunSize(config, model_config, **launch, num_parameters=count_parameters(model_config))
+
+
+def parts(model: str = "Llama-3.1-8B", **row: Any) -> MemoryEstimate:
+    row = {"batch_size": 8, "gradient_accumulation_steps": 4, **row}
+    return run_size(row, hf_config(model)).estimate()
