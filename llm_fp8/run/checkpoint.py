@@ -43,13 +43,13 @@ from torch.distributed.tensor import DTensor
 
 from llm_fp8.distributed.process_group import decided_by_main
 from llm_fp8.distributed.strategy import DistributedStrategy
+from llm_fp8.settle.resume import LATEST, SavedRun
 from llm_fp8.utils.errors import UserError, existing_part, listed, reading, reason_not_written
 from llm_fp8.utils.json_files import read_json, write_json_atomic
 from llm_fp8.utils.torch_internals import local_of, sharded_like
 
 logger = logging.getLogger(__name__)
 
-LATEST = "latest"  # value of --resume_from for the checkpoint that was saved last
 STRATEGY_STATE = "engine"  # folder in a checkpoint for the files of a strategy that saves itself
 FORMAT = 2  # incremented when the contents of a checkpoint change, so that other versions do not misread them
 _META, _MANIFEST = "meta.json", "manifest.json"
@@ -62,11 +62,9 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(SavedRun):
     """A complete checkpoint: its files were compared with its manifest."""
 
-    folder: Path
-    meta: dict[str, Any]
     save_number: int  # in the order of saves: clocks of hosts differ, and a resumed run may go back by steps
 
     @classmethod
@@ -82,11 +80,6 @@ class Checkpoint:
                 if _describe_file(folder / name) != expected:
                     raise ValueError(f"{name} has changed")
             return cls(folder, read_json(folder / _META), manifest["save_number"])
-
-    @property
-    def step(self) -> int:
-        """Number of completed optimizer steps."""
-        return int(self.meta["step"])
 
     @cached_property
     def kinds(self) -> dict[str, tuple[torch.dtype, torch.Size]]:

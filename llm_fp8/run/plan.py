@@ -20,9 +20,9 @@ from llm_fp8.models import source as sources
 from llm_fp8.optim.optimizers import OPTIMIZERS
 from llm_fp8.precision.context import with_recipe
 from llm_fp8.precision.te import prepare_te_decoder
-from llm_fp8.run.checkpoint import Checkpoint
 from llm_fp8.settle.machine import look
 from llm_fp8.settle.probe import probe
+from llm_fp8.settle.resume import SavedRun
 from llm_fp8.settle.settle import Settled, settle
 from llm_fp8.step.loss_model import PackedForm
 from llm_fp8.utils.output import say as print_line
@@ -73,7 +73,7 @@ class RunPlan(Settled):
         return {"sharding_mode": self.strategy.mode, "num_processes": self.accelerator.num_processes}
 
 
-def plan_run(config: Config, ranks: LaunchRanks, resumed: Checkpoint | None = None) -> RunPlan:
+def plan_run(config: Config, ranks: LaunchRanks, resumed: SavedRun | None = None) -> RunPlan:
     """Settle the run on this machine and build everything that precedes its model. Raise `UserError` if the machine,
     its packages or its memory do not allow the run. Collective.
     """

@@ -26,7 +26,7 @@ from llm_fp8.models.source import check_model, load_tokenizer
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.reporter import RunReporter, quiet_libraries
 from llm_fp8.optim.optimizers import bytes_on_host, effective_warmup_steps
-from llm_fp8.run import run_dir, train_state
+from llm_fp8.run import run_dir
 from llm_fp8.run.checkpoint import Checkpoint, CheckpointManager
 from llm_fp8.run.graceful_stop import GracefulStop
 from llm_fp8.run.plan import announce, plan_run
@@ -34,6 +34,7 @@ from llm_fp8.run.records import closing_words, export_final, record_run, record_
 from llm_fp8.run.setup import TrainingSetup, build_setup, build_stepper
 from llm_fp8.run.timeline import RunResults, Timeline
 from llm_fp8.run.train_state import EvalHistory, RunState
+from llm_fp8.settle import resume
 from llm_fp8.settle.settle import Settled
 from llm_fp8.utils.errors import reading
 from llm_fp8.utils.ranks import LaunchRanks
@@ -61,14 +62,14 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
         plan.say(note)
         check_model(config, plan.hf_config, tokenizer)
         if resumed is not None:
-            train_state.check_compatible(resumed, train_state.run_fingerprint(plan))
+            resume.check_compatible(resumed, resume.run_fingerprint(plan, plan.strategy.saved_by, plan.stored))
         phase_ends("config_and_tokenizer")
 
         data = load_data(plan, tokenizer, plan.strategy.context_group)
         plan.say(data.description)
-        num_steps = train_state.total_steps(plan.config, data, resumed)
+        num_steps = resume.total_steps(plan.config, data, resumed)
         if resumed is not None:
-            train_state.refuse_finished(plan.config, claimed, resume_from, resumed, num_steps)
+            resume.refuse_finished(plan.config, claimed, resume_from, resumed, num_steps)
         phase_ends("data")
 
         if plan.measures_precision:
@@ -78,8 +79,8 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
             phase_ends("auto_precision")
         folder = claimed or run_dir.default_folder(plan, stack)
         announce(plan)
-        options = train_state.run_options(plan.config, data, num_steps)
-        if resumed is not None and (changed := train_state.changed_options(plan.config, resumed, options)):
+        options = resume.run_options(plan.config, data, num_steps)
+        if resumed is not None and (changed := resume.changed_options(plan.config, resumed, options)):
             plan.say(f"resuming with other options: {', '.join(changed)}")
         checks_parity = config.model.use_te and plan.stored is not None and resumed is None
         setup = build_setup(plan, data.train.first_step()[0] if checks_parity else None)
@@ -94,7 +95,8 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
         checkpoints = CheckpointManager(folder, plan.config.run.save_total_limit, ranks.rank == 0, engine)
         if ranks.rank == 0:
             run_dir.begin_in(folder)  # nothing is written there before
-        state = RunState(setup, data, folder, checkpoints, train_state.run_fingerprint(plan), options)
+        fingerprint = resume.run_fingerprint(plan, plan.strategy.saved_by, plan.stored)
+        state = RunState(setup, data, folder, checkpoints, fingerprint, options)
         timeline = build_timeline(state, resumed, results)
         phase_ends("optimizer")
 

@@ -11,10 +11,11 @@ from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
 from llm_fp8.distributed.process_group import device_of_process, start_process_group
 from llm_fp8.models.build import model_on_meta
 from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source
-from llm_fp8.run import run_dir, train_state
+from llm_fp8.run import run_dir
 from llm_fp8.run.run import load_data
 from llm_fp8.settle.machine import assume, look
 from llm_fp8.settle.probe import probe
+from llm_fp8.settle.resume import total_steps
 from llm_fp8.settle.settle import settle
 from llm_fp8.utils.hf_internals import quiet_libraries
 from llm_fp8.utils.ranks import LaunchRanks
@@ -57,7 +58,7 @@ def dry_run(config: Config) -> int:
         parts = estimate.parts | {"CUDA, allocator, communication": estimate.beside_gib}
         lines += [f"memory: {on_each}", *(f"  {part:32} {part_gib:8.2f} GiB" for part, part_gib in parts.items())]
         lines += [] if estimate.is_whole else ["  activations are not counted: only those of TE decoders are known"]
-    num_steps, rows = train_state.total_steps(config, data, resumed), data.train.global_batch_size
+    num_steps, rows = total_steps(config, data, resumed), data.train.global_batch_size
     lines.append(f"dry run: {num_steps:,} steps of {rows:,} sequences; no weight was loaded and no run written")
     print("\n".join(lines), flush=True)
     return 0

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from llm_fp8.run.checkpoint import Checkpoint, CheckpointManager
-from llm_fp8.run.train_state import check_compatible, restore_rng_state, rng_state
+from llm_fp8.run.train_state import restore_rng_state, rng_state
+from llm_fp8.settle.resume import check_compatible
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import CONTEXT
 

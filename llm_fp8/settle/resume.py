@@ -1,0 +1,124 @@
+"""Decide whether a run may continue from a checkpoint, and how many steps it has."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llm_fp8.config.options import RESUME, SETTINGS, Config, names_in
+from llm_fp8.data.prepare import PreparedData
+from llm_fp8.models.source import StoredCheckpoint, text_config, weights_digest
+from llm_fp8.settle.settle import Settled
+from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.json_files import read_json
+
+LATEST = "latest"  # value of --resume_from for the checkpoint that was saved last
+ARCHITECTURE_KEYS = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters", "sliding_window",
+    "tie_word_embeddings",
+)  # fmt: skip
+"""Entries of a model's config that a checkpoint and the run that continues it must share."""
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A checkpoint without its tensors."""
+
+    folder: Path
+    meta: dict[str, Any]  # contents of meta.json
+
+    @property
+    def step(self) -> int:
+        """Number of completed optimizer steps."""
+        return int(self.meta["step"])
+
+
+def run_fingerprint(settled: Settled, saved_by: str, stored: StoredCheckpoint | None) -> dict[str, Any]:
+    """Collect the entries that a checkpoint and the run that continues it must share.
+
+    `saved_by`: the strategy's entry. `stored`: the weights to start from; None if they are drawn.
+    """
+    config, lora, precision = settled.config, settled.config.lora, settled.precision
+    decoder = text_config(settled.hf_config)
+    entries = decoder.to_dict()  # read as entries, since an attribute that differs between layers cannot be read
+    shared = {
+        **{key: entries.get(decoder.attribute_map.get(key, key)) for key in ARCHITECTURE_KEYS},
+        "layout": "te" if config.model.use_te else "hf",
+        "optimizer": settled.optimizer_kind,
+        "saved by": saved_by,
+        "precision": precision.name if precision.effective == "fp8" else precision.effective,
+        "max_seq_length": config.data.max_seq_length,
+        "packing": config.packing,
+    }
+    if rank := lora.lora_rank:  # the adapters, and the frozen model that a checkpoint does not hold
+        shared["lora"] = [rank, lora.scaling, lora.lora_dropout, *sorted(lora.targets)]
+        shared["frozen_model"] = f"seed {config.optim.seed}" if stored is None else weights_digest(stored.files)
+    return shared
+
+
+def run_options(config: Config, data: PreparedData, num_steps: int) -> dict[str, Any]:
+    """Collect a checkpoint's options: all but those of reports and saves, plus total steps and global batch size."""
+    sections = config.to_dict()
+    sections["run"] = {name: value for name, value in sections["run"].items() if name in RESUME}
+    options = {name: value for section in sections.values() for name, value in section.items()}
+    return options | {"total_steps": num_steps, "global_batch_size": data.train.global_batch_size}
+
+
+def total_steps(config: Config, data: PreparedData, resumed: SavedRun | None) -> int:
+    """Return the optimizer steps of the whole run; for --num_epochs, earlier steps plus those for the rows left."""
+    if config.optim.max_steps is not None:
+        return config.optim.max_steps
+    if resumed is None:
+        return data.train.steps_left(config.optim.num_epochs)
+    return resumed.step + data.train.steps_left(config.optim.num_epochs, resumed.meta["loader"])
+
+
+def check_compatible(saved_run: SavedRun, fingerprint: Mapping[str, Any]) -> None:
+    """Raise `UserError` if a checkpoint's fingerprint differs from the resuming run's."""
+    saved = saved_run.meta["fingerprint"]
+    current = json.loads(json.dumps(fingerprint))  # tuples become lists, as they did in the file
+    if names := [name for name in {**saved, **current} if saved.get(name) != current.get(name)]:
+        differences = "; ".join(f"{name} was {saved.get(name)!r} and is {current.get(name)!r}" for name in names)
+        raise UserError(f"--resume_from {saved_run.folder} does not belong to this run: {differences}.")
+
+
+def changed_options(config: Config, saved_run: SavedRun, options: Mapping[str, Any]) -> list[str]:
+    """Return the `run_options` that differ from the checkpoint's, each with both values.
+
+    Raises `UserError` if one of `SETTINGS` differs and --allow_changed names neither it nor an option that decides it.
+    """
+    allowed = [SETTINGS.get(name, name) for name in names_in(config.run.allow_changed)]
+    saved = saved_run.meta["options"]
+    names = [name for name, value in options.items() if name in saved and saved[name] != value]
+    changed = {name: f"{name} {saved[name]} -> {options[name]}" for name in names}
+    if refused := [name for name in dict.fromkeys(SETTINGS.values()) if name in changed and name not in allowed]:
+        deciding = ([option for option in changed if SETTINGS.get(option) == name] or [name] for name in refused)
+        problem = f"was trained with other options ({', '.join(changed[name] for name in refused)})"
+        advice = f"add --allow_changed {','.join(itertools.chain(*deciding))}"
+        raise UserError(f"--resume_from {saved_run.folder} {problem}; {advice}.")
+    return list(changed.values())
+
+
+def refuse_finished(
+    config: Config, folder: Path | None, resume_from: str | None, resumed: SavedRun, num_steps: int
+) -> None:
+    """Raise `UserError` if the run is finished and `num_steps` adds no step, or if `latest` precedes its end."""
+    step, patience = resumed.step, config.run.early_stopping_patience
+    path = None if folder is None else folder / "summary.json"
+    summary = read_json(path) if path is not None and path.exists() else {}
+    finished_step = -1 if {"stopped_by", "failed"} & summary.keys() else summary.get("steps", -1)
+    has_stopped = finished_step >= 0 and 0 < patience <= resumed.meta["evaluations"]["num_without_improvement"]
+    if step < finished_step and resume_from == LATEST:
+        problem = f"the run is finished after step {finished_step}, and its last checkpoint is of step {step}"
+        advice = f"to train from there again and replace final/, give --resume_from {resumed.folder}"
+        raise UserError(f"--resume_from latest: {problem}; {advice}.")
+    if has_stopped or step > num_steps or step == num_steps <= finished_step:
+        option = "num_epochs" if config.optim.max_steps is None else "max_steps"
+        limit = "early_stopping_patience" if has_stopped else f"{option} and add --allow_changed {option}"
+        progress = f"{step} of {num_steps} steps are done and the run is finished"
+        raise UserError(f"--resume_from {resumed.folder}: {progress}; raise --{limit}.")
