@@ -17,7 +17,7 @@ from llm_fp8.settle.machine import assume, look
 from llm_fp8.settle.probe import probe
 from llm_fp8.settle.resume import total_steps
 from llm_fp8.settle.settle import settle
-from llm_fp8.utils.hf_internals import quiet_libraries
+from llm_fp8.utils.process import quiet_libraries
 from llm_fp8.utils.ranks import LaunchRanks
 
 
