@@ -21,9 +21,9 @@ from llm_fp8.distributed.process_group import gathered
 from llm_fp8.observability.kernel_trace import profiled
 from llm_fp8.precision.context import with_recipe
 from llm_fp8.precision.te import forget_delayed_scales
-from llm_fp8.run.plan import RunPlan
 from llm_fp8.run.setup import TrainingSetup, build_setup
 from llm_fp8.run.train_state import restore_rng_state, rng_state
+from llm_fp8.settle.plan import RunPlan
 from llm_fp8.settle.settle import settle
 from llm_fp8.step.micro_batch_graphs import WORTH_GRAPHS
 from llm_fp8.step.stepper import StepClock

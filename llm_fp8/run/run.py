@@ -29,12 +29,12 @@ from llm_fp8.optim.optimizers import bytes_on_host, effective_warmup_steps
 from llm_fp8.run import run_dir
 from llm_fp8.run.checkpoint import Checkpoint, CheckpointManager
 from llm_fp8.run.graceful_stop import GracefulStop
-from llm_fp8.run.plan import announce, plan_run
 from llm_fp8.run.records import closing_words, export_final, record_run, record_stream, summary_of
 from llm_fp8.run.setup import TrainingSetup, build_setup, build_stepper
 from llm_fp8.run.timeline import RunResults, Timeline
 from llm_fp8.run.train_state import EvalHistory, RunState
 from llm_fp8.settle import resume
+from llm_fp8.settle.plan import announce, plan_run
 from llm_fp8.settle.settle import Settled
 from llm_fp8.utils.errors import reading
 from llm_fp8.utils.ranks import LaunchRanks

@@ -16,7 +16,7 @@ from llm_fp8.config.options import Config, RunConfig
 from llm_fp8.distributed.process_group import decided_by_main, gathered, is_loss_of_a_peer
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.run.checkpoint import Checkpoint, CheckpointManager
-from llm_fp8.run.plan import RunPlan
+from llm_fp8.settle.plan import RunPlan
 from llm_fp8.settle.resume import LATEST
 from llm_fp8.utils import errors
 from llm_fp8.utils.errors import UserError, existing_part, listed, reading

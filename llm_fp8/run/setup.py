@@ -21,7 +21,7 @@ from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import build_optimizer, build_scheduler
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import Fp8Coverage, gemms_per_weight, measure_coverage
-from llm_fp8.run.plan import RunPlan
+from llm_fp8.settle.plan import RunPlan
 from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.step.loss_model import TrainingModel
 from llm_fp8.step.stepper import Stepper

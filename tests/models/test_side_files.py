@@ -25,7 +25,7 @@ from llm_fp8.models.export import export_hf, load_exported, tokenizer_of
 from llm_fp8.models.model import Model
 from llm_fp8.models.side_files import Origin, save_side_files, source_folder
 from llm_fp8.models.source import EMBEDDED_MODEL
-from llm_fp8.run.plan import plan_run
+from llm_fp8.settle.plan import plan_run
 from llm_fp8.utils.ranks import LaunchRanks
 from tests.support.hub_families import write_hub_model
 from tests.support.small import CARD, stored_weights, tiny_config, train

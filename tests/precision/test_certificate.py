@@ -19,8 +19,8 @@ from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import ModuleState
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.precision.te import TEBackend
-from llm_fp8.run.plan import RunPlan
 from llm_fp8.run.run import run_training
+from llm_fp8.settle.plan import RunPlan
 from llm_fp8.tools.script import run_script
 from tests.support.processes import exit_code, start_ranks
 from tests.support.small import short_run, steps, summary_json

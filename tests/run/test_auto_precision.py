@@ -12,9 +12,9 @@ from llm_fp8.config.parser import parse_config
 from llm_fp8.precision.te import TEBackend
 from llm_fp8.run import auto_precision
 from llm_fp8.run.auto_precision import choose_precision, measure_precisions
-from llm_fp8.run.plan import plan_run
 from llm_fp8.run.run import load_data
 from llm_fp8.settle.machine import assume
+from llm_fp8.settle.plan import plan_run
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 from tests.support.small import run_json, steps, train

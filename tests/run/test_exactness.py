@@ -53,14 +53,14 @@ def test_merged_micro_batches_take_the_same_steps(tmp_path, tiny_model, sixteen_
     options += ["--learning_rate=1e-3", "--log_every=1", f"--packing={packing}"]
     apart, merged = tmp_path / "apart", tmp_path / "merged"
     train(*options, f"--output_dir={apart}")
-    monkeypatch.setattr("llm_fp8.run.plan.look", lambda *_: Machine(gpu_gib=80.0))
+    monkeypatch.setattr("llm_fp8.settle.plan.look", lambda *_: Machine(gpu_gib=80.0))
     monkeypatch.setattr("llm_fp8.models.memory.RunSize.is_bounded", True)  # in fp32 it is not
     train(*options, f"--output_dir={merged}", "--save_every=2", "--save_total_limit=2")
     assert [step["loss"] for step in steps(merged)] == pytest.approx([step["loss"] for step in steps(apart)], rel=1e-5)
     assert run_json(merged)["config"]["data"]["batch_size"] == 8
     assert run_json(merged)["effective"]["num_requested_micro_batches"] == 4
     whole = steps(merged)
-    monkeypatch.setattr("llm_fp8.run.plan.look", lambda *_: Machine(gpu_gib=2.1))
+    monkeypatch.setattr("llm_fp8.settle.plan.look", lambda *_: Machine(gpu_gib=2.1))
     train(*options, f"--output_dir={merged}", f"--resume_from={merged / 'checkpoints/step-00000002'}")
     assert run_json(merged)["resumes"][-1]["config"]["data"]["batch_size"] == 8
     assert [step["loss"] for step in steps(merged)[-2:]] == [step["loss"] for step in whole[-2:]]
