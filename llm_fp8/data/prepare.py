@@ -85,7 +85,6 @@ def prepare_data(
     pin_memory: bool = False,
     main_process_first: Callable[[], AbstractContextManager[Any]] = nullcontext,
     split_batch: Callable[[Batch], Batch] | None = None,
-    num_slices: int = 1,
     eval_batch_size: int | None = None,
 ) -> PreparedData:
     """Load, tokenise, split and pack a run's data. Raise `UserError` if a dataset cannot be found, read or used.
@@ -95,7 +94,8 @@ def prepare_data(
     merging micro-batches does not change the evaluation rows. In accelerate's context `main_process_first`, the other
     processes wait until the main process has filled the cache.
     """
-    data, share = config.data, Share(rank // num_slices, world_size // num_slices)
+    data, num_slices = config.data, config.parallel.num_slices
+    share = Share(rank // num_slices, world_size // num_slices)
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if isinstance(i, int)), 0)
     layout = (data.batch_size, data.max_seq_length, pad, config.packing, num_slices, split_batch, pin_memory)
     with main_process_first():

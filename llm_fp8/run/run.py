@@ -131,7 +131,6 @@ def load_data(settled: Settled, tokenizer: PreTrainedTokenizerBase, context: Any
         pin_memory=on_gpu,
         main_process_first=PartialState(cpu=not on_gpu).local_main_process_first,
         split_batch=None if context is None else context.split,
-        num_slices=settled.config.parallel.num_slices,
         eval_batch_size=settled.requested_batch_size,
     )
 

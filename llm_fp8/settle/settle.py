@@ -20,14 +20,16 @@ from llm_fp8.config.options import AUTO_BATCH_SIZE, MODES, Config, OptimizerKind
 from llm_fp8.config.recipes import DEFAULTS, EMULATING, chosen, recipe_names, row_of
 from llm_fp8.config.validation import check_declared, check_tokens, is_consistent
 from llm_fp8.models.build import count_parameters
-from llm_fp8.models.memory import RunSize, holds_frozen_in_fp8, resolve_optimizer
+from llm_fp8.models.memory import RunSize, holds_frozen_in_fp8, resolve_optimizer, state_bytes
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import OPTIMIZERS
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.settle.machine import Machine
 from llm_fp8.settle.memory import settle_memory
-from llm_fp8.settle.sharding_mode import choose_mode, num_shards
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.ranks import LaunchRanks
+
+STATE_SHARE = 0.6  # share of a GPU's memory for weights, gradients and optimizer state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +164,32 @@ def settle(
         measures_precision=may_be_either and resumed is None and measured is None,
         notes=tuple(notes),
     )
+
+
+def choose_mode(config: Config, ranks: LaunchRanks, num_parameters: int, gpu_gib: float | None) -> tuple[str, str]:
+    """Return --sharding_mode and, under auto, the reason, else ''. Auto takes the first mode that leaves 40% of the
+    smallest GPU's memory, `gpu_gib` (None on CPUs), to activations, fp8 casts and logits.
+    """
+    requested = config.parallel.sharding_mode
+    if requested != "auto":
+        return requested, ""
+    if ranks.world_size == 1:
+        return "single", "there is one process"
+    if gpu_gib is None:
+        return "ddp", "there is no GPU"
+    room, needs = STATE_SHARE * gpu_gib, {}
+    compute = "fp32" if config.precision.mixed_precision in ("no", "fp16") else "bf16"
+    for mode in ("ddp", "fsdp_grad", "fsdp_full"):
+        kind = resolve_optimizer(config, mode, compute)
+        needs[mode] = num_parameters * state_bytes(mode, kind, ranks.world_size, config) / GIB
+    mode = next((mode for mode, needed in needs.items() if needed <= room), "fsdp_full")
+    by_mode = ", ".join(f"{name} {value:.0f}" for name, value in needs.items())
+    return mode, f"weights, gradients and optimizer state must fit in {room:.0f} GiB per GPU and take {by_mode}"
+
+
+def num_shards(mode: str, ranks: LaunchRanks) -> int:
+    """Return the number of GPUs over which a sharding mode splits one copy of the model."""
+    return ranks.local_world_size if mode == "fsdp_hybrid" else ranks.world_size
 
 
 def resolve_precision(config: Config, machine: Machine) -> PrecisionPlan:

@@ -7,7 +7,7 @@ import pytest
 from llm_fp8.config.parser import parse_config
 from llm_fp8.models.memory import resolve_optimizer, state_bytes
 from llm_fp8.observability.kernel_trace import StepProfile, covered_s
-from llm_fp8.settle.sharding_mode import choose_mode
+from llm_fp8.settle.settle import choose_mode
 from llm_fp8.utils.ranks import LaunchRanks
 
 EIGHT = LaunchRanks(world_size=8, local_world_size=8, launched=True)
