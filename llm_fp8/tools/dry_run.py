@@ -11,13 +11,13 @@ from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
 from llm_fp8.distributed.process_group import device_of_process, start_process_group
 from llm_fp8.models.build import model_on_meta
 from llm_fp8.models.source import check_model, load_config, load_tokenizer, resolve_source
+from llm_fp8.observability.reporter import quiet_libraries
 from llm_fp8.run import run_dir
 from llm_fp8.run.run import load_data
 from llm_fp8.settle.machine import assume, look
 from llm_fp8.settle.probe import probe
 from llm_fp8.settle.resume import total_steps
 from llm_fp8.settle.settle import settle
-from llm_fp8.utils.process import quiet_libraries
 from llm_fp8.utils.ranks import LaunchRanks
 
 
