@@ -1,17 +1,18 @@
 #!/usr/bin/env python
-"""Train transformers' model under Accelerate in the usual set-ups, written as in their documentation.
+"""Train transformers' model under Accelerate, in the usual set-ups of the documentation of both libraries.
 
     python benchmarks/baselines.py NAME [options of the training scripts]
 
     hf_bf16               bf16 weights with Accelerate's bf16 mixed precision, sdpa attention, torch's fused AdamW
-    hf_bf16_compiled      the same, each decoder layer compiled
+    hf_bf16_compiled      hf_bf16 with each decoder layer compiled
     accelerate_te         Accelerate's own fp8 (TERecipeKwargs): Transformer Engine's Linear in place of nn.Linear
-    torchao_tensorwise    torchao's fp8 training, each decoder layer compiled; torchao_rowwise: with its other recipe
+    torchao_tensorwise    torchao's fp8 training, each decoder layer compiled
+    torchao_rowwise       torchao_tensorwise with torchao's rowwise recipe
 
-Data, run length and optimizer settings come from the same options as our own runs. Rows are padded, and the output
-folder gets metrics.jsonl and summary.json with the keys of our runs. On one GPU and under DDP the weights are bf16
-without master weights, which takes less memory than our runs. --sharding_mode fsdp_full is Accelerate's FSDP2 plugin,
-wrapped per decoder layer, with fp32 weights.
+Options set data, run length and optimizer, as for our own runs. Rows are padded, and the output folder gets
+metrics.jsonl and summary.json with the keys of our runs. On one GPU and under DDP the weights are bf16 without master
+weights, which needs less memory than our runs. --sharding_mode fsdp_full uses Accelerate's FSDP2 plugin with fp32
+weights, and wraps each decoder layer.
 """
 
 from __future__ import annotations
@@ -50,20 +51,20 @@ from llm_fp8.utils.json_files import json_line, write_json_atomic, write_text_at
 
 
 def build_accelerator(name: str, config: Config) -> Accelerator:
-    """Return the `Accelerator` of the baseline `name`, over the processes of this launch."""
+    """Return the `Accelerator` of the baseline `name` for the processes of this launch."""
     plugin = None
     if config.parallel.sharding_mode == "fsdp_full":
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             reshard_after_forward=True,
-            auto_wrap_policy="transformer_based_wrap",  # transformers names the decoder layer's class
+            auto_wrap_policy="transformer_based_wrap",  # wraps the decoder layer's class, which transformers names
             cpu_ram_efficient_loading=False,  # weights are random
         )
     handlers: list[Any] = []
     if name == "accelerate_te":
         from accelerate.utils import TERecipeKwargs
 
-        # All defaults, except that the amax is the maximum of the history, as in our recipe.
+        # All defaults, except that the amax is the maximum of its history, as in our recipe.
         handlers = [TERecipeKwargs(fp8_format="HYBRID", amax_history_len=1024, amax_compute_algo="max")]
     return Accelerator(
         cpu=not torch.cuda.is_available(),
@@ -75,7 +76,7 @@ def build_accelerator(name: str, config: Config) -> Accelerator:
 
 
 def build_model(name: str, config: Config, hf_config: Any, device: torch.device) -> Any:
-    """Return transformers' model with random weights, for the baseline `name`."""
+    """Return transformers' model with random weights for the baseline `name`."""
     weights = torch.float32 if config.parallel.sharding_mode == "fsdp_full" else torch.bfloat16
     with device:
         model = AutoModelForCausalLM.from_config(hf_config, dtype=weights, attn_implementation="sdpa")
@@ -86,9 +87,9 @@ def build_model(name: str, config: Config, hf_config: Any, device: torch.device)
 
 
 def hf_inputs(batch: Batch, device: torch.device) -> dict[str, Any]:
-    """Return a padded micro-batch for transformers' model, which shifts the labels itself."""
+    """Return the inputs of transformers' model for a padded micro-batch. That model shifts the labels itself."""
     batch = batch.to(device)
-    # Rolling loses nothing, since a row's last label is never supervised.
+    # Rolling the labels loses none, since a row's last label is never supervised.
     return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": batch.labels.roll(1, 1)}
 
 
@@ -126,7 +127,7 @@ def train(name: str, config: Config) -> None:
         stamps.append(clock.stamp())
         losses.append(torch.stack(batch_losses).mean())
         tokens.append(count_tokens(batches))
-    values = torch.stack(losses).tolist()  # waits for the last step
+    values = torch.stack(losses).tolist()  # waits for the GPU to finish the last step
     peak = torch.tensor([torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0], device=device)
     peak_gib = float(accelerator.gather(peak).max()) / GIB
     if not accelerator.is_main_process:
@@ -134,7 +135,7 @@ def train(name: str, config: Config) -> None:
     times = [clock.seconds(start, end) for start, end in itertools.pairwise(stamps)]
     records = []
     for number, (loss, counted, time_s) in enumerate(zip(values, tokens, times, strict=True), start=1):
-        record = {  # with the keys of our own runs; all processes have as many tokens as this one
+        record = {  # keys as in our own runs; every process has as many tokens as this one
             "step": number,
             "loss": loss,
             "step_time_s": time_s,

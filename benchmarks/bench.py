@@ -1,8 +1,8 @@
-"""Measure the training throughput of variants that take turns. A variant is a line of options of the training scripts.
+"""Measure the training throughput of variants in alternating runs. A variant is a line of training options.
 
-A measurement is a run of train_fp8.py or train_multi_gpu.py from random weights. Without --dataset the rows are random
-tokens, each row one document of --length tokens. 'baseline NAME' is a set-up of benchmarks/baselines.py, with the same
-data and options. The first --warmup steps and the step whose kernels are recorded are not timed.
+Each measurement runs train_fp8.py or train_multi_gpu.py from random weights. Without --dataset the rows are random
+tokens, and each row is one document of --length tokens. 'baseline NAME' is a set-up of benchmarks/baselines.py with the
+same data and options. The first --warmup steps and the step whose kernels are recorded are not timed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from llm_fp8.utils.packages import REPOSITORY
 OTHER_RECIPES = tuple(f"{recipe.backend}_{name}" for name, recipe in RECIPES.items() if recipe.backend != "te")
 BASELINES = ("hf_bf16", "hf_bf16_compiled", "accelerate_te", *OTHER_RECIPES)
 VARIANTS = "hf_bf16: baseline hf_bf16; bf16: --use_te --mixed_precision bf16; fp8: --use_te --mixed_precision fp8"
-LEAST_WARMUP = 8  # the kernels of the fifth step are recorded, and graphs may be captured after it
+MIN_WARMUP = 8  # the kernels of the fifth step are recorded, and graphs may be captured after it
 SPEEDS = ("tokens_per_s", "real_tokens_per_s", "model_tflops")
 
 
@@ -54,7 +54,7 @@ class Workload:
         return shape + (f"@{self.dataset}" if self.dataset else "")
 
     def words(self, dataset: str, num_steps: int) -> list[str]:
-        """Return the options that all variants share."""
+        """Return the training options that all variants share."""
         return shlex.split(
             f"--random_init --max_seq_length {self.seq_length} --batch_size {self.batch_size} --overlong truncate "
             f"--gradient_accumulation_steps {self.micro_batches} --max_steps {num_steps} --validation_fraction 0 "
@@ -66,11 +66,11 @@ class Workload:
 @dataclass(frozen=True)
 class Variant:
     name: str
-    words: tuple[str, ...]  # options for our training scripts or for one of the `BASELINES`
+    words: tuple[str, ...]  # options of the training scripts or of a baseline
     baseline: str | None = None
 
     def command(self, num_gpus: int, words: Sequence[str]) -> list[str]:
-        """Return the training command with further `words`; the variant's options override them."""
+        """Return the training command with the further options `words`. The variant's own options override these."""
         if self.baseline is None:
             return training_command(num_gpus, *words, *self.words)
         command = [str(REPOSITORY / "benchmarks" / "baselines.py"), self.baseline, *words, *self.words]
@@ -78,7 +78,7 @@ class Variant:
 
 
 def parse_variants(text: str, num_gpus: int = 1) -> list[Variant]:
-    """Parse 'NAME: OPTIONS; NAME: baseline NAME OPTIONS'. Raise a `UserError` that names --variants."""
+    """Parse 'NAME: OPTIONS; NAME: baseline NAME OPTIONS'. Raise `UserError` for a bad value of --variants."""
     variants: dict[str, Variant] = {}
     for line in filter(None, map(str.strip, text.split(";"))):
         name, _, options = map(str.strip, line.partition(":"))
@@ -97,7 +97,7 @@ def parse_variants(text: str, num_gpus: int = 1) -> list[Variant]:
 
 
 def write_random_rows(path: Path, num_rows: int, length: int) -> None:
-    """Write rows of numbers between spaces; each row has at least `length` tokens in any tokenizer."""
+    """Write rows of numbers separated by spaces. Each row has at least `length` tokens with any tokenizer."""
     numbers = random.Random(0)
     with path.open("w") as file:
         for _ in range(num_rows):
@@ -107,13 +107,13 @@ def write_random_rows(path: Path, num_rows: int, length: int) -> None:
 
 class Plan(NamedTuple):
     num_steps: int
-    warmup: int  # first steps, which are not timed
-    num_rounds: int  # how often the variants take turns
+    warmup: int  # number of first steps, which are not timed
+    num_rounds: int  # number of measurements of each variant
     timeout_s: float
 
 
 def measure(work: Workload, variant: Variant, dataset: str, plan: Plan) -> dict[str, Any]:
-    """Run a variant once. Return its timed steps, losses and recorded step, or {"failed": why} if it did not finish."""
+    """Run a variant once. Return its timed steps, losses and recorded step, or {"failed": reason} if it failed."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "run")
@@ -129,7 +129,7 @@ def measure(work: Workload, variant: Variant, dataset: str, plan: Plan) -> dict[
 
 
 def summarise(work: Workload, variant: Variant, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a variant's row: for each speed, median, 10th and 90th percentile over the timed steps of all rounds."""
+    """Return the variant's row: median, 10th and 90th percentile of each speed over the timed steps of all rounds."""
     row: dict[str, Any] = {"workload": work.name, **asdict(work), "variant": variant.name, "baseline": variant.baseline}
     row["options"] = shlex.join(variant.words)
     measured = [result for result in rounds if result["failed"] is None]
@@ -149,7 +149,7 @@ def summarise(work: Workload, variant: Variant, rounds: Sequence[Mapping[str, An
 def measure_all(
     work: Workload, variants: Sequence[Variant], plan: Plan, output: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Measure the variants in turns and return their rows. `output` is written after each measurement."""
+    """Measure the variants, round by round, and return their rows. Write `output` after each measurement."""
     rounds: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in variants}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -173,7 +173,7 @@ def measure_all(
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a line per row with its speed relative to the first row."""
+    """Print a line per row, with its speed and the ratio to the first row's."""
     kind = "real_tokens_per_s" if rows[0]["dataset"] else "tokens_per_s"
     first = next((row for row in rows if kind in row), {})
     title = kind.replace("_per_", "/").replace("_", " ")
@@ -192,16 +192,16 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 def add_measuring_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--steps", type=positive, default=16, help="optimizer steps of a run (default %(default)s)")
-    add("--warmup", type=positive, default=LEAST_WARMUP, help="first steps, which are not timed (default %(default)s)")
-    add("--rounds", type=positive, default=3, help="how often the variants take turns (default %(default)s)")
+    add("--warmup", type=positive, default=MIN_WARMUP, help="first steps, which are not timed (default %(default)s)")
+    add("--rounds", type=positive, default=3, help="measurements of each variant (default %(default)s)")
     add("--timeout_s", type=number(float, above=0), default=600, help="a longer run fails (default %(default)s)")
     add("--output", type=writable, help="JSON file for the results")
 
 
 def measuring_plan(options: argparse.Namespace) -> Plan:
-    """Return the plan in `options`. Raise `UserError` if it times no step."""
-    if not LEAST_WARMUP <= options.warmup < options.steps:
-        raise UserError(f"--warmup must be from {LEAST_WARMUP} to less than --steps {options.steps}.")
+    """Return the plan in `options`. Raise `UserError` if it would time no step."""
+    if not MIN_WARMUP <= options.warmup < options.steps:
+        raise UserError(f"--warmup must be from {MIN_WARMUP} to less than --steps {options.steps}.")
     return Plan(options.steps, options.warmup, options.rounds, options.timeout_s)
 
 

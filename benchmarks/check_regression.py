@@ -1,23 +1,24 @@
 #!/usr/bin/env python
-"""Did a change make training slower? Compare our speed relative to a baseline now with the recorded one.
+"""Did a change make training slower? Compare new ratios of our speed to a baseline's with recorded ratios.
 
     python benchmarks/check_regression.py NEW.json
     python benchmarks/check_regression.py NEW.json --recorded benchmarks/results/speed_table_h200.json --minimum 0.03
 
 benchmarks/speed_table.py or scripts/benchmark.py writes NEW.json. Two GPUs of the same name differ by some per cent in
-speed, so times are not compared. Instead, for each of our variants, the ratio of its tokens/s to a baseline's tokens/s
-in the same file is compared (on real documents: real tokens/s). --recorded takes files of the same kind; the default is
-all files under benchmarks/results. The newest file with a ratio counts.
+speed, so times are not compared. Instead, the program compares the ratio of our variant's tokens/s to a baseline's in
+the same file (real tokens/s on real documents). --recorded names files of the same kind. The default is all files under
+benchmarks/results. Each ratio is compared with the newest file that has it.
 
 A ratio is a regression if it is lower than the recorded ratio by more than
 
     minimum + sqrt(sum of the squares of four spreads)
 
-Our variant and the baseline have one spread in each file: the relative distance of the 10th or 90th percentile of the
-steps from the median. If the root is more than a tenth, a ratio within the tolerance counts as not compared. A recorded
-variant that fails now is a regression too. Ratios that cannot be compared are listed.
+The four spreads are those of our variant and of the baseline, in the new and in the recorded file. A spread is the
+relative distance of the 10th or 90th percentile of the steps from the median. If the root is above 0.1, a ratio within
+the tolerance counts as not compared. A recorded variant that fails now is a regression too. The output lists the ratios
+that cannot be compared.
 
-Exit code: 0; 1 with one sentence per regression; 2 for a mistake, or if nothing can be compared.
+The exit code is 0, or 1 with one sentence per regression, or 2 for a mistake or if nothing can be compared.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from llm_fp8.utils.packages import REPOSITORY
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 RECORDED = ("speed_table_*.json", "throughput_*.json", "multi_gpu_throughput_*.json")
-"""Patterns of the files in RESULTS with ratios."""
+"""Patterns of the files in RESULTS that contain ratios."""
 MINIMUM = 0.02
-"""The tolerance without any spread. The ratios of runs on different days differed by 0.4% and 0.1%."""
+"""The tolerance if there is no spread. Ratios of runs on different days differed by 0.4% and 0.1%."""
 MAX_SPREAD = 0.1
-"""The largest combined spread of two ratios; with a larger one, the tolerance would hide any regression."""
+"""The largest combined spread of two ratios. With a larger one, the tolerance would hide any regression."""
 
 Row = dict[str, Any]
 
@@ -63,13 +64,13 @@ class Ratio:
     """The ratio of one of our variants to a baseline in one file."""
 
     value: float
-    spread: float  # relative, of both variants together
+    spread: float  # relative, combined over both variants
     source: str
 
 
 @dataclass
 class Findings:
-    """The results, with a sentence for each."""
+    """The results of the comparison, as sentences."""
 
     regressions: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -92,33 +93,33 @@ def read(path: Path) -> Measured:
 
 
 def baseline_of(variant: str, baseline: str, rows: dict[str, Row]) -> str | None:
-    """Return the name of the baseline's row to compare `variant` with: one in the same sharding mode if there is one,
-    else the first. None without a row of the baseline.
+    """Return the name of the baseline's row to compare `variant` with. A row in the same sharding mode is preferred to
+    the first one. Return None if there is no row of the baseline.
     """
     names = [name for name, row in rows.items() if row["baseline"] == baseline]
     mode = variant.partition(":")[0]
     return next((name for name in names if name.startswith(f"{mode}:")), names[0] if names else None)
 
 
-def kind_of(row: Row) -> str:
-    """Return the key of the compared speed."""
+def speed_key(row: Row) -> str:
+    """Return the key of the speed to compare."""
     return "real_tokens_per_s" if row.get("dataset") else "tokens_per_s"
 
 
 def spread_of(row: Row) -> float:
-    """Return the relative distance of the 10th or 90th percentile of the steps from the median."""
-    kind = kind_of(row)
-    median = row[kind]
-    return float(max(row[f"{kind}_p90"] - median, median - row[f"{kind}_p10"]) / median)
+    """Return the relative distance of the farther of the 10th and 90th percentile from the median."""
+    key = speed_key(row)
+    median = row[key]
+    return float(max(row[f"{key}_p90"] - median, median - row[f"{key}_p10"]) / median)
 
 
 def ratio_in(measured: Measured, workload: str, variant: str, baseline: str) -> Ratio | None:
-    """Return a variant's ratio in a file; None if the variant or the baseline was not measured."""
+    """Return a variant's ratio in a file, or None if the variant or the baseline was not measured."""
     rows = measured.workloads.get(workload, {})
     ours, base = rows.get(variant, {}), rows.get(baseline, {})
     if "tokens_per_s" not in ours or "tokens_per_s" not in base:
         return None
-    value = ours[kind_of(ours)] / base[kind_of(base)]
+    value = ours[speed_key(ours)] / base[speed_key(base)]
     return Ratio(value, math.hypot(spread_of(ours), spread_of(base)), measured.path.name)
 
 

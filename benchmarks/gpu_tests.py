@@ -3,12 +3,12 @@
 
     python benchmarks/gpu_tests.py --output benchmarks/results/gpu_tests.json [tests/kernels/test_rope_gpu.py ...]
 
-Tests share the GPUs, --workers at a time, and each process begins with another GPU. Tests that fill a GPU, time it or
-need several run last, one at a time. CUDA_VISIBLE_DEVICES selects the GPUs. CI has no GPU, so this record shows that
-the tests ran, and where.
+--workers processes run tests at the same time, and each starts with a different GPU. Tests that fill a GPU, time it or
+need several GPUs run last, one at a time. CUDA_VISIBLE_DEVICES selects the GPUs. CI has no GPU, so this record shows
+that the tests ran, and where.
 
-The tests need not all run at once. Entries of --output stay, each with its commit, until their file runs again;
---missing runs only files without an entry or with a failure. The exit code is pytest's.
+The tests need not all run at once. An entry of --output, with its commit, is replaced only when its test file runs
+again. --missing runs only files without an entry or with a failure. The exit code is pytest's.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from llm_fp8.tools.script import run_script, writable
 from llm_fp8.utils.errors import OneSentenceParser, UserError, reading
 from llm_fp8.utils.json_files import read_json, write_json_atomic
 
-ALONE = "exclusive or whole_machine or multi_gpu"  # pytest's expression for tests that run one at a time
+ALONE = "exclusive or whole_machine or multi_gpu"  # pytest's expression that selects tests to run one at a time
 WRITE_EVERY_S = 2
 
 Entry = dict[str, Any]
 
 
 class Outcomes:
-    """A pytest plugin that records outcomes in `output`. Raise `UserError` if `output` is another kind of file."""
+    """A pytest plugin that records outcomes in the file `output`. Raise `UserError` if that is no such record."""
 
     def __init__(self, output: Path) -> None:
         self._output = output
         self._written_s = 0.0
         self._provenance = collect_provenance(sys.argv)
         self._tests: dict[str, Entry] = {}
-        self.kept: dict[str, Entry] = {}
+        self.earlier: dict[str, Entry] = {}
         if output.exists():
             with reading("--output", output, "the record of the GPU tests", "Give another file."):
-                self.kept = read_json(output)["files"]
+                self.earlier = read_json(output)["files"]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Record a report. pytest sends one for the set-up, call and tear-down of each test; if one failed, the test
-        failed. A test whose process died has a single report of another kind. A test that still runs has no outcome.
+        """Record a report. pytest sends one each for the set-up, call and tear-down of a test. The test fails if any
+        does. If its process died, there is a single report of another kind. A running test has no outcome yet.
         """
         entry = self._tests.setdefault(report.nodeid, {"outcome": None, "duration_s": 0.0})
         entry["duration_s"] += report.duration
@@ -62,7 +62,7 @@ class Outcomes:
             self.write(exit_code=None)
 
     def files(self) -> dict[str, Entry]:
-        """Return outcomes, commit, GPU, duration and reasons of failures by file, for this run and kept entries."""
+        """Return outcomes, commit, GPU, duration and reasons of failures by file, for this and earlier runs."""
         files: dict[str, Entry] = {}
         gpu = next((gpu["name"] for gpu in self._provenance["gpus"]), None)
         commit = self._provenance["git"]["commit"]
@@ -76,11 +76,11 @@ class Outcomes:
             if test["outcome"] == "failed":
                 entry["failures"][name.partition("::")[2]] = test["reason"]
         # Skipped tests, as on a machine with fewer GPUs, do not replace earlier outcomes.
-        ran = {name: entry for name, entry in files.items() if set(entry["outcomes"]) != {"skipped"}}
-        return dict(sorted((files | self.kept | ran).items()))
+        executed = {name: entry for name, entry in files.items() if set(entry["outcomes"]) != {"skipped"}}
+        return dict(sorted((files | self.earlier | executed).items()))
 
     def write(self, exit_code: int | None) -> None:
-        """Write the record; `exit_code` is pytest's, None while tests are running."""
+        """Write the record. `exit_code` is pytest's, or None while tests are running."""
         self._written_s = time.monotonic()
         files = self.files()
         counts: Counter[str] = Counter()
@@ -97,7 +97,7 @@ def gpu_files(paths: list[str]) -> list[str]:
 
 
 def run_tests(files: list[str], num_workers: int, outcomes: Outcomes, gpus: list[str]) -> int:
-    """Run the tests on `gpus`, entries for CUDA_VISIBLE_DEVICES; return pytest's exit code."""
+    """Run the tests on `gpus` (values for CUDA_VISIBLE_DEVICES). Return pytest's exit code."""
     workers = ["-n", str(num_workers)]
     if len(gpus) > 1:
         workers = []
@@ -126,9 +126,9 @@ def main() -> int:
             raise UserError(f"{path}: no such file or folder of tests.")
     files = gpu_files(options.tests)
     outcomes = Outcomes(options.output)
-    outcomes.kept = {name: entry for name, entry in outcomes.kept.items() if Path(name).exists()}
+    outcomes.earlier = {name: entry for name, entry in outcomes.earlier.items() if Path(name).exists()}
     if options.missing:
-        passed = {name for name, entry in outcomes.kept.items() if not entry["outcomes"].get("failed")}
+        passed = {name for name, entry in outcomes.earlier.items() if not entry["outcomes"].get("failed")}
         files = [file for file in files if file not in passed]
     if not files:
         print(f"{options.output} has no failure of these tests")

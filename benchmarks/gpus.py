@@ -1,4 +1,4 @@
-"""The GPUs that a benchmark may use."""
+"""List the GPUs that a benchmark may use."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 
 def visible_gpus() -> list[str]:
-    """Return the numbers or UUIDs of the GPUs that CUDA counts, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the GPUs that CUDA can see, by number or UUID as in CUDA_VISIBLE_DEVICES."""
     numbers = [str(number) for number in range(torch.cuda.device_count())]
     named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(numbers)
-    # CUDA ignores all names after one that it does not know.
+    # CUDA ignores every name after an unknown one.
     return [name.strip() for name in named.split(",")][: len(numbers)]

@@ -1,20 +1,20 @@
 #!/usr/bin/env python
-"""Train a model from scratch on GSM8K's text in bf16 (several seeds) and each fp8 recipe; compare the eval losses.
+"""Train a model from scratch on GSM8K's text in bf16 and each fp8 recipe, and compare the eval losses.
 
     python benchmarks/gsm8k_curves.py --data gsm8k_train.jsonl --output benchmarks/results/gsm8k_curves.json
 
-The question is whether fp8 stays inside the spread of bf16 over seeds. Every run is a process of `train_fp8.py` on the
-same data with the same number of tokens per step. The seed changes the initial weights and the order of the data. fp8
-variants use every seed too, so that each pairs with a bf16 run. `benchmarks/plots.py curves` draws the result.
+The question is whether fp8 stays within the spread of bf16 over seeds. Every run is a process of `train_fp8.py` on the
+same data with the same number of tokens per step. The seed changes the initial weights and the order of the data. Each
+fp8 run has a bf16 run with the same seed. `benchmarks/plots.py curves` draws the result.
 
     python benchmarks/gsm8k_curves.py --data gsm8k_train.jsonl --num_gpus 4 --seeds 1 \\
         --output benchmarks/results/multi_gpu_curves.json
 
-Results are written after each run, and the same command continues from its --output. Trainings on one GPU are spread
-over all visible GPUs.
+Results are written after each run, and repeating the command continues from its --output. Trainings on one GPU are
+distributed over all visible GPUs.
 
-With several GPUs the question is whether they train as one GPU does. bf16 and delayed scaling train on one GPU, and
-under each of MODES on all GPUs (`train_multi_gpu.py`), with the same global batch, seed and optimizer.
+With --num_gpus the question is whether several GPUs train like one. bf16 and delayed scaling train on one GPU, and on
+all GPUs in each of MODES (`train_multi_gpu.py`), with the same global batch, seed and optimizer.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from llm_fp8.utils.packages import REPOSITORY
 VARIANTS = {"bf16": ("--mixed_precision", "bf16")}
 VARIANTS |= {name: recipe_words(name) for name in ("delayed", "current", "block")}
 DEFAULT_VARIANTS = ",".join(VARIANTS)
-MODES = ("fsdp_full", "ddp")  # values of --sharding_mode that are compared with one GPU
-ROWS = 8  # rows of a micro-batch on one GPU, which several GPUs share
+MODES = ("fsdp_full", "ddp")  # values of --sharding_mode to compare with one GPU
+ROWS = 8  # rows of a micro-batch, summed over the GPUs
 MICRO_BATCHES = 2  # micro-batches of a step
-MODEL = "Llama-57M"  # small enough to be trained from scratch in a minute, large enough to learn from the text
+MODEL = "Llama-57M"  # trains from scratch in a minute, but is large enough to learn from the text
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,12 @@ def plan(settings: argparse.Namespace) -> list[Job]:
     seeds = parse_seeds(settings.seeds)
     if settings.num_gpus == 1:
         return [Job(variant, seed) for seed in seeds for variant in parse_variants(settings.variants)]
-    kinds = [(precision, mode) for mode in (None, *MODES) for precision in ("bf16", "delayed")]
-    return [Job(precision, seed, mode) for seed in seeds for precision, mode in kinds]
+    variants = [(precision, mode) for mode in (None, *MODES) for precision in ("bf16", "delayed")]
+    return [Job(precision, seed, mode) for seed in seeds for precision, mode in variants]
 
 
-def run_one(job: Job, settings: argparse.Namespace, folder: Path, gpu: str) -> dict[str, Any]:
-    """Train (on `gpu`, if the training takes one GPU) and return the evaluations and the summary."""
+def run_job(job: Job, settings: argparse.Namespace, folder: Path, gpu: str) -> dict[str, Any]:
+    """Train, and return the evaluations and the summary. A training on one GPU uses `gpu`."""
     environment = dict(os.environ)
     if job.mode is None:
         environment["CUDA_VISIBLE_DEVICES"] = gpu
@@ -137,14 +137,14 @@ def run_one(job: Job, settings: argparse.Namespace, folder: Path, gpu: str) -> d
 
 
 def evaluations(records: list[dict[str, Any]]) -> list[list[float]]:
-    """Return [step, tokens seen, eval loss] of each evaluation."""
+    """Return [step, tokens seen, eval loss] for each evaluation."""
     tokens = {record["step"]: record["tokens_seen"] for record in records if "tokens_seen" in record}
     evaluated = [record for record in records if "eval_loss" in record]
     return [[record["step"], tokens[record["step"]], record["eval_loss"]] for record in evaluated]
 
 
 def compare(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the final eval loss by variant, and bf16's spread over seeds."""
+    """Return the final eval losses of each variant, and bf16's spread over seeds."""
     by_variant: dict[str, list[float]] = {}
     for run in runs:
         by_variant.setdefault(run["variant"], []).append(run["final_eval_loss"])
@@ -157,30 +157,30 @@ def compare(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def compare_to_one_gpu(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the differences between losses on several GPUs and on one in the same precision, by variant and seed."""
+    """Return by variant and seed how the losses on several GPUs differ from one GPU's in the same precision."""
     on_one_gpu = {(run["variant"], run["seed"]): run for run in runs if run["num_gpus"] == 1}
     variants: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         if run["num_gpus"] == 1:
             continue
         reference = on_one_gpu[run["variant"].partition(":")[2], run["seed"]]
-        rows, rows_of_one = run["global_batch_size"], reference["global_batch_size"]
-        if rows != rows_of_one:
-            raise FailedCheck(f"{run['variant']} took {rows} rows a step and one GPU {rows_of_one}")
+        rows, reference_rows = run["global_batch_size"], reference["global_batch_size"]
+        if rows != reference_rows:
+            raise FailedCheck(f"{run['variant']} used {rows} rows a step, but one GPU used {reference_rows}")
         pairs = zip(run["evaluations"], reference["evaluations"], strict=True)
         difference = {
             "seed": run["seed"],
             "final_eval_loss": run["final_eval_loss"],
             "final_eval_loss_one_gpu": reference["final_eval_loss"],
             "final_difference": run["final_eval_loss"] - reference["final_eval_loss"],
-            "largest_difference": max(abs(loss - loss_of_one) for (*_, loss), (*_, loss_of_one) in pairs),
+            "largest_difference": max(abs(loss - base) for (*_, loss), (*_, base) in pairs),
         }
         variants.setdefault(run["variant"], []).append(difference)
     return {"variants": variants}
 
 
 def finished_runs(settings: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[list[Any], list[Any]]:
-    """Read the runs of an earlier call in --output, and their provenance. Raise `UserError` for other options."""
+    """Read the runs in --output from an earlier call, and their provenance. Raise `UserError` if its options differ."""
     output: Path = settings.output
     if not output.exists():
         return [], []
@@ -210,13 +210,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--eval_every", type=positive, default=25, help="optimizer steps between evaluations (default %(default)s)")
     gpus = "compare one GPU with 2, 4 or 8 (default %(default)s: compare precisions)"
     add("--num_gpus", type=int, default=1, choices=(1, 2, 4, 8), help=gpus)
-    parallel = "trainings at a time (default %(default)s); one on several GPUs uses all of them"
+    parallel = "trainings at a time (default %(default)s); a training on several GPUs uses all"
     add("--parallel", type=positive, default=4, help=parallel)
     return parser
 
 
 def check(settings: argparse.Namespace) -> None:
-    """Raise `UserError` for options with which every training, or writing the result, would fail."""
+    """Raise `UserError` if the options would make every training, or writing the result, fail."""
     if settings.num_gpus > 1 and settings.variants != DEFAULT_VARIANTS:
         raise UserError(f"--variants {settings.variants} has no effect with --num_gpus above 1; drop one of them.")
     parse_variants(settings.variants)
@@ -233,8 +233,8 @@ def main() -> int:
     runs, earlier_provenance = finished_runs(settings, parser)
     done = {(run["variant"], run["seed"]) for run in runs}
     if unplanned := done - set(order):
-        held = "a run of {} with seed {}".format(*min(unplanned))
-        raise UserError(f"--output {settings.output} holds {held}; name both in --variants and --seeds too.")
+        extra = "a run of {} with seed {}".format(*min(unplanned))
+        raise UserError(f"--output {settings.output} contains {extra}; add both to --variants and --seeds.")
     if not torch.cuda.is_available():
         raise UserError("no NVIDIA GPU is found; this script trains on GPUs only.")
 
@@ -247,7 +247,7 @@ def main() -> int:
         missing = [job for job in jobs if (job.variant, job.seed) not in done]
         gpus = visible_gpus()
         futures = [
-            pool.submit(run_one, job, settings, Path(scratch) / str(number), gpus[number % len(gpus)])
+            pool.submit(run_job, job, settings, Path(scratch) / str(number), gpus[number % len(gpus)])
             for number, job in enumerate(missing)
         ]
         try:
@@ -256,7 +256,7 @@ def main() -> int:
                 print(f"{runs[-1]['variant']}, seed {runs[-1]['seed']}: {runs[-1]['wall_time_s']:.0f} s", flush=True)
                 write(None)
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # runs that have not begun would fail as this one did
+            pool.shutdown(wait=False, cancel_futures=True)  # the other runs would fail in the same way
             raise
     comparison = compare(runs) if settings.num_gpus == 1 else compare_to_one_gpu(runs)
     write(comparison)

@@ -5,16 +5,16 @@ rows.
     python benchmarks/hf_trainer.py --model Llama-3.1-8B --rows 4 --length 1024 --micro_batches 4 --output out.json
 
 A bundled architecture trains from random weights. Every row of the data fills the whole sequence, so that each variant
-computes the same number of real tokens in a step. Each variant runs in its own process on one GPU; variants take turns
---rounds times:
+computes the same number of real tokens in a step. In each of --rounds rounds, every variant runs once, in its own
+process on one GPU:
 
     trainer_bf16   accelerate launch --config_file configs/accelerate_bf16.yaml examples/hf_trainer_fp8.py ...
     trainer_fp8    accelerate launch --config_file configs/accelerate_fp8.yaml examples/hf_trainer_fp8.py ...
     train_fp8      train_fp8.py --use_te --mixed_precision fp8 ..., unpacked
     train_bf16     train_fp8.py --use_te --mixed_precision bf16 ..., unpacked
 
-A step's time is the time between two log entries, which every variant writes at every step. The first --warmup steps
-are not timed, among them the step that is recorded for the certificate. See docs/multi_gpu.md.
+The time of a step is the time between two log entries, since every variant writes one per step. The first --warmup
+steps are not timed. The step that is recorded for the certificate is among them. See docs/multi_gpu.md.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ OUR_VARIANTS = {"train_fp8": "fp8", "train_bf16": "bf16"}
 
 
 def write_inputs(work: Workload, folder: Path, num_steps: int) -> tuple[Path, Path]:
-    """Write a folder with the model's config and the embedded tokenizer, and a file of rows that fill the sequence."""
+    """Write a model folder (config and embedded tokenizer) and a file of rows that fill the sequence. Return both."""
     model, rows, numbers = folder / "model", folder / "rows.jsonl", random.Random(0)
     load_config(resolve_source(ModelConfig(model_name=work.model, random_init=True))).save_pretrained(model)
     AutoTokenizer.from_pretrained(MODEL_DIR).save_pretrained(model)
     lines = []
     for number in range(num_steps * work.micro_batches * work.batch_size):
-        # A number has at least one token, so the solution alone fills the sequence.
+        # Each number has at least one token, so the solution alone fills the sequence.
         solution = " ".join(str(numbers.randrange(1000)) for _ in range(work.seq_length))
         lines.append(json_line({"problem": f"Number {number}.", "generated_solution": solution}))
     write_text_atomic(rows, "".join(lines))
@@ -82,8 +82,8 @@ def command_of(variant: str, work: Workload, model: Path, rows: Path, folder: Pa
 
 
 def figures(folder: Path, warmup: int) -> dict[str, Any]:
-    """Read the tokens/s of each step after `warmup`, the losses and the peak memory: from metrics.jsonl, or from the
-    Trainer's trainer_state.json, which counts tokens and seconds from the start.
+    """Read the tokens/s of each step after `warmup`, the losses and the peak memory from our metrics.jsonl or from the
+    Trainer's trainer_state.json. The latter counts tokens and seconds from the start of training.
     """
     state = folder / "trainer_state.json"
     history = read_json(state)["log_history"] if state.is_file() else read_jsonl(folder / "metrics.jsonl")
@@ -98,7 +98,7 @@ def figures(folder: Path, warmup: int) -> dict[str, Any]:
 
 
 def summarise(variant: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the row of a variant: the median over all timed steps of all rounds."""
+    """Return the row of a variant, with medians over the timed steps of all rounds."""
     measured = [result for result in rounds if result["failed"] is None]
     if not measured:
         return {"variant": variant, "failed": rounds[0]["failed"]}
@@ -112,7 +112,7 @@ def summarise(variant: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure every variant, round by round, and write the results as JSON."""
+    """Measure every variant in every round, and write the results as JSON."""
     known = [*TRAINER_VARIANTS, *OUR_VARIANTS]
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", default="Llama-3.1-8B", help="a bundled architecture (default %(default)s)")
@@ -129,7 +129,7 @@ def main() -> int:
             raise UserError(f"--variants names {variant}; choose from {', '.join(known)}.")
     work = Workload(options.model, options.rows, options.length, options.micro_batches)
     environ = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
-    # train_fp8.py sets the allocator itself. If the Trainer saw several GPUs it would use nn.DataParallel.
+    # train_fp8.py sets the allocator itself. With several visible GPUs the Trainer would use nn.DataParallel.
     environ = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_VISIBLE_DEVICES": "0", **environ}
     rounds: dict[str, list[dict[str, Any]]] = {variant: [] for variant in variants}
     with tempfile.TemporaryDirectory() as scratch:

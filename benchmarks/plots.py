@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Draw the documents' plots from recorded results.
+"""Draw the plots of the documentation from recorded results.
 
     python benchmarks/plots.py speed benchmarks/results/speed_table_h200.json benchmarks/plots/speed_8b.png --row 8b
     python benchmarks/plots.py parts benchmarks/results/speed_table_h200.json benchmarks/plots/step_8b.png --row 8b \\
@@ -7,9 +7,9 @@
     python benchmarks/plots.py curves benchmarks/results/gsm8k_curves.json benchmarks/plots/gsm8k_curves.png
     python benchmarks/plots.py pretrained benchmarks/results/pretrained.json benchmarks/plots/pretrained.png
 
-speed: tokens/s and peak memory of the baselines and of our plain recipes, or of --variants. parts: the parts of a
-recorded step. curves: eval loss from scratch (benchmarks/gsm8k_curves.py). pretrained: the cost of fp8 in a pretrained
-model (benchmarks/pretrained.py).
+`speed` shows tokens/s and peak memory of the baselines and our plain recipes, or of --variants. `parts` shows the parts
+of a recorded step. `curves` shows the eval loss of training from scratch (benchmarks/gsm8k_curves.py). `pretrained`
+shows the cost of fp8 in a pretrained model (benchmarks/pretrained.py).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COLOURS = {
     "torchao_tensorwise": "#9ccfa0",
     "torchao_rowwise": "#6fae75",
 }
-"""Our precision, or a baseline -> its colour."""
+"""Precision of our variants, or name of a baseline -> colour."""
 OTHER_COLOUR = "#2e4057"
 LABELS = {
     "hf_bf16": "Hugging Face + Accelerate, bf16",
@@ -54,9 +54,9 @@ LABELS = {
     "torchao_tensorwise": "torchao tensorwise, fp8",
     "torchao_rowwise": "torchao rowwise, fp8",
 }
-"""Baseline -> its label; our variants are labelled by their names."""
+"""Baseline -> its label. The label of our variants is their name."""
 PARTS = {"GEMMs": ("gemm",), "attention": ("attention",), "casts": ("cast",), "all else": ()}
-"""Part of a step -> its kernel classes; the last part takes all other classes."""
+"""Part of a step -> its kernel classes. The last part has all other classes."""
 PART_COLOURS = ("#4a6fa5", "#9db7d8", "#1f2d44", "#c9ced6")
 DARK_PARTS = ("#4a6fa5", "#1f2d44")
 DRAWN = {
@@ -70,17 +70,17 @@ DRAWN = {
     "block": ("block", COLOURS["block"], "-"),
     "block_qkv_bf16": ("block, qkv in bf16", COLOURS["block"], "--"),
 }
-"""Variants of benchmarks/pretrained.py and gsm8k_curves.py -> label, colour and line."""
+"""Variant of benchmarks/pretrained.py or gsm8k_curves.py -> label, colour and line style."""
 
 
 def write_message(figure: Any, message: str, measured: str) -> None:
-    """Write the plot's message as its title, and what was measured at its foot."""
+    """Write `message` as the plot's title, and what was measured at its bottom."""
     figure.suptitle(message, x=0.01, ha="left", fontsize=12, weight="bold")
     figure.supxlabel(measured, x=0.01, ha="left", fontsize=9, color="#555555")
 
 
 def label_ends(axis: Any, x: float, ends: dict[str, tuple[float, Any]], gap: float) -> None:
-    """Label lines at their ends at `x`, at least `gap` apart; `ends`: label -> height of the line's end, colour."""
+    """Write the labels of lines at their ends at `x`, at least `gap` apart. `ends`: label -> (end's height, colour)."""
     height = float("-inf")
     for label, (end, colour) in sorted(ends.items(), key=lambda item: item[1][0]):
         height = max(end, height + gap)
@@ -89,20 +89,20 @@ def label_ends(axis: Any, x: float, ends: dict[str, tuple[float, Any]], gap: flo
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a PNG of twice the displayed size in 64 colours. On white it is readable on light and dark pages."""
+    """Write a PNG of twice the displayed size, in 64 colours. It is white, to be readable on light and dark pages."""
     figure.savefig(path, dpi=200, facecolor="white")
     plt.close(figure)
     Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)
 
 
 def precision_of(variant: str) -> str:
-    """Return the word of a variant's name that has a colour, else the first word."""
+    """Return the first word of a variant's name that has a colour, or else the first word."""
     words = variant.split(":")
     return next((word for word in words if word in COLOURS), words[0])
 
 
 def read_rows(path: Path, row_name: str | None, variants: list[str] | None) -> list[Row]:
-    """Read the rows of one workload in the order of `variants`, or with baselines first. Raise `UserError`."""
+    """Read the rows of one workload, in the order of `variants` or with baselines first, or raise `UserError`."""
     with reading("results", path, "the rows of a throughput benchmark"):
         record = read_json(path)
         gpu = record["provenance"]["gpus"][0]["name"].removeprefix("NVIDIA ")
@@ -125,9 +125,9 @@ def read_rows(path: Path, row_name: str | None, variants: list[str] | None) -> l
 
 
 def speed(row: Row) -> float:
-    """Return the tokens/s of one GPU (real documents: without padding); 0 if it was not measured."""
-    kind = "real_tokens_per_s" if row.get("dataset") else "tokens_per_s"
-    return row.get(kind, 0.0) / row.get("num_gpus", 1)
+    """Return the tokens/s per GPU (without padding for real documents), or 0 if it was not measured."""
+    key = "real_tokens_per_s" if row.get("dataset") else "tokens_per_s"
+    return row.get(key, 0.0) / row.get("num_gpus", 1)
 
 
 def label(row: Row) -> str:
@@ -137,8 +137,8 @@ def label(row: Row) -> str:
     return f"ours: {name}" if precision_of(name) == "bf16" else f"ours: fp8 {name}"
 
 
-def what_was_trained(row: Row) -> str:
-    """Describe the workload, for the foot of a plot."""
+def describe_workload(row: Row) -> str:
+    """Describe the workload, for the bottom of a plot."""
     num_gpus = row.get("num_gpus", 1)
     gpus = f"{num_gpus} {row['gpu']}s" if num_gpus > 1 else f"one {row['gpu']}"
     num_tokens = num_gpus * row["micro_batches"] * row["batch_size"] * row["seq_length"]
@@ -147,7 +147,7 @@ def what_was_trained(row: Row) -> str:
 
 
 def finish(axis: Any) -> None:
-    """Put the first bar on top and remove the frame."""
+    """Put the first bar at the top, and remove ticks and frame."""
     axis.invert_yaxis()
     axis.set_xticks([])
     axis.tick_params(left=False)
@@ -155,7 +155,7 @@ def finish(axis: Any) -> None:
 
 
 def draw_speed(rows: list[Row], path: Path) -> None:
-    """Draw a bar per variant with tokens/s and peak memory; the title compares our fastest with the others."""
+    """Draw a bar per variant with tokens/s and peak memory. The title compares our fastest with the others."""
     figure, axis = plt.subplots(figsize=(8, 1 + 0.34 * len(rows)), layout="constrained")
     best = max(map(speed, rows))
     for place, row in enumerate(rows):
@@ -175,12 +175,12 @@ def draw_speed(rows: list[Row], path: Path) -> None:
     slower = [row for row in others if row is not fastest and speed(row)]
     gains = ", ".join(f"{speed(fastest) / speed(row):.2f} times {label(row)}" for row in slower)
     message = f"Speed of {label(fastest)}: {gains}".replace("ours:", "our")
-    write_message(figure, message, f"{what_was_trained(rows[0])}; tokens per second and peak memory")
+    write_message(figure, message, f"{describe_workload(rows[0])}; tokens per second and peak memory")
     save(figure, path)
 
 
 def step_parts(row: Row) -> dict[str, float]:
-    """Return the `PARTS` of the recorded step in ms; the time without a kernel belongs to "all else"."""
+    """Return the time of each of `PARTS` in the recorded step, in ms. Time without a kernel is in "all else"."""
     step = row["recorded_step"]
     classes = dict(step["time_s_by_class"])
     parts = {part: 1e3 * sum(classes.pop(name, 0.0) for name in names) for part, names in PARTS.items()}
@@ -189,7 +189,7 @@ def step_parts(row: Row) -> dict[str, float]:
 
 
 def draw_parts(rows: list[Row], path: Path) -> None:
-    """Draw a bar per variant, divided into `PARTS`; the title compares the last variant with the first."""
+    """Draw a bar per variant, divided into `PARTS`. The title compares the last variant with the first."""
     with reading("results", path, "a recorded step of each variant"):
         parts = [step_parts(row) for row in rows]
     figure, axis = plt.subplots(figsize=(8, 1.6 + 0.55 * len(rows)), layout="constrained")
@@ -211,12 +211,12 @@ def draw_parts(rows: list[Row], path: Path) -> None:
     less = parts[0]["GEMMs"] - parts[-1]["GEMMs"]
     more = sum(parts[-1].values()) - sum(parts[0].values()) + less
     message = f"fp8 {rows[-1]['variant']} takes {less:,.0f} ms off the GEMMs and adds {more:,.0f} ms elsewhere"
-    write_message(figure, message, f"{what_was_trained(rows[0])}; milliseconds of a step")
+    write_message(figure, message, f"{describe_workload(rows[0])}; milliseconds of a step")
     save(figure, path)
 
 
 def draw_curves(record: Row, path: Path) -> None:
-    """Draw the second half of training on one GPU: a line per variant (mean over seeds) and bf16's range as a band."""
+    """Draw the second half of training on one GPU: a line per variant (mean over seeds), a band for bf16's range."""
     runs = [run for run in record["runs"] if ":" not in run["variant"]]
     figure, axis = plt.subplots(figsize=(8, 4.2), layout="constrained")
     ends, finals, last = {}, {}, 0.0
@@ -247,7 +247,7 @@ def draw_curves(record: Row, path: Path) -> None:
 
 def draw_pretrained(record: Row, path: Path) -> None:
     """Draw a line per variant over the learning rate: the eval loss of its bf16 export minus the loss of the bf16 run
-    with the same seed. A point is a seed; the line joins the means.
+    with the same seed. Each point is a seed, and the line connects the means.
     """
     runs = [run for run in record["runs"] if run["seed"]]
     losses = {(run["variant"], run["learning_rate"], run["seed"]): run["bf16_eval_loss"] for run in runs}

@@ -3,20 +3,20 @@
 
     python benchmarks/pretrained.py --model FOLDER --data gsm8k_train.jsonl --output benchmarks/results/pretrained.json
 
-Every run has the same held-out split. --parallel processes on each GPU take run after run. The seed changes the order
-of the data, and runs with the same seed and learning rate are paired. Each model is evaluated on the held-out rows
-twice: by the run itself, in its precision, and after its export in bf16 by plain transformers. Their difference is the
-cost of fp8 in the evaluation; the rest is in the weights. A run with seed 0 evaluates the untrained model.
+Every run has the same held-out split. Each GPU executes --parallel runs at a time. The seed changes the order of the
+data, and runs with the same seed and learning rate are paired. Each model is evaluated on the held-out rows twice: by
+the run itself in its own precision, and after its export by plain transformers in bf16. The difference of both losses
+is the cost of fp8 in the evaluation. The remaining cost is in the weights. Seed 0 evaluates the untrained model.
 
-`equal_loss_steps` is the share of the reference's steps after which it had the loss of the variant's export, by
+`equal_loss_steps` is the share of the reference's steps after which it reached the loss of the variant's export, by
 interpolation between evaluations. The reference's learning rate had not decayed by then, so a shorter schedule would
 reach this loss sooner.
 
-`NAME@SHARE` is a variant with --fp8_until SHARE. `NAME/LENGTH` has a schedule of that share of --steps: bf16/0.7 is
-what bf16 reaches in the time of a variant that is 1 / 0.7 times as fast.
+`NAME@SHARE` is a variant with --fp8_until SHARE. `NAME/LENGTH` has a schedule of LENGTH times --steps. bf16/0.7 shows
+the loss that bf16 reaches in the time of a variant that is 1 / 0.7 times as fast.
 
-With `--exact_match N` every export answers N held-out problems. After `--deadline_s` seconds no run starts; the same
-command continues from its --output. The median step time is recorded with `--parallel 1` only.
+With `--exact_match N` every export answers N held-out problems. After `--deadline_s` seconds no run starts. Repeating
+the command continues from its --output. The median step time is recorded with `--parallel 1` only.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "delayed_lora": {**_DELAYED, "lora_rank": 16},
 }
 REFERENCES = {"hf_bf16": "hf_bf16", "bf16": "hf_bf16", "delayed_lora": "bf16_lora"}
-"""Variant -> its reference, if this is not bf16."""
+"""Variant -> its reference. The reference of other variants is bf16."""
 _VARIANT = re.compile(r"(?P<base>\w+)(?:@(?P<until>[\d.]+))?(?:/(?P<length>[\d.]+))?")
 Row = dict[str, Any]
 LEARNING_RATES = (1e-5, 3e-5, 1e-4, 3e-4)
@@ -93,7 +93,7 @@ MAX_NEW_TOKENS = 256
 
 @dataclass(frozen=True)
 class Job:
-    """One training; `seed` 0 is the evaluation of the untrained model."""
+    """One training. Seed 0 is an evaluation of the untrained model instead."""
 
     variant: str
     learning_rate: float
@@ -118,7 +118,7 @@ class Job:
 
 
 def plan(settings: argparse.Namespace) -> list[Job]:
-    """List the untrained models, then all runs seed by seed, so that an early end leaves whole pairs."""
+    """List the untrained models, then all runs seed by seed, so that an early stop leaves complete pairs."""
     variants = settings.variants.split(",")
     for name in variants:
         if (match := _VARIANT.fullmatch(name)) is None or match["base"] not in VARIANTS:
@@ -136,7 +136,7 @@ def plan(settings: argparse.Namespace) -> list[Job]:
 
 
 def held_out_batches(settings: argparse.Namespace) -> list[Batch]:
-    """Load the held-out rows of every run, padded, on the CPU."""
+    """Load the held-out rows, which all runs share, as padded batches on the CPU."""
     data = {"dataset_name": str(settings.data), "validation_fraction": HELD_OUT, "max_seq_length": SEQ_LENGTH}
     config = Config().with_options(model_name=str(settings.model), **data, batch_size=EVAL_ROWS, packing=False)
     loader = prepare_data(config, AutoTokenizer.from_pretrained(settings.model)).eval
@@ -146,7 +146,7 @@ def held_out_batches(settings: argparse.Namespace) -> list[Batch]:
 
 @torch.no_grad()
 def plain_loss(model: Path, batches: list[Batch], device: str) -> float:
-    """Return the mean cross entropy of supervised tokens by transformers' model in bf16 with fp32 logits."""
+    """Return the mean cross entropy of supervised tokens. transformers' model computes in bf16, with fp32 logits."""
     decoder: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(device).eval()
     total = torch.zeros((), dtype=torch.float64, device=device)
     count = 0
@@ -159,12 +159,12 @@ def plain_loss(model: Path, batches: list[Batch], device: str) -> float:
 
 
 def begin_worker(gpus: Queue[str]) -> None:
-    """Give this process its GPU, before CUDA reads the environment."""
+    """Select a GPU for this process, before CUDA reads the environment."""
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus.get()
 
 
-def run_one(job: Job, settings: argparse.Namespace, batches: list[Batch], scratch: Path, began: float) -> Row | None:
-    """Train, evaluate the export in bf16, and return the results of both; None after the deadline."""
+def run_job(job: Job, settings: argparse.Namespace, batches: list[Batch], scratch: Path, began: float) -> Row | None:
+    """Train, evaluate the export in bf16, and return the results of both. Return None after the deadline."""
     if time.time() - began > settings.deadline_s:
         return None
     folder = scratch / f"{job.variant.replace('/', ':')}-{job.learning_rate}-{job.seed}"
@@ -203,21 +203,21 @@ def run_one(job: Job, settings: argparse.Namespace, batches: list[Batch], scratc
 
 
 def interval(differences: list[float]) -> dict[str, Any]:
-    """Return the mean of paired differences and its 95% interval by Student's t; one pair has no interval."""
+    """Return the mean of paired differences and its 95% interval (Student's t). One pair has no interval."""
     mean = t_interval(differences)
     half = None if mean.low is None else mean.value - mean.low
     return {"num_pairs": len(differences), "mean": mean.value, "half_width": half, "differences": differences}
 
 
 def equal_loss_steps(run: Row, reference: Row) -> float:
-    """Return the share of `reference`'s steps after which it had the loss of the exported `run`; 1 if it never had."""
+    """Return the share of the reference's steps after which it reached the loss of the exported `run`, at most 1."""
     steps, losses = zip(*reference["evaluations"], strict=True)
     best = np.minimum.accumulate(losses)
     return float(np.interp(-run["bf16_eval_loss"], -best, steps)) / steps[-1]
 
 
 def compare(runs: list[Row]) -> list[Row]:
-    """Return the paired differences of each variant from its reference, by learning rate (0: untrained)."""
+    """Return the paired differences of each variant from its reference, by learning rate (0 means untrained)."""
     losses = {(run["variant"], run["learning_rate"], run["seed"]): run for run in runs if "eval_loss" in run}
     comparisons = []
     for variant in dict.fromkeys(run["variant"] for run in runs):
@@ -235,7 +235,7 @@ def compare(runs: list[Row]) -> list[Row]:
                 if all(name in run for pair in pairs for run in pair):
                     entry[name] = interval([run[name] - other[name] for run, other in pairs])
                     entry[f"reference_{name}"] = statistics.fmean(other[name] for _, other in pairs)
-            # Some recorded runs have no intermediate evaluations.
+            # Some recorded runs lack intermediate evaluations.
             if evaluated := [(run, other) for run, other in pairs if rate and "evaluations" in other]:
                 entry["equal_loss_steps"] = statistics.fmean(equal_loss_steps(*pair) for pair in evaluated)
             comparisons.append(entry)
@@ -249,7 +249,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=writable, required=True)
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--learning_rates", default=",".join(map(str, LEARNING_RATES)))
-    parser.add_argument("--seeds", type=int, default=3, help="seeds of each learning rate but the main one")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of each learning rate except the main one")
     parser.add_argument("--main_learning_rate", type=float, default=3e-5)
     parser.add_argument("--main_seeds", type=int, default=5)
     parser.add_argument("--lr_scheduler", default="cosine", choices=["cosine", "linear", "constant"])
@@ -277,7 +277,7 @@ def main() -> int:
         gpus.put(name)
     workers = ProcessPoolExecutor(len(names_of_gpus), spawn, begin_worker, (gpus,))
     with tempfile.TemporaryDirectory() as scratch, workers as pool:
-        futures = [pool.submit(run_one, job, settings, batches, Path(scratch), began) for job in missing_jobs]
+        futures = [pool.submit(run_job, job, settings, batches, Path(scratch), began) for job in missing_jobs]
         for future in as_completed(futures):
             if (result := future.result()) is None:
                 continue

@@ -1,18 +1,17 @@
 #!/usr/bin/env python
 """Compare our trainer with TRL, torchtitan 0.3, NeMo Automodel and Unsloth, each from its own package.
 
-    pip install --target /tmp/rivals/trl trl         # each with what it needs, in a folder of its own
+    pip install --target /tmp/rivals/trl trl         # each package with its dependencies in its own folder
     python benchmarks/rivals.py --model Llama-3.2-1B --text gsm8k.jsonl --output rivals_1b.json \\
         --packages trl=/tmp/rivals/trl --packages torchtitan=/tmp/rivals/torchtitan
 
 All `VARIANTS` fine-tune the same random weights on the same rows with the same number of tokens per step, one after the
-other on the same GPUs. Each has a process of its own and the settings that its documentation recommends for speed:
-packed rows, fused AdamW, no recomputation. A variant that runs out of memory repeats with half the rows and twice the
-micro-batches. A variant that fails becomes an entry with the reason.
+other on the same GPUs. Each runs in its own process, with the settings that its documentation recommends for speed:
+packed rows, fused AdamW, no recomputation. If a variant runs out of memory, it runs again with half the rows and twice
+the micro-batches. If a variant fails, its entry has the reason.
 
-A step is timed from one optimizer step to the next, with a synchronisation in torch's hook after every optimizer step,
-so that no trainer is changed to be measured. Padding is not counted as tokens. The kernels of a warm-up step show
-whether fp8 ran.
+Torch's hook after every optimizer step synchronises and reads the clock, so that no trainer is changed for the
+measurement. Padding does not count as tokens. The kernels of a warm-up step show whether fp8 ran.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 if "--job" in sys.argv and "unsloth" in sys.argv[-1]:
-    import unsloth  # noqa: F401  # before transformers and TRL, which it patches
+    import unsloth  # noqa: F401  # imported before transformers and TRL, since it patches them
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -68,7 +67,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> package and options."""
 SHAPES = {"Llama-3.2-1B": (16, 4), "Llama-3.2-3B": (8, 8), "Llama-3.1-8B": (4, 8)}
 """Model -> (rows of a micro-batch, micro-batches of a step)."""
-RECORDED_STEP = 7  # its kernels are recorded; our own runs record their fifth
+RECORDED_STEP = 7  # the kernels of this step are recorded; our own runs record their fifth
 WARMUP = 8  # steps that are not timed
 STEPS = 14
 LEARNING_RATE = 1e-4
@@ -80,11 +79,11 @@ CHAT_TEMPLATE = (
 
 
 class Probe:
-    """Record times, memory and kernels of a training's steps; the training adds losses, tokens and attention."""
+    """Record times, memory and kernels of training steps. The trainer adds losses, tokens and attention."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
-        self.tokens_per_step: float | None = None  # mean number of positions of this process without padding
+        self.tokens_per_step: float | None = None  # mean over steps, for this process, without padding
         self.attention: str | None = None
         self._counted: list[float] = []
         self._optimizer: Any = None
@@ -96,11 +95,11 @@ class Probe:
         register_optimizer_step_post_hook(self._stepped)
 
     def count_tokens(self, num_tokens: float) -> None:
-        """Count the tokens of one micro-batch of this process, without padding."""
+        """Add the number of tokens, without padding, of one micro-batch of this process."""
         self._counted.append(num_tokens)
 
     def figures(self, micro_batches: int) -> dict[str, Any]:
-        """Return the figures of this process; a step has `micro_batches` micro-batches."""
+        """Return the figures of this process. A step has `micro_batches` micro-batches."""
         if self.tokens_per_step is None and self._counted:
             self.tokens_per_step = statistics.mean(self._counted) * micro_batches
         times = [end - before for before, end in itertools.pairwise(self._ends_s)][WARMUP - 1 :]
@@ -117,14 +116,14 @@ class Probe:
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
         self._optimizer = self._optimizer or optimizer
-        if optimizer is not self._optimizer:  # a wrapper of the first optimizer
+        if optimizer is not self._optimizer:  # this optimizer is a wrapper of the first one
             return
         torch.cuda.synchronize()
         self._ends_s.append(time.perf_counter())
         step = len(self._ends_s)
         if step == 1:
-            torch.cuda.reset_peak_memory_stats()  # leaves out the peak of loading
-        else:  # keep the largest peak, since some trainers reset the counters
+            torch.cuda.reset_peak_memory_stats()  # excludes the peak of loading the model
+        else:  # some trainers reset the counters, so record the largest peak
             self._peak = max(self._peak, torch.cuda.max_memory_allocated())
         if step == RECORDED_STEP - 1:
             self._recorded = self._recording.enter_context(record_kernels())
@@ -170,7 +169,7 @@ class TrlCallback(TrainerCallback):
 
 
 def train_sft(job: Job, probe: Probe, model: Any, options: dict[str, Any], **arguments: Any) -> None:
-    """Run TRL's SFTTrainer on prompts and completions; `options` go to SFTConfig, `arguments` to the trainer."""
+    """Run TRL's SFTTrainer on prompts and completions. `options` are for SFTConfig, `arguments` for the trainer."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -206,7 +205,7 @@ def train_trl(job: Job, probe: Probe) -> None:
     installed = [number for number in (3, 4, 2) if getattr(import_utils, f"is_flash_attn_{number}_available")()]
     probe.attention = f"flash_attention_{installed[0]}" if installed else "sdpa"
     options = {name: value for name, value in job["options"].items() if name != "launch"}
-    options["pad_to_multiple_of"] = job["batch_size"] * job["seq_length"]  # one size, for fp8
+    options["pad_to_multiple_of"] = job["batch_size"] * job["seq_length"]  # fp8 needs one size
     options["model_init_kwargs"] = {"attn_implementation": probe.attention, "dtype": "float32"}
     train_sft(job, probe, job["model"], options)
 
@@ -221,7 +220,7 @@ def train_unsloth(job: Job, probe: Probe) -> None:
 
 
 def adapt_torch() -> bool:
-    """Add the parts of a torch after 2.11 that torchtitan 0.3's Llama needs; return True if they were missing."""
+    """Add the functions of later torch versions that torchtitan 0.3's Llama needs. Return True if any was missing."""
     distributed: Any = torch.distributed
     if not hasattr(distributed, "set_timeout"):
         distributed.set_timeout = distributed.distributed_c10d._set_pg_timeout
@@ -235,8 +234,8 @@ def adapt_torch() -> bool:
 
 
 def train_torchtitan(job: Job, probe: Probe) -> None:
-    """Run torchtitan 0.3 with its llama3_8b settings, compiled, and the job's model, rows and shape. Its own loader
-    packs the rows as chats, whose answers are learned. 8B on one GPU is in bf16 throughout and recomputes cheap parts.
+    """Run torchtitan 0.3, compiled, with its llama3_8b settings and the job's model, rows and shape. Its own loader
+    packs the rows as chats and trains on the answers. 8B on one GPU uses bf16 throughout and recomputes cheap parts.
     """
     is_old = adapt_torch()
     from torchtitan import train
@@ -253,7 +252,7 @@ def train_torchtitan(job: Job, probe: Probe) -> None:
     config.model_spec = model_registry(job["architecture"].rpartition("-")[2], converters=fp8)
     config.loss.loss_fn.global_vocab_size = config.model_spec.model.vocab_size
     if is_old:
-        config.parallelism.spmd_backend = "partial_dtensor"  # the default needs a newer torch, as does chunked loss
+        config.parallelism.spmd_backend = "partial_dtensor"  # the default and chunked loss need a newer torch
         config.loss = config.loss.loss_fn
     config.hf_assets_path, config.dump_folder = job["model"], job["folder"]
     config.profiler.enable_profiling = config.validator.enable = config.checkpoint.enable = False
@@ -263,7 +262,7 @@ def train_torchtitan(job: Job, probe: Probe) -> None:
     config.training.local_batch_size = job["batch_size"]
     config.training.global_batch_size = job["batch_size"] * job["micro_batches"] * job["num_gpus"]
     config.training.seq_len, config.training.steps = job["seq_length"], STEPS
-    config.training.disable_cuda_graphs = True  # they refuse packed documents
+    config.training.disable_cuda_graphs = True  # CUDA graphs do not support packed documents
     if job["architecture"] == "Llama-3.1-8B" and job["num_gpus"] == 1:
         config.training.dtype = "bfloat16"
     else:
@@ -303,7 +302,7 @@ def train_automodel(job: Job, probe: Probe) -> None:
     import yaml
 
     fp8 = "recipe" in job["options"]
-    probe.attention = "sdpa" if fp8 else "te"  # fp8 is compiled, and torch's compiler fails in TE's attention
+    probe.attention = "sdpa" if fp8 else "te"  # fp8 needs torch.compile, which fails in TE's attention
     llm = "nemo_automodel.components.datasets.llm.column_mapped_text_instruction_dataset"
     entries: dict[str, Any] = {
         "recipe": "TrainFinetuneRecipeForNextTokenPrediction",
@@ -379,13 +378,13 @@ def write_model(model: str, folder: Path) -> None:
 
 
 def write_rows(path: Path, text: Path | None, model: Path, seq_length: int, num_tokens: int) -> None:
-    """Write rows of more than `num_tokens` tokens in all, each shorter than `seq_length`; the text may repeat."""
+    """Write rows of over `num_tokens` tokens in total, each shorter than `seq_length`. Repeat the text if needed."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     sources = [text] if text is not None else sorted((DATASET_DIR / "data").glob("train-*.jsonl"))
     rows, counted = [], 0
     for row in itertools.cycle([row for source in sources for row in read_jsonl(source)]):
         length = len(tokenizer(f"user:\n{row['problem']}\n\nassistant:\n{row['generated_solution']}")["input_ids"]) + 1
-        if length < seq_length:  # some trainers drop longer rows, others cut them
+        if length < seq_length:  # some trainers drop longer rows, others truncate them
             rows.append({"problem": row["problem"], "generated_solution": row["generated_solution"]})
             counted += length
         if counted > num_tokens:
@@ -394,7 +393,7 @@ def write_rows(path: Path, text: Path | None, model: Path, seq_length: int, num_
 
 
 def measure(job: Job, site: str | None, scratch: Path, timeout_s: float) -> dict[str, Any]:
-    """Train one variant and return its entry. While memory runs out, train again with half the rows."""
+    """Train one variant and return its entry. If memory runs out, train again with half the rows."""
     while True:
         path = scratch / f"{job['name']}-{job['batch_size']}.json"
         job = {**job, "folder": str(path.with_suffix(""))}
@@ -427,7 +426,7 @@ def measure(job: Job, site: str | None, scratch: Path, timeout_s: float) -> dict
 def main() -> int:
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
-    add("--job", type=Path, help="run the job in this file, which this script writes for its processes")
+    add("--job", type=Path, help="run the job in this file (for the processes that this script starts)")
     add("--model", default="Llama-3.2-1B", choices=SHAPES)
     add("--text", type=Path, help="JSONL file in OpenMathInstruct-2's columns (default: the embedded dataset)")
     add("--packages", action="append", default=[], metavar="NAME=FOLDER", help="folder of an installed package")

@@ -1,10 +1,10 @@
-"""Do two commits train the same? Compare the loss and gradient norm of every step, bit for bit, on the CPU.
+"""Do two commits train identically? Compare the loss and gradient norm of every step, bit for bit, on the CPU.
 
     python benchmarks/same_losses.py OLD_REV NEW_REV        (minutes; exit code 1 at the first difference)
 
-A refactoring changes no number. Each commit is checked out into a temporary git worktree, where `TRAININGS` run on
-the embedded model and dataset, with this interpreter and one thread per process: in fp32, the last in emulated fp8.
-`loss` and `grad_norm` are compared as metrics.jsonl has them: the shortest text that gives back the same float.
+A refactoring must not change any number. Each commit is checked out into a temporary git worktree. There `TRAININGS`
+run on the embedded model and dataset, with this interpreter and one thread per process. The last training uses emulated
+fp8, the others use fp32. `loss` and `grad_norm` are compared as written to metrics.jsonl, which loses no bit.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ TRAININGS: dict[str, list[list[str]]] = {
     ],
     "torchao emulated": [[*ONE, *TORCHAO, f"--max_steps={NUM_STEPS}", "--packing", "--optimizer=adamw_fp32"]],
 }
-"""Training -> its commands, which run one after the other in one run folder, `{run_dir}`. Resuming from the middle
-takes the second half of the steps again.
+"""Name of a training -> its commands, which run one after the other in the same run folder, `{run_dir}`. Resuming from
+the middle repeats the second half of the steps.
 """
 
 
 @contextmanager
 def worktree(revision: str, folder: Path) -> Iterator[Path]:
-    """Check the commit out; the checkout is removed at the end."""
+    """Check out the commit, and remove the checkout at the end."""
     git = ["git", "-C", str(ROOT), "worktree"]
     added = subprocess.run([*git, "add", "--detach", str(folder), revision], capture_output=True, text=True)
     if added.returncode != 0:
@@ -66,7 +66,7 @@ def worktree(revision: str, folder: Path) -> Iterator[Path]:
 
 
 def train(checkout: Path, commands: list[list[str]], run_dir: Path) -> list[tuple[int, float, float]]:
-    """Run the commands in the checkout; return step, loss and gradient norm of every step."""
+    """Run the commands in the checkout. Return (step, loss, gradient norm) of every step."""
     environment = {**os.environ, "PYTHONPATH": str(checkout), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_DATASETS_CACHE=str(run_dir.parent / "datasets"))
     for command in commands:
@@ -81,7 +81,7 @@ def train(checkout: Path, commands: list[list[str]], run_dir: Path) -> list[tupl
 
 
 def first_difference(old: list[tuple[int, float, float]], new: list[tuple[int, float, float]]) -> str | None:
-    """Describe the first step whose loss or gradient norm differs; None if all are equal and none is missing."""
+    """Describe the first step that differs. Return None if all steps are equal and none is missing."""
     for (step, *before), (new_step, *after) in zip(old, new, strict=False):
         if (step, before) != (new_step, after):
             return f"step {step}: loss and grad_norm {before}, then (step {new_step}) {after}"
@@ -92,7 +92,7 @@ def first_difference(old: list[tuple[int, float, float]], new: list[tuple[int, f
 
 
 def compare(old: str, new: str) -> int:
-    """Run every training at both commits; return the exit code."""
+    """Run every training at both commits, print the comparison and return the exit code."""
     with (
         tempfile.TemporaryDirectory(prefix="same-losses-") as folder,
         worktree(old, Path(folder, "old")) as old_checkout,
@@ -111,7 +111,7 @@ def compare(old: str, new: str) -> int:
 def main() -> int:
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("old", help="a commit")
-    parser.add_argument("new", help="the commit to compare with it")
+    parser.add_argument("new", help="the commit to compare with the old one")
     options = parser.parse_args()
     return compare(options.old, options.new)
 

@@ -1,20 +1,20 @@
 #!/usr/bin/env python
-"""Measure the speed table: our recipes and the baselines on every workload, with a target.
+"""Measure the speed table: our recipes and the baselines on every workload, with targets.
 
     python benchmarks/speed_table.py --list
     python benchmarks/speed_table.py --output speed_table.json --rows 1b,8b
     python benchmarks/speed_table.py --table benchmarks/speed_table_h100.json --output speed_table_h100.json
 
-The rows are in benchmarks/speed_table.json (--table takes another file). A row has
+The rows are in benchmarks/speed_table.json, or in the file --table. A row has these entries:
 
-    row                           its name; rows with num_gpus end in _xN
+    row                           its name, which ends in _xN in a row with num_gpus
     model, batch_size, seq_length, micro_batches, num_gpus, dataset     the workload (scripts/benchmark.py)
     variants                      name -> options of the training scripts, or 'baseline NAME OPTIONS'
     target_tokens_per_s_per_gpu   the target of our fastest variant (optional)
-    target_times_padded           with a dataset: the target for our real tokens/s over hf_bf16's, which pads (optional)
+    target_times_padded           with a dataset: target of our real tokens/s over hf_bf16's, which pads (optional)
 
-Rows that need more GPUs than are visible are left out and named. The output is written after every row, and the same
-command continues with the missing rows.
+Rows that need more GPUs than are visible are reported and left out. The output is written after every row. Repeating
+the command measures the missing rows.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ Row = dict[str, Any]
 
 
 def read_table(path: Path, names: str | None = None) -> list[Row]:
-    """Read the rows of a table, all or those in the comma-separated `names`. Raise `UserError` for an unknown name."""
+    """Read the rows of a table, or those in the comma-separated `names`. Raise `UserError` for an unknown name."""
     with reading("--table", path, "the table"):
         rows = {row["row"]: row for row in json.loads(path.read_text())["rows"]}
-    wanted = names.split(",") if names else list(rows)
-    for name in wanted:
+    selected = names.split(",") if names else list(rows)
+    for name in selected:
         if name not in rows:
             raise UserError(f"--rows {name}: {path} has {', '.join(rows)}.")
-    return [rows[name] for name in wanted]
+    return [rows[name] for name in selected]
 
 
 def workload_of(row: Row) -> Workload:
@@ -57,7 +57,7 @@ def workload_of(row: Row) -> Workload:
 
 
 def variants_of(row: Row) -> list[Variant]:
-    """Parse the variants of a row. Raise `UserError` for options that do not exist or contradict each other."""
+    """Parse the variants of a row. Raise `UserError` if an option does not exist or options contradict each other."""
     variants = []
     for name, words in row["variants"].items():
         (variant,) = parse_variants(f"x: {words}", row.get("num_gpus", 1))
@@ -66,7 +66,7 @@ def variants_of(row: Row) -> list[Variant]:
 
 
 def judge(row: Row, measured: list[Row]) -> list[str]:
-    """Return a sentence for each target of a row."""
+    """Return a sentence per target of a row: the measured value and whether it reaches the target."""
     sentences = []
     ours = [entry for entry in measured if entry["baseline"] is None and "tokens_per_s" in entry]
     target = row.get("target_tokens_per_s_per_gpu")
@@ -88,7 +88,7 @@ def verdict(reached: bool) -> str:
 
 
 def main() -> int:
-    """Measure the rows that --output lacks and print which targets are reached."""
+    """Measure the rows that are not in --output yet, and print which targets are reached."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--table", type=Path, default=TABLE, help="JSON file of the rows (default %(default)s)")
     parser.add_argument("--rows", help="names of rows, separated by commas (default: all)")

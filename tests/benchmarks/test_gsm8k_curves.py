@@ -58,5 +58,5 @@ def test_the_comparison_with_one_gpu():
     runs = [run("bf16", 1, 3.0, 2.0), run("delayed", 1, 3.0, 2.5), run("ddp:bf16", 4, 3.5, 2.25)]
     (found,) = compare_to_one_gpu(runs)["variants"]["ddp:bf16"]
     assert found["final_difference"] == 0.25 and found["largest_difference"] == 0.5
-    with pytest.raises(FailedCheck, match="took 8 rows a step and one GPU 16"):
+    with pytest.raises(FailedCheck, match="used 8 rows a step, but one GPU used 16"):
         compare_to_one_gpu([runs[0], run("ddp:bf16", 4, 3.5, 2.25, rows=8)])
