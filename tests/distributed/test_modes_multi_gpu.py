@@ -1,6 +1,4 @@
-"""Every sharding mode on two GPUs: the steps of one GPU, in the requested precision as the kernels of a recorded step
-show it.
-"""
+"""Every sharding mode on two GPUs: the losses of one GPU, and kernels of the requested precision in a recorded step."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from tests.support.small import records
 pytestmark = pytest.mark.multi_gpu
 
 FOUR_MICRO_BATCHES = ("--batch_size=2", "--gradient_accumulation_steps=4")
-"""On two GPUs, so that there are some between the first and the last one."""
+"""A batch for two GPUs with micro-batches between the first and the last one."""
 FSDP = ("fsdp_grad", "fsdp_full", "fsdp_offload")
 DEEPSPEED = ("deepspeed_1", "deepspeed_2", "deepspeed_3")
 THREE_PRECISIONS = ("bf16", "delayed", "current")
@@ -60,27 +58,26 @@ CASES = [
     CASES,
     ids=["-".join([mode, p, *(o.strip("-") for o in more)]) for mode, p, more in CASES],
 )
-def test_two_gpus_take_the_steps_of_one(mode, precision, options, models, single_gpu, tmp_path, record_property):
+def test_two_gpus_equal_one_gpu(mode, precision, options, models, single_gpu, tmp_path, record_property):
     recipe = RECIPES.get(precision)
     in_te = recipe is None or recipe.backend == "te"
     if not in_te:
         pytest.importorskip("torchao")
     model = models["llama3_rope_gqa"]
-    spreads = ("--sync", "--empty_cache", "--gradient_checkpointing", "--optimizer", "--fp8_params", "--cuda_graphs")
-    on_one = [option for option in options if not option.startswith((*spreads, *FOUR_MICRO_BATCHES))]
+    dropped = ("--sync", "--empty_cache", "--gradient_checkpointing", "--optimizer", "--fp8_params", "--cuda_graphs")
+    on_one = [option for option in options if not option.startswith((*dropped, *FOUR_MICRO_BATCHES))]
     expected = single_gpu(model, *PRECISIONS[precision], *on_one)
     two, summary, log = train(2, tmp_path / "two", model, *PRECISIONS[precision], *options, f"--sharding_mode={mode}")
     record_property("loss", losses_of(two))
     record_property("loss_on_one_gpu", losses_of(expected))
-    # The same rows in other micro-batches: bf16 rounds sums differently, fp8 has other scales for other tensors.
+    # The rows are split into different micro-batches. In bf16 the sums round differently; in fp8 the scales differ too.
     first, rest, norm = (2e-4, 2e-3, 2e-2) if recipe is None else (2e-3, 1e-2, 5e-2)
     assert two[0]["loss"] == pytest.approx(expected[0]["loss"], rel=first)
     assert losses_of(two) == pytest.approx(losses_of(expected), rel=rest)
-    # Delayed scaling begins with scales of 1, under which much of a small gradient is lost, more or less with other
-    # micro-batches.
-    number = 2 if precision == "delayed" else 0
+    # Delayed scaling begins with scales of 1. Small gradients then underflow, and how many depends on the micro-batch.
+    compared_step = 2 if precision == "delayed" else 0
     if in_te:
-        assert two[number]["grad_norm"] == pytest.approx(expected[number]["grad_norm"], rel=norm)
+        assert two[compared_step]["grad_norm"] == pytest.approx(expected[compared_step]["grad_norm"], rel=norm)
     assert expected[-1]["loss"] < expected[0]["loss"] - 0.05, "training must move the loss for this to mean anything"
     certificate, gemms = summary["certificate"], summary["recorded_step"]["gemm_kernels"]
     record_property("certificate", certificate)
@@ -88,7 +85,7 @@ def test_two_gpus_take_the_steps_of_one(mode, precision, options, models, single
     assert list(certificate["modules"]["recipes"]) == ([] if recipe is None else [recipe.recipe_class])
     if recipe is None:
         assert "fp8" not in gemms
-    else:  # forward, data gradient and weight gradient of every linear layer and micro-batch
+    else:  # forward, input gradient and weight gradient of every linear layer and micro-batch
         num_linears = family_config("llama3_rope_gqa").num_hidden_layers * (4 if "--use_te" in options else 7)
         num_gemms = num_linears * recipe.gemms_in_fp8 * MICRO_BATCHES
         assert gemms["fp8"] >= num_gemms
@@ -121,8 +118,8 @@ GRAPHS = [
 @pytest.mark.parametrize(
     ("mode", "more", "precision"), [(mode, more, each) for mode, more, precisions in GRAPHS for each in precisions]
 )
-def test_graphs_take_the_steps_of_eager_micro_batches_bit_for_bit(mode, more, precision, models, tmp_path, monkeypatch):
-    """With evaluations between the steps, whose passes are eager."""
+def test_cuda_graphs_give_the_same_losses_bit_for_bit(mode, more, precision, models, tmp_path, monkeypatch):
+    """The run also evaluates between the steps, without graphs."""
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     options = [*PRECISIONS[precision], "--use_te", f"--sharding_mode={mode}", *more, "--max_steps=12"]
     options += ["--validation_fraction=0.1", "--eval_every=4", "--eval_batches=2"]
@@ -133,15 +130,17 @@ def test_graphs_take_the_steps_of_eager_micro_batches_bit_for_bit(mode, more, pr
 
 
 def synchronise_in_captures() -> None:
-    def watch(module: nn.Module, inputs: object, output: object) -> None:
+    """Make every forward pass under graph capture synchronise with the GPU, which CUDA graphs do not allow."""
+
+    def synchronise(module: nn.Module, inputs: object, output: object) -> None:
         if isinstance(output, Tensor) and torch.cuda.is_current_stream_capturing():
             output.sum().item()
 
-    register_module_forward_hook(watch)
+    register_module_forward_hook(synchronise)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
-def test_a_graph_that_cannot_be_captured_ends_the_run_in_a_sentence(mode, models, tmp_path):
+def test_failed_graph_capture_ends_the_run_with_an_error(mode, models, tmp_path):
     options = [*PRECISIONS["delayed"], "--use_te", f"--sharding_mode={mode}", *ONE_MICRO_BATCH, "--cuda_graphs"]
     with pytest.raises(AssertionError, match="error: no CUDA graph .*--no_cuda_graphs"):
         train(2, tmp_path / "run", models["llama3_rope_gqa"], *options, first=synchronise_in_captures)
@@ -149,8 +148,8 @@ def test_a_graph_that_cannot_be_captured_ends_the_run_in_a_sentence(mode, models
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp_full", "deepspeed_3"])
 @pytest.mark.parametrize("precision", ["bf16", "delayed"])
-def test_a_resumed_run_goes_on(mode, precision, models, tmp_path):
-    """From scales, moments and weights of a checkpoint; gradients of attention are not bitwise reproducible."""
+def test_resumed_run_has_the_losses_of_the_uninterrupted_run(mode, precision, models, tmp_path):
+    """The losses are equal only to rounding, because gradients of attention are not bitwise reproducible."""
     common = [*PRECISIONS[precision], "--use_te", f"--sharding_mode={mode}", "--save_every=3", "--save_total_limit=9"]
     whole = train(2, tmp_path / "whole", models["llama3_rope_gqa"], *common)[0]
     checkpoint = tmp_path / "whole" / "checkpoints" / "step-00000003"
@@ -161,7 +160,7 @@ def test_a_resumed_run_goes_on(mode, precision, models, tmp_path):
 
 ADAPTERS = [
     *((mode, precision, ["--use_te"]) for mode in ("ddp", "fsdp_full") for precision in THREE_PRECISIONS),
-    # Its unsharded weights, in fp8, are gathered anew in every step.
+    # The unsharded weights of fsdp_grad, which are in fp8, are gathered again in every step.
     *(("fsdp_grad", precision, ["--use_te"]) for precision in ("delayed", "current")),
     ("fsdp_full", "delayed", ["--use_te", "--lora_targets=q_proj,v_proj", "--gradient_checkpointing"]),
     ("ddp", "current", ["--packing"]),
@@ -169,10 +168,10 @@ ADAPTERS = [
 
 
 @pytest.mark.parametrize(("mode", "precision", "options"), ADAPTERS)
-def test_adapters_take_the_steps_of_one_gpu(mode, precision, options, models, single_gpu, tmp_path, record_property):
+def test_lora_on_two_gpus_equals_one_gpu(mode, precision, options, models, single_gpu, tmp_path, record_property):
     from safetensors.torch import load_file
 
-    # At 1e-2 the loss leaps at the fourth step, and by how much is an accident of rounding.
+    # With a learning rate of 1e-2 the loss jumps at the fourth step by an amount that depends on rounding.
     model, lora = models["llama3_rope_gqa"], ["--lora_rank=8", "--learning_rate=2e-3"]
     on_one = [option for option in options if option != "--gradient_checkpointing"]
     expected = single_gpu(model, *PRECISIONS[precision], *on_one, *lora)
@@ -198,10 +197,10 @@ def test_adapters_take_the_steps_of_one_gpu(mode, precision, options, models, si
         ("deepspeed_3", []),
     ],
 )
-def test_the_last_evaluation_is_of_the_weights_that_were_exported_before_it(mode, options, models, tmp_path):
+def test_export_does_not_change_the_weights_of_the_last_evaluation(mode, options, models, tmp_path):
     common = [*PRECISIONS["delayed"], "--use_te", f"--sharding_mode={mode}", "--validation_fraction=0.2", *options]
     losses = []
-    for name, more in (("exported", []), ("kept", ["--no_export"])):
+    for name, more in (("exported", []), ("not_exported", ["--no_export"])):
         train(2, tmp_path / name, models["llama3_rope_gqa"], *common, *more)
         losses.append([r["eval_loss"] for r in records(tmp_path / name) if "eval_loss" in r])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3) and len(losses[0]) == 1

@@ -1,6 +1,4 @@
-"""Training in several processes: the same mathematics in every sharding mode, resumed, stopped, killed. gloo on the
-CPU.
-"""
+"""Training on several gloo ranks: the losses of a reference loop in every sharding mode, resuming, signals, faults."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ MODES = [
     MODES,
     ids=[f"{ranks}-{mode}-{size}x{accumulation}" for ranks, mode, size, accumulation, _ in MODES],
 )
-def test_a_step_is_the_reference_in_every_mode(
+def test_every_sharding_mode_trains_as_the_reference_loop(
     tmp_path, tiny_model, sixteen_rows, num_ranks, mode, batch_size, accumulation, more
 ):
     cut = [f"--batch_size={batch_size}", f"--gradient_accumulation_steps={accumulation}", f"--sharding_mode={mode}"]
@@ -64,15 +62,15 @@ def options_of_short_run(model: str, rows: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp_full", "deepspeed_3"])
-def test_a_resumed_run_takes_the_same_steps(tmp_path, tiny_model, rows, mode):
-    """Bit for bit on as many ranks; to rounding on more of them, at the same global batch."""
-    whole, again, other = (tmp_path / name for name in ("whole", "again", "other"))
+def test_resumed_run_has_the_same_losses(tmp_path, tiny_model, rows, mode):
+    """The losses are equal bit for bit on as many ranks, and to rounding on more ranks with the same global batch."""
+    whole, resumed, other = (tmp_path / name for name in ("whole", "resumed", "other"))
     common = ["--batch_size=3", f"--sharding_mode={mode}", "--max_steps=4"]
     cut = [*common, "--gradient_accumulation_steps=2"]
     run_ranks(2, whole, *options_of_short_run(tiny_model, rows, whole), *cut, "--save_total_limit=9")
     resume = f"--resume_from={whole / 'checkpoints' / 'step-00000002'}"
-    run_ranks(2, again, *options_of_short_run(tiny_model, rows, again), *cut, resume)
-    assert_same_continuation(whole, again, completed=2)
+    run_ranks(2, resumed, *options_of_short_run(tiny_model, rows, resumed), *cut, resume)
+    assert_same_continuation(whole, resumed, completed=2)
     if mode == "fsdp_full":
         run_ranks(4, other, *options_of_short_run(tiny_model, rows, other), *common, resume, "--no_export")
         expected = [step["loss"] for step in steps(whole)][2:]
@@ -84,7 +82,7 @@ def test_a_resumed_run_takes_the_same_steps(tmp_path, tiny_model, rows, mode):
         assert "on 2 processes" in log.read_text()
 
 
-def test_a_signal_to_one_rank_stops_all_after_saving(tmp_path, tiny_model, rows):
+def test_signal_to_one_rank_saves_and_stops_all_ranks(tmp_path, tiny_model, rows):
     folder = tmp_path / "run"
     options = [*options_of_short_run(tiny_model, rows, folder), "--sharding_mode=fsdp_full", ENDLESS]
     with ForkedRanks(2, tmp_path / "log", *options) as launch:
@@ -96,18 +94,18 @@ def test_a_signal_to_one_rank_stops_all_after_saving(tmp_path, tiny_model, rows)
     assert launch.printed().count("stopped by SIGTERM; continue with --resume_from latest") == 1
 
 
-def test_a_rank_killed_in_a_save_ends_all_and_leaves_complete_checkpoints(tmp_path, tiny_model, rows):
+def test_rank_killed_in_a_save_ends_all_ranks_and_leaves_complete_checkpoints(tmp_path, tiny_model, rows):
     folder = tmp_path / "run"
     options = [*options_of_short_run(tiny_model, rows, folder), "--sharding_mode=fsdp_full"]
     codes = kill_rank_during_save(functools.partial(ForkedRanks, 2, tmp_path / "log", *options), folder, within_s=30)
     assert codes == {0: 2, 1: -signal.SIGKILL}
 
 
-def test_a_run_that_fails_first_completes_what_it_is_saving(tmp_path, tiny_model, rows):
+def test_failing_run_completes_its_background_save(tmp_path, tiny_model, rows):
     folder, log = tmp_path / "run", tmp_path / "log"
     options = [*options_of_short_run(tiny_model, rows, folder), "--sharding_mode=fsdp_full", "--async_save"]
-    blows_up = ["--learning_rate=1e20", "--lr_scheduler=constant", "--max_steps=6", "--save_every=1"]
-    ranks = start_ranks(2, log, *options, *blows_up)
+    diverges = ["--learning_rate=1e20", "--lr_scheduler=constant", "--max_steps=6", "--save_every=1"]
+    ranks = start_ranks(2, log, *options, *diverges)
     assert [exit_code(rank) for rank in ranks] == [2, 2], log.read_text()
     names = {path.name for path in (folder / "checkpoints").iterdir()}
     assert not [name for name in names if name.startswith(".tmp-")]
@@ -117,15 +115,15 @@ def test_a_run_that_fails_first_completes_what_it_is_saving(tmp_path, tiny_model
     ("place", "mode", "value"),
     [("activation", "deepspeed_1", math.nan), ("gradient", "fsdp_full", math.inf)],
 )
-def test_a_number_that_is_not_finite_stops_all_ranks_at_its_step(tmp_path, tiny_model, place, mode, value):
+def test_non_finite_number_stops_all_ranks_at_its_step(tmp_path, tiny_model, place, mode, value):
     rows = write_rows(tmp_path / "rows.jsonl", 64)
     options = [f"--model_name={tiny_model}", f"--dataset_name={rows}", "--max_seq_length=128"]
     check_run_stops_on_nonfinite_value(tmp_path / "run", place, value, *options, f"--sharding_mode={mode}")
 
 
 @pytest.mark.parametrize("mode", ["deepspeed_1", "deepspeed_2", "deepspeed_3"])
-def test_master_weights_of_deepspeed_begin_between_bf16_numbers(tmp_path, tiny_model, rows, mode):
-    """The exported weights are rounded to the checkpoint's: the step is too small to move one."""
+def test_deepspeed_master_weights_are_not_rounded_to_bf16_at_the_start(tmp_path, tiny_model, rows, mode):
+    """The learning rate is too small to change a weight, so the export equals the model's weights in bf16."""
     folder = tmp_path / "run"
     options = [*options_of_short_run(tiny_model, rows, folder), "--learning_rate=1e-30", "--mixed_precision=bf16"]
     run_ranks(2, folder, *options, f"--sharding_mode={mode}", "--max_steps=1", "--save_every=1", "--batch_size=2")
@@ -135,6 +133,6 @@ def test_master_weights_of_deepspeed_begin_between_bf16_numbers(tmp_path, tiny_m
         state = torch.load(file, weights_only=False)["optimizer_state_dict"]
         masters = state.get("single_partition_of_fp32_groups") or state["fp32_flat_groups"]
         bits = torch.cat([flat.flatten() for flat in masters]).view(torch.int32) & 0xFFFF
-        assert (bits != 0).float().mean() > 0.9, "none, where they begin as bf16 numbers"
+        assert (bits != 0).float().mean() > 0.9, "bf16 numbers would have no such bits"
     exported, loaded = final_weights(folder), stored_weights(tiny_model)
     assert all(torch.equal(exported[name].bfloat16(), split_master(weight)[0]) for name, weight in loaded.items())

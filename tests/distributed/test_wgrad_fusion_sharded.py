@@ -1,8 +1,7 @@
-"""Micro-batches of a step on two processes (gloo): who adds gradients up, how often weights are gathered, and that the
-steps are the same.
+"""Fused accumulation of weight gradients on two gloo ranks: the losses without it, which micro-batches add in the GEMM,
+and how often FSDP2 gathers weights.
 
-Transformer Engine is stood in for, by modules that keep its rules for `main_grad`; DDP, FSDP2 and the optimizer are the
-real ones.
+Stand-ins for Transformer Engine's modules follow its rules for `main_grad`. DDP, FSDP2 and the optimizer are real.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import peft  # noqa: F401  it looks for Transformer Engine when it is imported, which must be before it is stood in for
+import peft  # noqa: F401  its import looks for Transformer Engine and must come before the stand-in is installed
 import pytest
 import torch
 from accelerate import Accelerator
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 RANKS, STEPS, MICRO_BATCHES = 2, 3, 4
 LEARNING_RATE = 0.5
-WEIGHTS_OF_LAYER = 4
+WEIGHTS_PER_LAYER = 4
 
 
 def tokens(step: int, micro_batch: int, rank: int) -> torch.Tensor:
@@ -39,7 +38,7 @@ def tokens(step: int, micro_batch: int, rank: int) -> torch.Tensor:
     return torch.randint(3, 1024, (1, 24), generator=generator)
 
 
-def engine_of(mode: str, options: ParallelConfig) -> DistributedStrategy:
+def strategy_of(mode: str, options: ParallelConfig) -> DistributedStrategy:
     accelerator = Accelerator(cpu=True)
     if mode == "ddp":
         return DistributedStrategy(mode, accelerator, options)
@@ -49,45 +48,45 @@ def engine_of(mode: str, options: ParallelConfig) -> DistributedStrategy:
 
 
 def train(rank: int, mode: str, in_gemms: bool, sync_every_micro_batch: bool) -> dict[str, Any]:
-    """Steps of plain SGD; the gradients of the first one, losses, counts of fused additions and of gathers."""
+    """Train with SGD. Return the losses, the gradients of the first step, and the counts that the tests check."""
     fused = []
     with pytest.MonkeyPatch.context() as patch:
         stand_in_te.install_stand_in(patch)
         backward = stand_in_te._FusedWgrad.backward
 
-        def counted(ctx: Any, gradient: torch.Tensor) -> Any:
+        def counting_backward(ctx: Any, gradient: torch.Tensor) -> Any:
             fused.append(ctx.weight)
             return backward(ctx, gradient)
 
-        patch.setattr(stand_in_te._FusedWgrad, "backward", staticmethod(counted))
+        patch.setattr(stand_in_te._FusedWgrad, "backward", staticmethod(counting_backward))
         model = te_llama.build_te_model(tiny_config(), torch.float32, "cpu").train()
         fill_weights(Model(model))
-        engine = engine_of(mode, ParallelConfig(sync_every_micro_batch=sync_every_micro_batch))
-        engine.shard(model, decoder_layers(model))
-        model, optimizer = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
+        strategy = strategy_of(mode, ParallelConfig(sync_every_micro_batch=sync_every_micro_batch))
+        strategy.shard(model, decoder_layers(model))
+        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
         if not in_gemms:
-            engine.main_grads = lambda model: None
+            strategy.main_grads = lambda model: None
         gathers = CountedAllGather(model)
         losses, gradients = [], {}
         for step in range(STEPS):
             for number in range(MICRO_BATCHES):
                 last = number == MICRO_BATCHES - 1
-                with engine.micro_batch(model, last), FusedWgradAccumulation(model, engine).micro_batch(last):
+                with strategy.micro_batch(model, last), FusedWgradAccumulation(model, strategy).micro_batch(last):
                     ids = tokens(step, number, rank)
                     loss = model(input_ids=ids, labels=ids).loss
-                    engine.backward(loss / RANKS / MICRO_BATCHES)
+                    strategy.backward(loss / RANKS / MICRO_BATCHES)
                 losses.append(float(loss))
             if step == 0:
                 named = [(name.removeprefix("module."), p) for name, p in model.named_parameters()]
-                gradients = {name: engine.full_tensor(p.grad).clone() for name, p in named}
-            engine.step(optimizer, list(model.parameters()), max_norm=0.0)
-        left = [name for name, p in model.named_parameters() if p.grad is not None or hasattr(p, "main_grad")]
+                gradients = {name: strategy.full_tensor(p.grad).clone() for name, p in named}
+            strategy.step(optimizer, list(model.parameters()), max_norm=0.0)
+        leftover = [name for name, p in model.named_parameters() if p.grad is not None or hasattr(p, "main_grad")]
         return {
             "losses": losses,
             "gradients": gradients,
             "num_fused": len(fused),
             "gathers": len(gathers.sent_bytes),
-            "left": left,
+            "leftover_gradients": leftover,
         }
 
 
@@ -105,22 +104,22 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("mode", [*MODES, "plain copies"])
-def test_steps_are_those_of_whole_weights_and_autograds_sums(runs, mode):
+def test_losses_and_gradients_equal_those_without_sharding_and_fusion(runs, mode):
     for expected, result in zip(runs("ddp", in_gemms=False), runs(mode), strict=True):
         assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
         assert result["gradients"].keys() == expected["gradients"].keys()
         for name, gradient in expected["gradients"].items():
             assert relative_difference(result["gradients"][name], gradient) < 1e-5, name
-        assert not result["left"]
+        assert not result["leftover_gradients"]
         changes = [abs(a - b) for a, b in zip(expected["losses"], expected["losses"][MICRO_BATCHES:], strict=False)]
         assert max(changes) > 0.01, "weights must move for stale ones to show"
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_gemms_add_in_micro_batches_without_reduction(runs, mode):
-    """FSDP2 reduces its own main gradient, DDP the one that autograd completes."""
-    adding = MICRO_BATCHES - (2 if mode == "ddp" else 1)
-    expected = WEIGHTS_OF_LAYER * tiny_config().num_hidden_layers * adding * STEPS
+def test_fused_micro_batches_are_those_without_reduction(runs, mode):
+    """The first micro-batch has no gradient to add to. Under DDP, autograd must complete the last one's gradient."""
+    num_fused_passes = MICRO_BATCHES - (2 if mode == "ddp" else 1)
+    expected = WEIGHTS_PER_LAYER * tiny_config().num_hidden_layers * num_fused_passes * STEPS
     assert [result["num_fused"] for result in runs(mode)] == [expected] * RANKS
     assert [result["num_fused"] for result in runs(mode, in_gemms=False)] == [0] * RANKS
     if mode != "ddp":
@@ -129,8 +128,8 @@ def test_gemms_add_in_micro_batches_without_reduction(runs, mode):
         assert synchronised[0]["losses"] == pytest.approx(runs(mode)[0]["losses"], rel=1e-5)
 
 
-def test_gemms_of_copies_without_ddp_add_in_every_later_micro_batch(runs):
-    num_fused = WEIGHTS_OF_LAYER * tiny_config().num_hidden_layers * (MICRO_BATCHES - 1) * STEPS
+def test_unsharded_copies_without_ddp_fuse_every_micro_batch_but_the_first(runs):
+    num_fused = WEIGHTS_PER_LAYER * tiny_config().num_hidden_layers * (MICRO_BATCHES - 1) * STEPS
     assert [result["num_fused"] for result in runs("plain copies")] == [num_fused] * RANKS
 
 
