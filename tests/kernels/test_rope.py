@@ -23,7 +23,7 @@ from llm_fp8.step.loss_model import TrainingModel
 from tests.support.batches import BATCHES, S
 from tests.support.families import family_config
 from tests.support.rope_reference import CASES, assert_same_split, positions_of, split_rope_reference
-from tests.support.small import sequences_of
+from tests.support.small import length_config
 from tests.support.stand_in_te import install_stand_in
 
 REPOSITORY = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ def train(family, layout, recompute):
     if recompute:
         enable_gradient_checkpointing(model.model.layers, 1, uses_te=False)
     batch = BATCHES[layout]("cpu")
-    loss = TrainingModel(model, sequences_of(S), torch.float32).train()(batch)[0] / batch.num_supervised_tokens
+    loss = TrainingModel(model, length_config(S), torch.float32).train()(batch)[0] / batch.num_supervised_tokens
     loss.backward()
     return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
 

@@ -17,7 +17,7 @@ from llm_fp8.step.loss_model import TrainingModel
 from tests.support.batches import BATCHES, S
 from tests.support.families import family_config
 from tests.support.rope_reference import CASES, GRADIENT_LAYOUTS, Case, assert_same_split, split_rope_reference
-from tests.support.small import sequences_of
+from tests.support.small import length_config
 
 pytestmark = pytest.mark.gpu
 
@@ -80,7 +80,7 @@ def test_a_model_trains_as_with_transformer_engines_path(layout, recompute, devi
         fill_weights(Model(model), device)
         if recompute:
             enable_gradient_checkpointing(model.model.layers, 1, uses_te=True)
-        training_model = TrainingModel(model, sequences_of(S), torch.bfloat16).train()
+        training_model = TrainingModel(model, length_config(S), torch.bfloat16).train()
         with monkeypatch.context() as patch:
             if not one_kernel:
                 patch.setattr(te_llama.TEDecoderLayer, "_one_kernel_rotates", lambda self, fused: False)

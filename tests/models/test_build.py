@@ -1,4 +1,4 @@
-"""Models in and out: every layout that the hub knows loads, and what is exported at once has the same bits."""
+"""Tests of loading a model from every layout on the hub, of its export, and of the checks before a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.small import (
     CARD,
     assert_same_bits,
     built_model,
-    sequences_of,
+    length_config,
     stored_weights,
     tiny_config,
     train,
@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 
 
 def export(name: str, folder: Path) -> None:
-    """Load a model and export it untouched."""
+    """Load a model and export it without a change."""
     config = ModelConfig(model_name=name)
     source = resolve_source(config)
     tokenizer, _ = load_tokenizer(config, source)
@@ -55,7 +55,7 @@ def export(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("max_shard_size", ["1GB", "40KB"], ids=["one file", "shards"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_what_is_exported_at_once_has_the_bits_that_were_loaded(tmp_path, dtype, tied, max_shard_size):
+def test_export_without_training_is_bitwise_equal_to_source(tmp_path, dtype, tied, max_shard_size):
     source = write_model(tmp_path / "source", dtype, max_shard_size, tie_word_embeddings=tied)
     assert (Path(source) / "model.safetensors.index.json").exists() == (max_shard_size != "1GB")
     export(source, tmp_path / "final")
@@ -64,7 +64,7 @@ def test_what_is_exported_at_once_has_the_bits_that_were_loaded(tmp_path, dtype,
     assert json.loads((tmp_path / "final" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
 
 
-def test_model_safetensors_is_taken_before_an_index_as_in_transformers(tmp_path):
+def test_model_safetensors_has_precedence_over_index_as_in_transformers(tmp_path):
     folder = write_model(tmp_path, max_shard_size="40KB")
     other = {name: tensor + 1 for name, tensor in stored_weights(folder).items()}
     save_file(other, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -73,14 +73,14 @@ def test_model_safetensors_is_taken_before_an_index_as_in_transformers(tmp_path)
     assert_same_bits(theirs.state_dict(), other)
 
 
-def test_the_exported_folder_is_complete(tmp_path, tiny_model):
+def test_export_replaces_folder_and_writes_all_files(tmp_path, tiny_model):
     export(tiny_model, tmp_path / "final")
-    (tmp_path / "final" / "of an earlier run").touch()
+    (tmp_path / "final" / "from an earlier run").touch()
     export(tiny_model, tmp_path / "final")
     names = {path.name for path in (tmp_path / "final").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md"} <= names
-    assert "of an earlier run" not in names
-    assert [path.name for path in tmp_path.iterdir()] == ["final"], "nothing temporary is left"
+    assert "from an earlier run" not in names
+    assert [path.name for path in tmp_path.iterdir()] == ["final"], "no temporary folder remains"
     assert "| optimizer steps | 0 |" in (tmp_path / "final" / "README.md").read_text()
     original, exported = AutoTokenizer.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tmp_path / "final")
     text = "Compute 2730 + 8130 - 5227."
@@ -88,7 +88,7 @@ def test_the_exported_folder_is_complete(tmp_path, tiny_model):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "qwen3_5_moe_text", "nemotron_h"])
-def test_random_weights_are_distributed_as_transformers_draws_them(kind):
+def test_random_weights_have_the_distribution_of_transformers(kind):
     torch.manual_seed(0)
     entries = MOE_FAMILIES.get(kind, {"model_type": kind}) | {
         "vocab_size": 2**14,
@@ -99,21 +99,21 @@ def test_random_weights_are_distributed_as_transformers_draws_them(kind):
     dtypes = dict.fromkeys(("parameter_dtype", "compute_dtype"), torch.float32)
     model = build_model(ModelConfig(), config, None, **dtypes, device=CPU, seed=5)
     for name, ours in model.module.named_parameters():
-        want, have = (torch.stack(torch.std_mean(values, correction=0)) for values in (theirs[name], ours))
-        if want[0] == 0:
+        expected, actual = (torch.stack(torch.std_mean(values, correction=0)) for values in (theirs[name], ours))
+        if expected[0] == 0:
             assert torch.equal(ours, theirs[name]), name
         elif ours.numel() > 200:
-            torch.testing.assert_close(have, want, rtol=0.1, atol=0.2 * float(want[0]))
-        assert (have[0] > 0) == (want[0] > 0), name
+            torch.testing.assert_close(actual, expected, rtol=0.1, atol=0.2 * float(expected[0]))
+        assert (actual[0] > 0) == (expected[0] > 0), name
         if kind == "llama" and ours.ndim > 1:
             assert torch.equal(ours, torch.empty(ours.shape).normal_(0.0, 0.02, generator=generator)), name
 
 
-def test_no_renamed_private_name_stops_a_plain_run(tmp_path, tiny_model, rows, monkeypatch):
-    """Each function that would meet the new name fails; where a name has a default, the name itself is gone."""
+def test_plain_run_survives_renamed_private_names(tmp_path, tiny_model, rows, monkeypatch):
+    """Make each function that uses a private name raise, and each lookup with a default return the default."""
 
     def renamed(*_: object, **__: object) -> None:
-        raise AttributeError("it has another name now")
+        raise AttributeError("the private name was renamed")
 
     internals = {
         hf_internals: "supports_flash_attention grouped_linear gated renaming_on_load fresh_accelerate",
@@ -133,7 +133,7 @@ def test_no_renamed_private_name_stops_a_plain_run(tmp_path, tiny_model, rows, m
 
 
 @pytest.mark.parametrize("name", BUNDLED)
-def test_a_bundled_architecture_needs_no_hub(name):
+def test_bundled_architecture_needs_no_hub(name):
     options = ModelConfig(model_name=f"somebody/{name}", random_init=True)
     source = resolve_source(options)
     config = load_config(source)
@@ -144,11 +144,11 @@ def test_a_bundled_architecture_needs_no_hub(name):
     assert len(tokenizer) <= config.vocab_size and "--random_init" in str(note)
 
 
-def test_the_attention_implementation_is_the_one_asked_for(tiny_model, monkeypatch):
+def test_attention_implementation_follows_option_model_and_packages(tiny_model, monkeypatch):
     assert built_model(tiny_model, attn_implementation="eager").module.config._attn_implementation == "eager"
     assert built_model(tiny_model).module.config._attn_implementation == "sdpa"
     bloom, gpu = tiny_config("bloom"), torch.device("cuda")
-    assert chosen_attention(model_from_config(bloom).module.config) == "eager", "it has no other"
+    assert chosen_attention(model_from_config(bloom).module.config) == "eager", "bloom has no other implementation"
     monkeypatch.setattr(build, "package_version", lambda name: "2.8.3")
     assert choose_attention("auto", bloom, gpu, torch.bfloat16) is None
     assert choose_attention("auto", tiny_config("llama"), gpu, torch.bfloat16) == "flash_attention_2"
@@ -158,7 +158,7 @@ def test_the_attention_implementation_is_the_one_asked_for(tiny_model, monkeypat
     "model_type",
     ["llama", "gpt2", "gpt_neox", "phi3", "olmo2", "gemma2", "biogpt", "bloom", "falcon", "xglm", "openai-gpt"],
 )
-def test_packing_is_refused_where_documents_mix(model_type):
+def test_packing_is_refused_for_models_that_mix_documents(model_type):
     hf_config = tiny_config(model_type)
     torch.manual_seed(0)
     decoder = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").eval().base_model
@@ -168,8 +168,8 @@ def test_packing_is_refused_where_documents_mix(model_type):
         ids, positions = torch.randint(3, 1024, (1, 12)), torch.cat([torch.arange(5), torch.arange(7)])[None]
         packed = decoder(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[:, 5:]
         alone = decoder(input_ids=ids[:, 5:], position_ids=positions[:, 5:], use_cache=False).last_hidden_state
-    keeps_apart = torch.allclose(packed, alone, atol=1e-4)
-    if keeps_apart:
+    separates_documents = torch.allclose(packed, alone, atol=1e-4)
+    if separates_documents:
         assert probe(parse_config(["--packing"]), hf_config, CPU, torch.float32) == "rows"
     else:
         with pytest.raises(UserError, match="drop --packing"):
@@ -180,24 +180,24 @@ def test_packing_is_refused_where_documents_mix(model_type):
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [("roberta", {"is_decoder": True, "intermediate_size": 64}), ("phi", {"intermediate_size": 64})],
-    ids=["no list of layers", "a head with a bias"],
+    ids=["no list of layers", "lm_head with a bias"],
 )
-def test_a_model_that_cannot_be_trained_is_refused(kind, sizes):
+def test_untrainable_model_is_refused(kind, sizes):
     sizes |= {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 96}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
     with pytest.raises(UserError, match="--model_name"):
-        TrainingModel(model, sequences_of(16), torch.float32)
+        TrainingModel(model, length_config(16), torch.float32)
 
 
 @pytest.mark.parametrize("model_type", ["gpt_neox", "gpt2", "biogpt", "phi3", "olmo2", "qwen3"])
-def test_other_architectures_have_their_own_loss_and_size(model_type):
+def test_logits_and_size_of_other_architectures(model_type):
     wide_heads = {"head_dim": 24, "num_key_value_heads": 1} if model_type == "qwen3" else {}
     config = tiny_config(model_type, **wide_heads)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     ids = torch.randint(1, 96, (2, 16))
     with torch.no_grad():
-        training_model = TrainingModel(model, sequences_of(16), torch.float32)
+        training_model = TrainingModel(model, length_config(16), torch.float32)
         hidden = training_model.decode(ids, position_ids=torch.arange(16).expand(2, -1))
         assert torch.allclose(hidden @ model.get_output_embeddings().weight.T, model(input_ids=ids).logits, atol=1e-5)
     size = decoder_size(config)
@@ -218,7 +218,7 @@ def test_other_architectures_have_their_own_loss_and_size(model_type):
         ("falcon_h1", {"lm_head_multiplier": 0.5, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8}),
     ],
 )
-def test_the_loss_is_that_of_logits_which_are_more_than_the_heads(model_type, changes):
+def test_loss_includes_scaling_and_softcapping_of_logits(model_type, changes):
     hf_config = tiny_config(model_type, **changes)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(hf_config)
@@ -226,15 +226,15 @@ def test_the_loss_is_that_of_logits_which_are_more_than_the_heads(model_type, ch
     ids, labels = torch.randint(3, 1024, (2, 24)), torch.randint(3, 1024, (2, 24))
     logits = model(input_ids=ids).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    want = torch.autograd.grad(expected, model.get_input_embeddings().weight)[0]
+    expected_gradient = torch.autograd.grad(expected, model.get_input_embeddings().weight)[0]
     batch = Batch(ids, labels, torch.arange(24).expand(2, -1), torch.ones_like(ids), None, 24, 48, 48, 48, 1152, (0, 1))
-    loss, _ = TrainingModel(model, sequences_of(24), torch.float32)(batch)
+    loss, _ = TrainingModel(model, length_config(24), torch.float32)(batch)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    torch.testing.assert_close(torch.autograd.grad(loss, model.get_input_embeddings().weight)[0], want)
+    torch.testing.assert_close(torch.autograd.grad(loss, model.get_input_embeddings().weight)[0], expected_gradient)
     assert probe(parse_config([]), hf_config, CPU, torch.float32) is None
 
 
-def test_logits_that_the_loss_does_not_know_are_refused(monkeypatch):
+def test_unknown_change_of_logits_is_refused(monkeypatch):
     monkeypatch.setattr("llm_fp8.step.loss_model._SOFTCAPS", ())
     with pytest.raises(UserError, match="--model_name"):
         probe(parse_config([]), tiny_config("gemma2", final_logit_softcapping=3.0), CPU, torch.float32)
@@ -251,13 +251,13 @@ def test_logits_that_the_loss_does_not_know_are_refused(monkeypatch):
         ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}, 128),
     ],
 )
-def test_rows_may_be_as_long_as_the_scaling_of_rope_allows(scaling, allowed):
+def test_maximum_sequence_length_follows_rope_scaling(scaling, allowed):
     hf_config = tiny_config("llama", rope_scaling=scaling or None, max_position_embeddings=128)
     require_positions(hf_config, allowed, "a model", "--max_seq_length")
     with pytest.raises(UserError, match=f"--max_seq_length {allowed + 1}"):
         require_positions(hf_config, allowed + 1, "a model", "--max_seq_length")
     angles = te_llama.RotaryTable(hf_config, LlamaRotaryEmbedding, CPU)()
-    assert len(angles) == allowed, "the TE decoder has a row for each"
+    assert len(angles) == allowed, "the TE decoder has a row per position"
     linear = {"rope_type": "linear", "factor": 8.0}
-    of_types = tiny_config("gemma3_text", rope_scaling=linear, max_position_embeddings=128)
-    assert te_llama.num_positions(of_types) == 128, "which Gemma states with the scaling"
+    gemma = tiny_config("gemma3_text", rope_scaling=linear, max_position_embeddings=128)
+    assert te_llama.num_positions(gemma) == 128, "Gemma's max_position_embeddings include the scaling"

@@ -1,4 +1,4 @@
-"""Mixtures of experts: what a router chooses among is found by shape, and counted by what computes a token."""
+"""Mixtures of experts: experts are recognised by shape, and FLOPs count the experts that compute a token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from llm_fp8.utils.hf_internals import runs_grouped_gemms
 from tests.support.batches import random_rows
 from tests.support.families import MOE_FAMILIES
 from tests.support.hub_families import hub_config
-from tests.support.small import CARD, records, sequences_of, steps, train, write_model
+from tests.support.small import CARD, length_config, records, steps, train, write_model
 
 QWEN3_30B = dict(vocab_size=151936, num_hidden_layers=48, num_key_value_heads=4, num_experts=128, hidden_size=2048)
 QWEN3_30B |= dict(num_attention_heads=32, head_dim=128, moe_intermediate_size=768, num_experts_per_tok=8)
@@ -38,7 +38,7 @@ TINY |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
     ("kind", "sizes", "share"),
     [("qwen3_moe", QWEN3_30B, 0.299), ("gpt_oss", GPT_OSS_20B, 0.177), ("mixtral", {}, 0.105)],
 )
-def test_the_share_of_linear_flops_in_fp8_counts_the_experts_that_compute_a_token(kind, sizes, share):
+def test_fp8_share_of_linear_flops_counts_active_experts(kind, sizes, share):
     config = AutoConfig.for_model(kind, **sizes)
     model = model_on_meta(config).module
     linears = [module for module in model.modules() if type(module) is nn.Linear and module is not model.lm_head]
@@ -50,7 +50,7 @@ def test_the_share_of_linear_flops_in_fp8_counts_the_experts_that_compute_a_toke
     assert decoder_size(config).num_linear_parameters == coverage.linear_flops_per_token / 6 + routers
 
 
-def test_dense_layers_and_shared_experts_count_in_full():
+def test_dense_layers_and_shared_experts_are_counted_in_full():
     config = AutoConfig.for_model(
         "deepseek_v3", **TINY, n_routed_experts=8, num_experts_per_tok=2, first_k_dense_replace=1, n_group=1,
         topk_group=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12,
@@ -62,7 +62,7 @@ def test_dense_layers_and_shared_experts_count_in_full():
     assert (size.num_layers, size.attention_width) == (4, 4 * (16 + 12) // 2)
 
 
-def test_a_hybrid_attends_in_its_attention_layers_alone():
+def test_hybrid_model_counts_attention_layers_only():
     layer_types = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
     config = AutoConfig.for_model("qwen3_next", **TINY, layer_types=layer_types, num_experts=4, num_experts_per_tok=2)
     assert decoder_size(config).num_layers == 1
@@ -75,7 +75,7 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer with a router that is a linear layer."""
+    """A layer whose router is an nn.Linear."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Block(nn.Module):
         self.conv = nn.Conv1d(16, 16, 4)
 
 
-def test_a_router_that_is_a_linear_layer_is_no_fp8_layer():
+def test_linear_router_is_not_an_fp8_layer():
     block = Block()
     routed = routed_modules(block)
     assert {module: each.share for module, each in routed.items()} == {block.gate: 1.0, block.experts: 0.5}
@@ -104,26 +104,26 @@ def test_experts_with_fp32_weights_compute_in_bf16_and_get_fp32_gradients(kind, 
     chosen = torch.stack([torch.randperm(4)[:2] for _ in range(24)])
     exact = torch.autograd.grad(experts(hidden, chosen, scores).square().sum(), weights)
 
-    seen, grouped_mm = [], torch.nn.functional.grouped_mm
+    gemm_dtypes, grouped_mm = [], torch.nn.functional.grouped_mm
 
-    def spy(a, b, **more):
-        seen.append((a.dtype, b.dtype))
+    def recording_grouped_mm(a, b, **more):
+        gemm_dtypes.append((a.dtype, b.dtype))
         return grouped_mm(a, b, **more)
 
-    monkeypatch.setattr(torch.nn.functional, "grouped_mm", spy)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", recording_grouped_mm)
     plan = PrecisionPlan(requested="bf16", effective="bf16")
     precision = Precision(plan, PrecisionConfig(mixed_precision="bf16"), torch.device("cpu"), torch.float32)
     precision.attach(model, decoder_layers(model))
     with precision.context(first_microbatch=None):
         loss = experts(hidden, chosen, scores).float().square().sum()
-    assert seen == [(torch.bfloat16, torch.bfloat16)] * 2
-    for gradient, wanted in zip(torch.autograd.grad(loss, weights), exact, strict=True):
-        assert gradient.dtype == torch.float32 and (gradient - wanted).norm() < 0.02 * wanted.norm()
-    assert all(weight is now for weight, now in zip(weights, expert_weights(experts), strict=True))
+    assert gemm_dtypes == [(torch.bfloat16, torch.bfloat16)] * 2
+    for gradient, expected in zip(torch.autograd.grad(loss, weights), exact, strict=True):
+        assert gradient.dtype == torch.float32 and (gradient - expected).norm() < 0.02 * expected.norm()
+    assert all(before is after for before, after in zip(weights, expert_weights(experts), strict=True))
 
 
 @pytest.mark.parametrize("family", ["Qwen3-MoE", "OLMoE", "Mixtral", "DeepSeek-V3"])
-def test_output_and_gradients_of_experts_are_those_of_transformers(family):
+def test_experts_have_output_and_gradients_of_transformers(family):
     model = AutoModelForCausalLM.from_config(hub_config(family), dtype=torch.float32)
     experts = next(module for module in model.modules() if hasattr(module, "gate_up_proj"))
     assert runs_grouped_gemms(experts)
@@ -147,7 +147,7 @@ def test_output_and_gradients_of_experts_are_those_of_transformers(family):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
 
 
-def test_experts_with_biases_are_left_to_transformers():
+def test_experts_with_biases_keep_the_forward_of_transformers():
     model = AutoModelForCausalLM.from_config(hub_config("gpt-oss"), dtype=torch.float32)
     compute_experts(model, None)
     assert not any("forward" in vars(module) for module in model.modules())
@@ -155,7 +155,7 @@ def test_experts_with_biases_are_left_to_transformers():
 
 @pytest.mark.parametrize(("recompute", "packed"), [(False, True), (True, False)])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "olmoe"])
-def test_the_auxiliary_loss_and_its_gradient_are_transformers_of_each_document(kind, recompute, packed):
+def test_auxiliary_loss_and_gradient_are_the_mean_over_documents_in_transformers(kind, recompute, packed):
     torch.manual_seed(0)
     experts = {"mixtral": "num_local_experts"}.get(kind, "num_experts")
     entries = {experts: 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
@@ -164,28 +164,29 @@ def test_the_auxiliary_loss_and_its_gradient_are_transformers_of_each_document(k
     batch = Layout(4, 16, 0, packed)(rows)
     plain = [model(input_ids=ids, labels=ids) for ids in torch.tensor([[row[0].input_ids.tolist()] for row in rows])]
     loss, aux_loss = (torch.stack([output[name] for output in plain]).mean() for name in ("loss", "aux_loss"))
-    wanted = torch.autograd.grad(loss, list(model.parameters()))
+    expected = torch.autograd.grad(loss, list(model.parameters()))
 
     if recompute:
         enable_gradient_checkpointing(decoder_layers(model), 1, uses_te=False)
-    training_model, num = TrainingModel(model, sequences_of(16), torch.float32).train(), batch.num_supervised_tokens
+    training_model = TrainingModel(model, length_config(16), torch.float32).train()
+    num = batch.num_supervised_tokens
     loss_sum, aux = training_model(batch)
     assert training_model.coefficients == {ROUTER_LOSS: 0.1}
     assert (aux[ROUTER_LOSS] / 0.1 / num).item() == pytest.approx(aux_loss.item(), abs=1e-6)
     assert ((loss_sum + aux[ROUTER_LOSS]) / num).item() == pytest.approx(loss.item(), abs=1e-5)
     gradients = torch.autograd.grad((loss_sum + aux[ROUTER_LOSS]) / num, list(model.parameters()))
-    for ours, theirs in zip(gradients, wanted, strict=True):
+    for ours, theirs in zip(gradients, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
     assert training_model.eval()(batch)[1] == {}
 
 
-def test_a_coefficient_without_output_router_logits_is_said_and_does_nothing():
+def test_router_coefficient_without_output_router_logits_is_reported_and_has_no_effect():
     model = model_on_meta(AutoConfig.for_model("mixtral", **TINY, router_aux_loss_coef=0.02)).module
-    training_model = TrainingModel(model, sequences_of(16), torch.float32)
+    training_model = TrainingModel(model, length_config(16), torch.float32)
     assert training_model.router_loss is None and "router_aux_loss_coef 0.02" in str(training_model.router_note)
     for kind, sizes in (("glm4_moe", dict(n_routed_experts=8)), ("doge", dict(is_moe=True, num_experts=16))):
-        asking = model_on_meta(AutoConfig.for_model(kind, **TINY, **sizes, output_router_logits=True)).module
-        assert "WARNING" in str(TrainingModel(asking, sequences_of(16), torch.float32).router_note)
+        model = model_on_meta(AutoConfig.for_model(kind, **TINY, **sizes, output_router_logits=True)).module
+        assert "WARNING" in str(TrainingModel(model, length_config(16), torch.float32).router_note)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,7 @@ def test_a_coefficient_without_output_router_logits_is_said_and_does_nothing():
         ("gpt_oss", "all-linear,experts"),
     ],
 )
-def test_every_adapter_loads_in_peft_and_merges(tmp_path, kind, targets):
+def test_adapters_load_in_peft_and_merge(tmp_path, kind, targets):
     source = write_model(tmp_path / "source", **MOE_FAMILIES[kind])
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     options, generator = LoraConfig(lora_rank=2, lora_targets=targets), torch.Generator().manual_seed(0)
@@ -217,20 +218,20 @@ def test_every_adapter_loads_in_peft_and_merges(tmp_path, kind, targets):
     ids = torch.arange(3, 43)[None]
     plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     with torch.no_grad():
-        expected, without = model.eval()(ids).logits, plain.eval()(ids).logits
+        expected, without_adapters = model.eval()(ids).logits, plain.eval()(ids).logits
         loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "final").eval()
         torch.testing.assert_close(loaded(ids).logits, expected, rtol=0, atol=1e-5)
-        assert (expected - without).abs().max() > 1e-3
-        by_peft = loaded.merge_and_unload()
-        torch.testing.assert_close(by_peft(ids).logits, expected, rtol=0, atol=1e-4)
+        assert (expected - without_adapters).abs().max() > 1e-3
+        merged_by_peft = loaded.merge_and_unload()
+        torch.testing.assert_close(merged_by_peft(ids).logits, expected, rtol=0, atol=1e-4)
         save_file(merged, f"{source}/model.safetensors", metadata={"format": "pt"})
         ours = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
         torch.testing.assert_close(ours.eval()(ids).logits, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
-def test_a_run_logs_the_auxiliary_loss_beside_the_cross_entropy(tmp_path, rows):
-    """The loss of the first step is that of a run without it; the second step's differs."""
+def test_run_logs_auxiliary_loss_and_cross_entropy(tmp_path, rows):
+    """The logged loss excludes the auxiliary loss, which changes it only from the second step on."""
     runs = []
     for name, entries in (("with", {"output_router_logits": True, "router_aux_loss_coef": 1.0}), ("without", {})):
         source = write_model(tmp_path / name, **MOE_FAMILIES["olmoe"], **entries)
@@ -238,7 +239,7 @@ def test_a_run_logs_the_auxiliary_loss_beside_the_cross_entropy(tmp_path, rows):
         options = [f"--model_name={source}", f"--dataset_name={rows}", "--max_seq_length=256", "--batch_size=2"]
         train(*options, "--max_steps=2", "--learning_rate=1e-2", "--eval_batches=1", f"--output_dir={folder}")
         runs.append(steps(folder))
-        assert "router_aux_loss" not in records(folder)[-1]  # of the evaluation
+        assert "router_aux_loss" not in records(folder)[-1]  # the evaluation
     first, second = ([step.get("router_aux_loss") for step in run] for run in runs)
     assert all(1.5 < value < 3 for value in first) and second == [None, None]  # 2 experts per token, balanced: 2
     assert runs[0][0]["loss"] == runs[1][0]["loss"] and runs[0][1]["loss"] != runs[1][1]["loss"]

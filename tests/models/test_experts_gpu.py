@@ -1,4 +1,4 @@
-"""Mixtures of experts on GPUs: grouped GEMMs in bf16 beside linear layers in fp8, and sharded by FSDP2."""
+"""Mixtures of experts on GPUs: grouped GEMMs in bf16 next to linear layers in fp8, and sharding by FSDP2."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def losses(steps) -> list[float]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16", "delayed", "current"])
-def test_experts_compute_in_bf16_with_parameters_of_either_dtype(mixture, tmp_path, precision):
-    losses_of = {}
+def test_experts_compute_in_bf16_from_bf16_and_fp32_parameters(mixture, tmp_path, precision):
+    losses_by_optimizer = {}
     for optimizer in ("adamw_master", "adamw_fp32"):
         options = [*PRECISIONS[precision], f"--optimizer={optimizer}", "--no_export"]
         steps, summary, output = train(1, tmp_path / optimizer, mixture, *options)
@@ -33,16 +33,16 @@ def test_experts_compute_in_bf16_with_parameters_of_either_dtype(mixture, tmp_pa
         assert certificate["verdict"] == "certified", certificate["reasons"]
         assert certificate["gemm_kernels_by_type"]["bf16"] > 0
         assert ("2 of 8 experts per token" in output) == (precision != "bf16")
-        losses_of[optimizer] = losses(steps)
-    assert losses_of["adamw_fp32"] == pytest.approx(losses_of["adamw_master"], rel=1e-2)
+        losses_by_optimizer[optimizer] = losses(steps)
+    assert losses_by_optimizer["adamw_fp32"] == pytest.approx(losses_by_optimizer["adamw_master"], rel=1e-2)
 
 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("mode", ["fsdp_full", "fsdp_grad"])
 @pytest.mark.parametrize("optimizer", ["adamw_master", "adamw_8bit"])
-def test_two_gpus_share_experts(mixture, tmp_path, mode, optimizer):
+def test_losses_on_two_gpus_match_one_gpu(mixture, tmp_path, mode, optimizer):
     options = [*PRECISIONS["delayed"], f"--optimizer={optimizer}", "--gradient_checkpointing"]
-    one, _, _ = train(1, tmp_path / "one", mixture, *options, "--no_export")
-    two, summary, _ = train(2, tmp_path / "two", mixture, *options, f"--sharding_mode={mode}")
+    one_gpu, _, _ = train(1, tmp_path / "one", mixture, *options, "--no_export")
+    two_gpus, summary, _ = train(2, tmp_path / "two", mixture, *options, f"--sharding_mode={mode}")
     assert summary["certificate"]["verdict"] == "certified"
-    assert losses(two) == pytest.approx(losses(one), rel=1e-2)
+    assert losses(two_gpus) == pytest.approx(losses(one_gpu), rel=1e-2)

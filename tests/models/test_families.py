@@ -1,4 +1,4 @@
-"""Every family that people bring: plain transformers' losses, an export and an adapter that it reads."""
+"""Tests that every family trains, exports and packs as plain transformers would."""
 
 from __future__ import annotations
 
@@ -26,41 +26,33 @@ from llm_fp8.utils.errors import UserError
 from tests.support import hub_families as hub
 from tests.support.batches import random_rows
 from tests.support.families import MOE_FAMILIES
-from tests.support.hub_families import (
-    CPU,
-    FAMILIES,
-    check_family,
-    documents,
-    hub_config,
-    markdown_table,
-    write_hub_model,
-)
-from tests.support.small import LONGROPE, sequences_of, stored_weights, tiny_config, train
+from tests.support.hub_families import CPU, FAMILIES, check_family, documents, hub_config, write_hub_model
+from tests.support.small import LONGROPE, length_config, stored_weights, tiny_config, train
 from tests.support.stand_in_te import install_stand_in
 
-IN_BRIEF = ("Llama 3", "Gemma 4", "Qwen3.5-MoE", "Mistral 3", "Nemotron-H", "Apertus", "Kimi K2.5", "Qwen4-Exp, text")
-"""One of each kind; all others are slow."""
+QUICK = ("Llama 3", "Gemma 4", "Qwen3.5-MoE", "Mistral 3", "Nemotron-H", "Apertus", "Kimi K2.5", "Qwen4-Exp, text")
+"""One family of each kind; the tests of all others are marked slow."""
 PACKING = parse_config(["--packing"])
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in IN_BRIEF else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
-def test_a_family_trains_as_in_plain_transformers(tmp_path, name):
-    assert f"| {name} |" in markdown_table([check_family(name, tmp_path)])
+def test_family_trains_and_exports_as_in_plain_transformers(tmp_path, name):
+    assert f"| {name} |" in hub.markdown_table([check_family(name, tmp_path)])
 
 
 OPTIONS = ("--max_steps=2", "--max_seq_length=256", "--batch_size=2", "--mixed_precision=no")
 
 
 @pytest.mark.parametrize("decoder", ["--packing", "--use_te"])
-def test_towers_go_into_the_export_as_they_are(tmp_path, rows, capsys, decoder, monkeypatch):
-    """The tower is stored in bf16, the language model in fp32."""
+def test_export_copies_towers_unchanged(tmp_path, rows, capsys, decoder, monkeypatch):
+    """Use a source with the tower in bf16 and the language model in fp32."""
     install_stand_in(monkeypatch)
     source, run = write_hub_model(tmp_path / "source", "Gemma 3"), tmp_path / "run"
-    whole = AutoModelForMultimodalLM.from_pretrained(source)
-    whole.model.vision_tower.bfloat16()
-    whole.save_pretrained(source)
+    model = AutoModelForMultimodalLM.from_pretrained(source)
+    model.model.vision_tower.bfloat16()
+    model.save_pretrained(source)
     train(f"--model_name={source}", f"--dataset_name={rows}", f"--output_dir={run}", decoder, *OPTIONS)
     assert "model.vision_tower" in capsys.readouterr().out
     before, after = stored_weights(source), stored_weights(run / "final")
@@ -69,9 +61,9 @@ def test_towers_go_into_the_export_as_they_are(tmp_path, rows, capsys, decoder, 
         unchanged = tensor.dtype == after[name].dtype and torch.equal(tensor, after[name])
         assert unchanged == (not name.startswith("language_model")), name
     for name in ("config.json", "preprocessor_config.json"):
-        was, now = (json.loads((folder / name).read_text()) for folder in (source, run / "final"))
+        before_entries, after_entries = (json.loads((folder / name).read_text()) for folder in (source, run / "final"))
         for entry in ("architectures", "vision_config", "image_processor_type"):
-            assert was.get(entry) == now.get(entry)
+            assert before_entries.get(entry) == after_entries.get(entry)
 
 
 def test_random_weights_of_a_multimodal_config_need_no_files(tmp_path, rows):
@@ -82,15 +74,15 @@ def test_random_weights_of_a_multimodal_config_need_no_files(tmp_path, rows):
     assert all(name.startswith("language_model") for name in stored_weights(tmp_path / "run" / "final"))
 
 
-def pieces(function: Callable[..., Tensor], dim: int, bounds: list[int], *tensors: Tensor) -> Tensor:
-    """`function` of each document alone, put together along `dim` of `tensors`."""
+def apply_by_document(function: Callable[..., Tensor], dim: int, bounds: list[int], *tensors: Tensor) -> Tensor:
+    """Apply `function` to each document's slices of `tensors` along `dim` and concatenate the results."""
     lengths = [end - start for start, end in itertools.pairwise(bounds)]
     parts = zip(*(tensor.split(lengths, dim) for tensor in tensors), strict=True)
     return torch.cat([function(*part) for part in parts], dim)
 
 
 def install_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand in for causal-conv1d and flash-linear-attention with `seq_idx` and `cu_seqlens`, by transformers' code."""
+    """Replace causal-conv1d and flash-linear-attention, with `seq_idx` and `cu_seqlens`, by transformers' code."""
     conv, delta = modeling_qwen3_5.causal_conv1d_fn, modeling_qwen3_5.torch_chunk_gated_delta_rule
 
     def conv_of_documents(x: Tensor, *others: Any, activation: str, seq_idx: Any = None, **_: Any) -> Tensor:
@@ -98,22 +90,22 @@ def install_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             return conv(x, *others, activation)
         assert seq_idx.dtype == torch.int32 and seq_idx.shape == (1, x.shape[-1])
         bounds = [0, *(torch.nonzero(seq_idx[0].diff())[:, 0] + 1).tolist(), x.shape[-1]]
-        return pieces(lambda part: conv(part, *others, activation), -1, bounds, x)
+        return apply_by_document(lambda part: conv(part, *others, activation), -1, bounds, x)
 
     def delta_of_documents(*qkv: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Any = None, **others: Any) -> Any:
-        def alone(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        def without_state(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
             return delta(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=others["use_qk_l2norm_in_kernel"])[0]
 
         if cu_seqlens is None:
-            return alone(*qkv, g, beta), None
+            return without_state(*qkv, g, beta), None
         assert cu_seqlens.dtype == torch.int32
-        return pieces(alone, 1, cu_seqlens.tolist(), *qkv, g, beta), None
+        return apply_by_document(without_state, 1, cu_seqlens.tolist(), *qkv, g, beta), None
 
     monkeypatch.setattr(modeling_qwen3_5, "causal_conv1d_fn", conv_of_documents)
     monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", delta_of_documents)
 
 
-def test_qwen3_5_is_packed_where_its_kernels_are(monkeypatch):
+def test_qwen3_5_is_packed_only_with_its_kernels(monkeypatch):
     hf_config = hub_config("Qwen3.5")
     with pytest.raises(UserError, match="drop --packing"):
         probe(PACKING, hf_config, CPU, torch.float32)
@@ -125,14 +117,14 @@ def test_qwen3_5_is_packed_where_its_kernels_are(monkeypatch):
     rows = [documents(), documents()[::-1]]
     packed = Layout(2, 32, 2, packed=True)(rows)
     padded = Layout(4, 32, 2, packed=False)([[document] for row in rows for document in row])
-    losses = [TrainingModel(model, sequences_of(32), torch.float32, form)(batch)[0] for batch in (packed, padded)]
+    losses = [TrainingModel(model, length_config(32), torch.float32, form)(batch)[0] for batch in (packed, padded)]
     torch.testing.assert_close(*losses)
     weight = model.get_input_embeddings().weight
     torch.testing.assert_close(*(torch.autograd.grad(loss, weight)[0] for loss in losses))
 
 
-def test_kernels_without_a_backward_pass_are_refused(monkeypatch):
-    """flash-linear-attention's have none on Hopper with an older Triton."""
+def test_kernels_with_failing_backward_pass_are_refused(monkeypatch):
+    """flash-linear-attention's backward pass raises on Hopper with an older Triton."""
     delta = modeling_qwen3_5.torch_chunk_gated_delta_rule
 
     def refuse(gradient: Tensor) -> None:
@@ -149,14 +141,14 @@ def test_kernels_without_a_backward_pass_are_refused(monkeypatch):
         probe(parse_config(["--no_packing"]), hub_config("Qwen3.5"), CPU, torch.float32)
 
 
-def test_the_first_layer_of_each_kind_is_asked():
-    """The one layer that mixes documents is the last."""
+def test_probe_runs_a_layer_of_each_kind():
+    """Only the last layer, the first of its kind, mixes documents."""
     kinds = ["full_attention"] * 4
-    apart = hub_config("LFM2", layer_types=kinds, num_hidden_layers=4)
-    assert probe(PACKING, apart, CPU, torch.float32) == "rows"
-    mixing = hub_config("LFM2", layer_types=[*kinds[1:], "conv"], num_hidden_layers=4)
+    attention_only = hub_config("LFM2", layer_types=kinds, num_hidden_layers=4)
+    assert probe(PACKING, attention_only, CPU, torch.float32) == "rows"
+    with_convolution = hub_config("LFM2", layer_types=[*kinds[1:], "conv"], num_hidden_layers=4)
     with pytest.raises(UserError, match="drop --packing"):
-        probe(PACKING, mixing, CPU, torch.float32)
+        probe(PACKING, with_convolution, CPU, torch.float32)
 
 
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64, llama_4_scaling_beta=0.5)
@@ -169,25 +161,25 @@ VARIANTS |= dict(ministral3=LONG | dict(rope_parameters=YARN))
 
 
 @pytest.mark.parametrize("kind", VARIANTS)
-def test_a_document_has_the_loss_that_it_has_alone(kind, monkeypatch):
-    """On both sides of a length that changes its RoPE, and that of its routers, however batches are cut."""
+def test_loss_of_a_document_does_not_depend_on_its_batch(kind, monkeypatch):
+    """Compare documents shorter and longer than the length at which RoPE changes, and router losses."""
     hf_config = tiny_config(**{"model_type": kind, **VARIANTS[kind]})
     torch.manual_seed(0)
     plain = model_from_config(copy.deepcopy(hf_config)).module.eval()
     for parameter in plain.parameters():
-        parameter.data.mul_(1 if parameter.ndim == 1 else 10)  # else attention is nearly uniform
-    model = TrainingModel(copy.deepcopy(plain), sequences_of(0), torch.float32).train(kind == "mixtral")
-    for chosen in random_rows([[9, 17, 30, 12, 60, 25, 40, 33], [64, 65, 9, 100, 17, 127]], 1024, seed=0):
-        ids = [torch.from_numpy(document.input_ids)[None] for document in chosen]
-        alone = sum(plain(input_ids=one, labels=one).loss * (one.numel() - 1) for one in ids)
+        parameter.data.mul_(1 if parameter.ndim == 1 else 10)  # small weights would give nearly uniform attention
+    model = TrainingModel(copy.deepcopy(plain), length_config(0), torch.float32).train(kind == "mixtral")
+    for batch_documents in random_rows([[9, 17, 30, 12, 60, 25, 40, 33], [64, 65, 9, 100, 17, 127]], 1024, seed=0):
+        ids = [torch.from_numpy(document.input_ids)[None] for document in batch_documents]
+        expected = sum(plain(input_ids=each, labels=each).loss * (each.numel() - 1) for each in ids)
         for size, length, packed in ((1, 256, False), (4, 256, False), (8, 256, False), (2, 128, True), (2, 512, True)):
             layout, model.max_seq_length, total = Layout(size, length, 2, packed), length, torch.zeros(())
-            plan = layout.plan(np.array([one.numel() for one in ids]), np.arange(len(ids)))
-            rows = [[chosen[number] for number in plan[row]] for row in range(len(plan))]
+            plan = layout.plan(np.array([each.numel() for each in ids]), np.arange(len(ids)))
+            rows = [[batch_documents[number] for number in plan[row]] for row in range(len(plan))]
             for start in range(0, len(rows), size):
                 loss, auxiliary = model(layout(rows[start : start + size]))
                 total = total + loss + sum(auxiliary.values())
-            torch.testing.assert_close(total, alone, rtol=1e-5, atol=0)
+            torch.testing.assert_close(total, expected, rtol=1e-5, atol=0)
     assert probe(PACKING, hf_config, CPU, torch.float32) == "rows"
     monkeypatch.setattr("llm_fp8.step.loss_model.wrap_forward", lambda *_: None)
     for option in ("--packing", "--no_packing") if "longrope" in str(hf_config) else ():
@@ -195,8 +187,8 @@ def test_a_document_has_the_loss_that_it_has_alone(kind, monkeypatch):
             probe(parse_config([option]), hf_config, CPU, torch.float32)
 
 
-def test_what_depends_on_the_rest_of_a_row_or_a_batch_is_refused():
-    """Llama 4 scales by the place in a row from 8,192 tokens on; the routers of Doge mix the tokens of a batch."""
+def test_models_that_mix_a_row_or_a_batch_are_refused():
+    """Llama 4 scales attention by the position in a row from 8,192 tokens on; Doge's routers mix a batch's tokens."""
     llama, doge = hub_config("Llama 4"), tiny_config("doge", is_moe=True, num_experts=16, num_experts_per_tok=2)
     assert probe(parse_config(["--packing", "--max_seq_length=4096"]), llama, CPU, torch.float32) == "rows"
     assert probe(parse_config(["--no_packing", "--max_seq_length=8192"]), llama, CPU, torch.float32) is None
@@ -205,13 +197,11 @@ def test_what_depends_on_the_rest_of_a_row_or_a_batch_is_refused():
             probe(parse_config(options), hf_config, CPU, torch.float32)
 
 
-def test_what_acts_on_the_logits_without_weights_is_no_tower():
+def test_module_without_weights_on_the_logits_is_not_a_tower():
     text = hub._EXPERTS | dict(swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16, d_rel=4)
-    multimodal = hub._multimodal(text | {"unpadded_vocab_size": 64}, text_hidden_size=64)
-    assert (
-        probe(parse_config(["--no_packing"]), AutoConfig.for_model("inkling2", **multimodal), CPU, torch.float32)
-        is None
-    )
+    entries = hub._multimodal(text | {"unpadded_vocab_size": 64}, text_hidden_size=64)
+    hf_config = AutoConfig.for_model("inkling2", **entries)
+    assert probe(parse_config(["--no_packing"]), hf_config, CPU, torch.float32) is None
 
 
 def test_an_adapter_that_peft_would_not_read_back_is_refused_before_the_training():

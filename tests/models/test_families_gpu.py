@@ -1,4 +1,4 @@
-"""Packing by the attention and the kernels that a GPU has."""
+"""Packing with the attention implementations and kernels of a GPU."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ HAS_KERNELS = all(importlib.util.find_spec(name) for name in ("causal_conv1d", "
 
 @pytest.mark.parametrize("attention", ["auto", "sdpa"])
 @pytest.mark.parametrize("name", ["Llama 3", "Mistral", "Gemma 3", "Mixtral", "Gemma 2", "OLMo 2"])
-def test_the_gpu_keeps_the_documents_apart_that_the_cpu_does(name, attention, device):
+def test_gpu_allows_packing_for_the_models_of_the_cpu(name, attention, device):
     if (name, attention) == ("Gemma 2", "sdpa"):
-        pytest.skip("transformers 5.23 has none for it")
+        pytest.skip("transformers 5.23 has no sdpa for Gemma 2")
     options = parse_config(["--packing", f"--attn_implementation={attention}"])
     assert probe(options, hub_config(name), CPU, torch.float32) == "rows"
     assert probe(options, hub_config(name), device, torch.bfloat16) in ("rows", "flash")
@@ -28,24 +28,24 @@ def test_the_gpu_keeps_the_documents_apart_that_the_cpu_does(name, attention, de
 
 @pytest.mark.skipif(not HAS_KERNELS, reason="needs causal-conv1d and flash-linear-attention")
 @pytest.mark.parametrize("name", ["Qwen3.5", "Qwen3-Next"])
-def test_linear_attention_is_packed_by_its_kernels(name, device, monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "backward", lambda loss: None)  # which the next test asks for
+def test_linear_attention_is_packed_with_its_kernels(name, device, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "backward", lambda loss: None)  # the next test covers the gradients
     assert probe(parse_config(["--packing"]), hub_config(name), device, torch.bfloat16) == "line"
 
 
 @pytest.mark.skipif(not HAS_KERNELS, reason="needs causal-conv1d and flash-linear-attention")
 @pytest.mark.parametrize("packing", ["--packing", "--no_packing"])
 def test_kernels_with_wrong_gradients_are_refused(packing, device):
-    """flash-linear-attention refuses Hopper with Triton 3.4 to 3.7.0."""
+    """flash-linear-attention raises on Hopper with Triton 3.4 to 3.7.0."""
     fla = pytest.importorskip("fla.utils")
     if not fla.IS_NVIDIA_HOPPER or not fla.TRITON_ABOVE_3_4_0 or fla.TRITON_ABOVE_3_7_1:
-        pytest.skip("its gradients are right here")
+        pytest.skip("the gradients are right with this GPU and Triton")
     with pytest.raises(UserError, match="upgrade Triton"):
         probe(parse_config([packing]), hub_config("Qwen3.5"), device, torch.bfloat16)
 
 
 @pytest.mark.skipif(HAS_KERNELS, reason="causal-conv1d and flash-linear-attention are installed")
 @pytest.mark.parametrize("name", ["Qwen3.5", "Bamba", "LFM2"])
-def test_recurrences_are_refused_without_their_kernels(name, device):
+def test_packing_of_recurrences_is_refused_without_their_kernels(name, device):
     with pytest.raises(UserError, match="drop --packing"):
         probe(parse_config(["--packing"]), hub_config(name), device, torch.bfloat16)

@@ -1,5 +1,6 @@
-"""flash-attn 2: the Hugging Face decoder with it, padded and packed, and Transformer Engine's attention by it, against
-sdpa and cuDNN; whole runs in fp8, with LoRA and on two GPUs.
+"""flash-attn 2 in Hugging Face's decoder and in Transformer Engine's attention, compared with sdpa and cuDNN.
+
+Gradients are compared padded and packed, and losses of whole runs in bf16, in fp8 and with LoRA.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from llm_fp8.utils.packages import package_version
 from tests.support import gpu_training
 from tests.support.batches import BATCHES, S
 from tests.support.families import family_config
-from tests.support.small import sequences_of
+from tests.support.small import length_config
 
 FAMILIES = ("llama3_rope_gqa", "mistral_window", "qwen2_qkv_bias_tied", "qwen3_qk_norm_head_dim")
 BF16_ERRORS = 1.5
-"""So many times the gradients' error may be that of sdpa in bf16; what is wrong is off by 50 times as much."""
+"""Largest allowed ratio of a gradient's error to that of sdpa in bf16; a wrong mask gives about 50 times as much."""
 PACKING = {"packed": "--packing", "padded": "--no_packing"}
 RUNS = {
     "hf_bf16": ["--mixed_precision", "bf16"],
@@ -28,16 +29,16 @@ RUNS = {
     "te_fp8": ["--use_te", "--mixed_precision", "fp8"],
     "te_fp8_lora": ["--use_te", "--mixed_precision", "fp8", "--lora_rank", "8"],
 }
-BY_FLASH_ATTENTION = {"NVTE_FUSED_ATTN": "0"}
-"""Transformer Engine prefers cuDNN on Hopper."""
+PREFER_FLASH_ATTENTION = {"NVTE_FUSED_ATTN": "0"}
+"""Environment that disables cuDNN's attention, which Transformer Engine prefers on Hopper."""
 SAME_LOSS = 0.02
-"""Steps at another attention's rounding; a mask that leaks moves the loss of the first step by more."""
+"""Allowed relative difference by rounding; a wrong mask changes the loss of the first step by more."""
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(package_version("flash-attn") is None, reason="needs flash-attn")]
 
 
 def gradients(family: str, attention: str, dtype: torch.dtype, layout: str, device) -> dict[str, torch.Tensor]:
-    """The gradients of the summed loss, and the loss itself."""
+    """Return the gradients of the summed loss by name, and the loss as "loss"."""
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(
@@ -45,7 +46,7 @@ def gradients(family: str, attention: str, dtype: torch.dtype, layout: str, devi
         )
     for parameter in model.parameters():  # the same bf16 values in both dtypes; the rotary frequencies stay fp32
         parameter.data = parameter.data.bfloat16().to(dtype)
-    training = TrainingModel(model, sequences_of(S), dtype, "flash" if attention == "flash_attention_2" else "rows")
+    training = TrainingModel(model, length_config(S), dtype, "flash" if attention == "flash_attention_2" else "rows")
     loss, _ = training(BATCHES[layout](device))
     loss.backward()
     return {"loss": loss.detach(), **{name: parameter.grad for name, parameter in model.named_parameters()}}
@@ -53,7 +54,7 @@ def gradients(family: str, attention: str, dtype: torch.dtype, layout: str, devi
 
 @pytest.mark.parametrize("layout", PACKING)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_as_near_to_fp32_as_those_of_sdpa(family, layout, device, record_property):
+def test_gradient_errors_are_at_most_those_of_sdpa(family, layout, device, record_property):
     exact = gradients(family, "sdpa", torch.float32, layout, device)
     errors = {
         attention: {
@@ -62,7 +63,7 @@ def test_gradients_are_as_near_to_fp32_as_those_of_sdpa(family, layout, device, 
         }
         for attention in ("sdpa", "flash_attention_2")
     }
-    medians = {name: float(torch.tensor(list(by_tensor.values())).median()) for name, by_tensor in errors.items()}
+    medians = {name: float(torch.tensor(list(values.values())).median()) for name, values in errors.items()}
     record_property("median_errors", medians)
     for name, error in errors["flash_attention_2"].items():
         assert error <= BF16_ERRORS * errors["sdpa"][name] + 2e-3, (name, error, errors["sdpa"][name])
@@ -70,18 +71,18 @@ def test_gradients_are_as_near_to_fp32_as_those_of_sdpa(family, layout, device, 
 
 @pytest.mark.parametrize("layout", PACKING)
 @pytest.mark.parametrize("run", RUNS)
-def test_a_run_names_it_and_has_the_losses_of_the_other_attention(run, layout, model_folder, tmp_path, record_property):
+def test_run_certifies_flash_attention_with_equal_losses(run, layout, model_folder, tmp_path, record_property):
     use_te = run.startswith("te_")
     losses = {}
     for name, options, environment in (
         ("other", ["--attn_implementation", "auto" if use_te else "sdpa"], {}),
-        ("flash", ["--attn_implementation", "auto"], BY_FLASH_ATTENTION if use_te else {}),
+        ("flash", ["--attn_implementation", "auto"], PREFER_FLASH_ATTENTION if use_te else {}),
     ):
         folder = tmp_path / name
         shared = gpu_training.training_options(model_folder, folder, PACKING[layout], "--max_steps", "6", "--no_export")
         shared.remove("--use_te")
-        done = gpu_training.train(*shared, *RUNS[run], *options, environment=environment)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        process = gpu_training.train(*shared, *RUNS[run], *options, environment=environment)
+        assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
         losses[name] = gpu_training.losses(folder)
     certificate = gpu_training.certificate_of(folder)
     record_property("losses", losses)

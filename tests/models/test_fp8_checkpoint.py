@@ -1,4 +1,4 @@
-"""Checkpoints stored in fp8: loaded as the fp32 products they stand for, bit for bit, or refused by name."""
+"""Checkpoints stored in fp8: they load bitwise as value times scale in fp32, or are refused by name."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def loaded(name: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Ten
 
 @pytest.mark.parametrize("shape", [(256, 128), (130, 200), (3, 5), (128, 129), (129, 128)])
 @pytest.mark.parametrize("block", [(128, 128), (64, 48), (1, 7)])
-def test_every_row_range_is_the_product(shape, block):
+def test_dequantised_rows_equal_value_times_scale(shape, block):
     generator = torch.Generator().manual_seed(0)
-    # Every finite e4m3 number, subnormals and both zeros among them.
+    # All finite e4m3 numbers, including subnormals and both zeros.
     codes = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8)
     values = codes[torch.randint(len(codes), shape, generator=generator)].view(torch.float8_e4m3fn)
     scale = torch.rand(-(-shape[0] // block[0]), -(-shape[1] // block[1]), generator=generator) * 1e-3
@@ -44,28 +44,28 @@ def test_every_row_range_is_the_product(shape, block):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_model_in_fp8_loads_as_its_products(tmp_path, kind, dtype):
+def test_fp8_model_loads_as_dequantised_weights(tmp_path, kind, dtype):
     fp8, plain = write_fp8_model(tmp_path, kind, "40KB")
     stored = [tensor.dtype for tensor in stored_weights(fp8).values()]
     assert stored.count(torch.float8_e4m3fn) == 14
     assert_same_bits(loaded(fp8, dtype), loaded(plain, dtype))
 
 
-def all_sharded(rank: int, names: list[str]) -> list[dict[str, torch.Tensor]]:
+def all_parameters(rank: int, names: list[str]) -> list[dict[str, torch.Tensor]]:
     return [full_parameters(sharded_model(name)) for name in names]
 
 
 @pytest.mark.slow
-def test_each_rank_reads_its_rows(tmp_path):
-    # Of 32 rows the ranks hold 11, 11 and 10, which no block divides.
+def test_sharded_ranks_load_dequantised_weights(tmp_path):
+    # The ranks have 11, 11 and 10 of 32 rows, so that their borders lie inside blocks.
     written = [write_fp8_model(tmp_path / kind, kind, "40KB") for kind in KINDS]
     expected = [loaded(plain) for _, plain in written]
-    for of_rank in run_on_ranks(3, tmp_path / "run", all_sharded, [fp8 for fp8, _ in written]):
-        for weights, products in zip(of_rank, expected, strict=True):
-            assert_same_bits(weights, products)
+    for rank_models in run_on_ranks(3, tmp_path / "run", all_parameters, [fp8 for fp8, _ in written]):
+        for weights, dequantised_weights in zip(rank_models, expected, strict=True):
+            assert_same_bits(weights, dequantised_weights)
 
 
-def test_compressed_tensors_own_files_load_as_it_decompresses_them(tmp_path):
+def test_files_of_compressed_tensors_load_as_it_decompresses_them(tmp_path):
     compressors = pytest.importorskip("compressed_tensors.compressors")
     quantization = pytest.importorskip("compressed_tensors.quantization")
     _, plain = write_fp8_model(tmp_path, "channel")
@@ -88,7 +88,7 @@ def test_compressed_tensors_own_files_load_as_it_decompresses_them(tmp_path):
         weights = loaded(str(folder))
         dequantise = CompressedTensorsConfig(dequantize=True)
         theirs = AutoModelForCausalLM.from_pretrained(folder, quantization_config=dequantise, dtype=torch.bfloat16)
-        # To nearest even, as they round; `LocalShard.fill` rounds ties away from zero.
+        # `bfloat16` rounds ties to even like compressed-tensors; `LocalShard.fill` rounds them away from zero.
         assert_same_bits({name: weight.bfloat16() for name, weight in weights.items()}, theirs.state_dict())
 
 
@@ -98,14 +98,14 @@ RUN = ["--validation_fraction=0", "--max_seq_length=256", "--batch_size=2", "--l
 
 
 @pytest.mark.slow
-def test_a_run_equals_that_on_the_fp32_products(tmp_path, rows):
+def test_run_on_fp8_weights_equals_run_on_dequantised_weights(tmp_path, rows):
     options = ["--mixed_precision=bf16", "--optimizer=adamw_master"]
     fp8, plain = write_fp8_model(tmp_path, "uneven block")
     for name in (fp8, plain):
         train(f"--model_name={name}", f"--dataset_name={rows}", *RUN, *options, f"--output_dir={name}-run")
     assert [step["loss"] for step in steps(f"{fp8}-run")] == [step["loss"] for step in steps(f"{plain}-run")]
-    described = "fp8 (e4m3) with a scale for each block of 20 x 12 values"
-    assert run_json(f"{fp8}-run")["model"]["dequantised_from"] == described
+    description = "fp8 (e4m3) with a scale for each block of 20 x 12 values"
+    assert run_json(f"{fp8}-run")["model"]["dequantised_from"] == description
     assert_same_bits(final_weights(f"{fp8}-run"), final_weights(f"{plain}-run"))
     assert "quantization_config" not in json.loads((Path(f"{fp8}-run") / "final" / "config.json").read_text())
 
@@ -118,27 +118,27 @@ SCALE, HEAD = f"{WEIGHT}_scale_inv", "lm_head.weight"
 
 def change(folder: str, edit: Any) -> None:
     path = Path(folder) / "model.safetensors"
-    held = load_file(path)
-    edit(held)
-    save_file(held, path, metadata={"format": "pt"})
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(
-    ("edit", "named"),
+    ("edit", "message"),
     {
-        "no scale": (lambda held: held.pop(SCALE), f"'{WEIGHT}'"),
-        "wrong shape": (lambda held: held.update({SCALE: torch.ones(1, 4)}), "shape"),
-        "whole numbers": (lambda held: held.update({HEAD: torch.ones(1024, 32, dtype=torch.int8)}), f"'{HEAD}'"),
+        "no scale": (lambda tensors: tensors.pop(SCALE), f"'{WEIGHT}'"),
+        "wrong shape": (lambda tensors: tensors.update({SCALE: torch.ones(1, 4)}), "shape"),
+        "whole numbers": (lambda tensors: tensors.update({HEAD: torch.ones(1024, 32, dtype=torch.int8)}), f"'{HEAD}'"),
     }.values(),
 )
-def test_a_damaged_checkpoint_is_named(tmp_path, edit, named):
+def test_damaged_checkpoint_is_refused_by_name(tmp_path, edit, message):
     fp8, _ = write_fp8_model(tmp_path, "uneven block")
     change(fp8, edit)
-    with pytest.raises(UserError, match=f"{fp8}/model.safetensors.*{named}"):
+    with pytest.raises(UserError, match=f"{fp8}/model.safetensors.*{message}"):
         loaded(fp8)
 
 
-OTHERS = {
+UNSUPPORTED = {
     "no method": {"bits": 4},
     "gptq": {"quant_method": "gptq"},
     "no blocks": quantization_config("block") | {"weight_block_size": None},
@@ -147,8 +147,8 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("entries", OTHERS.values(), ids=OTHERS)
-def test_every_other_quantisation_is_refused_in_a_sentence(entries):
+@pytest.mark.parametrize("entries", UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_unsupported_quantisation_is_refused(entries):
     config = PretrainedConfig()
     config.name_or_path, config.quantization_config = "somewhere", entries
     with pytest.raises(UserError, match="--model_name somewhere: cannot read the quantised weights"):

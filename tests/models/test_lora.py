@@ -1,6 +1,4 @@
-"""LoRA against PEFT used directly: losses, gradients, exports, and what stays frozen, on Hugging Face's decoder and
-on the TE decoder.
-"""
+"""LoRA compared with PEFT in a plain loop: losses, gradients, exports and frozen weights of both decoders."""
 
 from __future__ import annotations
 
@@ -49,21 +47,21 @@ def stand_in(monkeypatch):
 def lora_reference(
     model_folder: str, rows: str, targets: tuple[str, ...] | str
 ) -> tuple[list[float], list[float], dict]:
-    """Losses and gradient norms of PEFT in a plain loop, and the adapters that it ends with, by PEFT's names."""
+    """Train with PEFT in a plain loop; returns losses, gradient norms and final adapters by PEFT's names."""
     plain = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     targets = list(targets) if isinstance(targets, tuple) else targets
     settings = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM")
     model = peft.get_peft_model(plain, settings)
-    initialize_adapters_(model.base_model.model, SEED)  # the values with which our runs start
+    initialize_adapters_(model.base_model.model, SEED)  # the initial values of our runs
     model.train()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     betas = (0.9, OPTIONS["--adam_beta2"])
-    optimizer = torch.optim.AdamW(trained, weight_decay=OPTIONS["--weight_decay"], betas=betas)
+    optimizer = torch.optim.AdamW(trainable, weight_decay=OPTIONS["--weight_decay"], betas=betas)
     losses, norms = [], []
     for step in range(NUM_STEPS):
         loss = mean_loss(model, documents(rows, model_folder, False))
         loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, OPTIONS["--max_grad_norm"])))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trainable, OPTIONS["--max_grad_norm"])))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step)
         optimizer.step()
@@ -77,7 +75,7 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def check(folder: Path, model_folder: str, rows: str, targets: tuple[str, ...] | str = "all-linear") -> None:
-    """Hold a finished run against PEFT in a plain loop."""
+    """Compare a finished run with PEFT in a plain loop."""
     losses, norms, tensors = lora_reference(model_folder, rows, targets)
     records = steps(folder)
     assert [step["loss"] for step in records] == pytest.approx(losses, rel=1e-5)
@@ -102,7 +100,7 @@ def loaded_by_peft(model_folder: str, folder: Path) -> peft.PeftModel:
 
 
 @pytest.mark.slow
-def test_a_run_is_peft_in_a_plain_loop_and_its_adapter_is_merged(tmp_path, tied_model, sixteen_rows, monkeypatch):
+def test_run_equals_peft_in_a_plain_loop_and_its_adapter_merges(tmp_path, tied_model, sixteen_rows, monkeypatch):
     cut = ["--batch_size=4", "--gradient_accumulation_steps=4", *LORA]
     train(*reference_options(tied_model, sixteen_rows, tmp_path / "run"), *cut)
     check(tmp_path / "run", tied_model, sixteen_rows)
@@ -110,8 +108,8 @@ def test_a_run_is_peft_in_a_plain_loop_and_its_adapter_is_merged(tmp_path, tied_
 
 
 def merge(adapter: Path, base: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    words = [f"--adapter={adapter}", f"--base_model={base}", f"--output={adapter.with_name('merged')}"]
-    monkeypatch.setattr(sys, "argv", ["merge_adapter.py", *words])
+    options = [f"--adapter={adapter}", f"--base_model={base}", f"--output={adapter.with_name('merged')}"]
+    monkeypatch.setattr(sys, "argv", ["merge_adapter.py", *options])
     importlib.import_module("scripts.merge_adapter").main()
     return adapter.with_name("merged")
 
@@ -124,14 +122,14 @@ def check_merged(base: str, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 HEAD, Q = {"target_modules": ["lm_head"]}, {"r": RANK, "target_modules": ["q_proj"]}
-OF_OTHERS = {
+FOREIGN_ADAPTERS = {
     "lm_head": peft.LoraConfig(target_modules=["q_proj", "embed_tokens", "lm_head"], use_rslora=True),
     "dora": peft.LoraConfig(**HEAD, use_dora=True, modules_to_save=["norm"]),
     "tokens": peft.LoraConfig(**Q, trainable_token_indices={"embed_tokens": [5, 6], "lm_head": [5, 9]}),
     "lokr": peft.LoKrConfig(**HEAD),
     "ia3": peft.IA3Config(**HEAD, feedforward_modules=[]),
 }
-REFUSED = {
+REFUSED_ADAPTERS = {
     "layer_replication": peft.LoraConfig(**Q, layer_replication=[[0, 2], [0, 2]]),
     "prompt_embeddings": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
     "layers.9": peft.LoraConfig(**Q),
@@ -139,15 +137,15 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("kind", [*OF_OTHERS, *REFUSED])
-def test_adapters_of_others_are_merged_as_peft_computes_them_or_refused(tmp_path, tied_model, kind, monkeypatch):
+@pytest.mark.parametrize("kind", [*FOREIGN_ADAPTERS, *REFUSED_ADAPTERS])
+def test_foreign_adapters_merge_as_in_peft_or_are_refused(tmp_path, tied_model, kind, monkeypatch):
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32)
-    model = peft.get_peft_model(plain, copy.deepcopy((OF_OTHERS | REFUSED)[kind]))
+    model = peft.get_peft_model(plain, copy.deepcopy((FOREIGN_ADAPTERS | REFUSED_ADAPTERS)[kind]))
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape) * parameter.requires_grad
     model.save_pretrained(tmp_path / "adapter")
-    if kind in OF_OTHERS:
+    if kind in FOREIGN_ADAPTERS:
         check_merged(tied_model, tmp_path / "adapter", monkeypatch)
         return
     tensors = load_file(file := tmp_path / "adapter" / "adapter_model.safetensors")
@@ -159,25 +157,25 @@ def test_adapters_of_others_are_merged_as_peft_computes_them_or_refused(tmp_path
 
 
 @pytest.mark.slow
-def test_adapters_of_random_weights_are_exported_merged(tmp_path, rows):
-    """The frozen weights are kept nowhere else."""
+def test_adapters_on_random_weights_are_merged_into_the_export(tmp_path, rows):
+    """No other file has the random frozen weights."""
     options = ["--max_steps=1", "--max_seq_length=256", f"--dataset_name={rows}", "--validation_fraction=0"]
     train(*options, f"--output_dir={tmp_path}", *LORA)
     assert "model.layers.0.self_attn.q_proj.weight" in final_weights(tmp_path)
 
 
-def install_stand_in_for_good() -> None:
+def install_permanent_stand_in() -> None:
     install_stand_in(pytest.MonkeyPatch())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "use_te"), [("ddp", True), ("fsdp_full", False)])
-def test_two_processes_take_the_same_steps(tmp_path, tied_model, sixteen_rows, mode, use_te):
-    """With tied embeddings; recomputed under FSDP."""
+def test_two_ranks_take_the_steps_of_peft(tmp_path, tied_model, sixteen_rows, mode, use_te):
+    """Use tied embeddings, and recomputation with FSDP."""
     more = ["--gradient_checkpointing"] if mode == "fsdp_full" else []
     first = None
     if use_te:
-        more, first = [*more, "--use_te", "--no_packing"], install_stand_in_for_good
+        more, first = [*more, "--use_te", "--no_packing"], install_permanent_stand_in
     cut = ["--batch_size=4", "--gradient_accumulation_steps=2", f"--sharding_mode={mode}", *LORA, *more]
     log = tmp_path / "log"
     ranks = start_ranks(2, log, *reference_options(tied_model, sixteen_rows, tmp_path), *cut, first=first)
@@ -194,14 +192,14 @@ def test_two_processes_take_the_same_steps(tmp_path, tied_model, sixteen_rows, m
         ("gemma_model", "all-linear", ["--packing"]),
     ],
 )
-def test_the_te_decoder_trains_the_same_adapters(tmp_path, request, sixteen_rows, stand_in, model, targets, more):
-    """With Transformer Engine's modules stood in for: the parity check, training, export in Hugging Face's names."""
+def test_te_decoder_trains_the_adapters_of_peft(tmp_path, request, sixteen_rows, stand_in, model, targets, more):
+    """Run parity check, training and export with the stand-in for Transformer Engine."""
     cut, folder = ["--batch_size=8", "--gradient_accumulation_steps=2"], request.getfixturevalue(model)
     train(
         *reference_options(folder, sixteen_rows, tmp_path), "--use_te", f"--lora_targets={targets}", *cut, *LORA, *more
     )
     check(tmp_path, folder, sixteen_rows, targets if targets == "all-linear" else tuple(targets.split(",")))
-    loaded_by_peft(folder, tmp_path / "final")  # PEFT warns of names that do not fit, and raises where nothing does
+    loaded_by_peft(folder, tmp_path / "final")  # raises if no name of the export matches
     assert set(json.loads((tmp_path / "final" / "adapter_config.json").read_text())["target_modules"]) == {
         name.split(".")[-3] for name in adapter(tmp_path)
     }
@@ -209,8 +207,8 @@ def test_the_te_decoder_trains_the_same_adapters(tmp_path, request, sixteen_rows
 
 @pytest.mark.parametrize("targets", ["all-linear", "k_proj,o_proj", "up_proj"])
 @pytest.mark.parametrize("model", ["tiny_model", "gemma_model"])
-def test_the_te_decoder_computes_what_hugging_faces_does(request, stand_in, model, targets):
-    """Logits and every gradient with random A and B; the merged tensors too."""
+def test_te_decoder_with_adapters_matches_hugging_face(request, stand_in, model, targets):
+    """Compare logits, all gradients and the merged tensors, with random A and B."""
     from llm_fp8.models.export import hf_tensors
 
     options = LoraConfig(lora_rank=RANK, lora_alpha=ALPHA, lora_targets=targets)
@@ -242,8 +240,8 @@ def test_the_te_decoder_computes_what_hugging_faces_does(request, stand_in, mode
     assert all(torch.allclose(merged[name], reference[name], atol=1e-6) for name in reference)
 
 
-class CountGemms(TorchDispatchMode):
-    """GEMMs in which memory of a tensor takes part, by the address of the tensor."""
+class GemmCounter(TorchDispatchMode):
+    """Counts the GEMMs that read a tensor, by the address of its storage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,8 +257,8 @@ class CountGemms(TorchDispatchMode):
 
 @pytest.mark.parametrize("targets", ["all-linear", "q_proj,v_proj", "o_proj", "gate_proj", "down_proj"])
 @pytest.mark.parametrize("use_te", [False, True], ids=["hf", "te"])
-def test_gemms_of_frozen_weights_are_those_that_run(tiny_model, stand_in, use_te, targets):
-    """Outside the first layer, where it is a lower bound, the number that the certificate expects is autograd's."""
+def test_expected_gemms_of_frozen_weights_match_autograd(tiny_model, stand_in, use_te, targets):
+    """The number that the certificate expects is exact, except in the first layer, for which it is a lower bound."""
     options = LoraConfig(lora_rank=RANK, lora_targets=targets)
     model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     if use_te:
@@ -270,13 +268,13 @@ def test_gemms_of_frozen_weights_are_those_that_run(tiny_model, stand_in, use_te
     initialize_adapters_(model, SEED)
     gemms = gemms_per_weight(Model(model))
     ids = torch.randint(3, 1024, (2, 24))
-    with CountGemms() as counted:
+    with GemmCounter() as counted:
         model(input_ids=ids, labels=ids).loss.backward()
     first = set(model.model.layers[0].modules())
     for module, number in gemms.items():
         for weight in linear_weights(module):
-            ran = counted.counts[weight.untyped_storage().data_ptr()]
-            assert (ran >= number) if module in first else (ran == number), module
+            count = counted.counts[weight.untyped_storage().data_ptr()]
+            assert (count >= number) if module in first else (count == number), module
     coverage = measure_coverage(model, [m for m in gemms if m is not model.lm_head], "bf16", {}, gemms)
     adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(weight.numel() for module in gemms for weight in linear_weights(module))
@@ -286,7 +284,7 @@ def test_gemms_of_frozen_weights_are_those_that_run(tiny_model, stand_in, use_te
 
 
 @pytest.mark.slow
-def test_checkpoints_hold_adapters_alone_and_belong_to_their_options(tmp_path, tiny_model, rows):
+def test_checkpoints_contain_adapters_only_and_require_the_same_options(tmp_path, tiny_model, rows):
     options = [f"--model_name={tiny_model}", f"--dataset_name={rows}", "--validation_fraction=0", "--max_steps=2"]
     options += ["--max_seq_length=256", "--batch_size=4", "--save_every=1", *LORA]
     train(*options, f"--output_dir={tmp_path / 'run'}")
@@ -298,7 +296,7 @@ def test_checkpoints_hold_adapters_alone_and_belong_to_their_options(tmp_path, t
 
 
 def test_frozen_weights_are_cast_once(monkeypatch):
-    """Delayed scaling has their scale after one pass, so there it is twice; evaluations do not count."""
+    """Delayed scaling casts them twice, because it knows their scale after one pass. Evaluations do not count."""
     monkeypatch.setattr(TEBackend, "autocast", lambda *_, **__: contextlib.nullcontext())
     for scenario, expected in (("current", [True, None, False, False]), ("delayed", [True, None, True, False])):
         plan = PrecisionPlan("fp8", "fp8", scenario, scenario, recipe=object())
@@ -307,8 +305,8 @@ def test_frozen_weights_are_cast_once(monkeypatch):
         module.is_first_microbatch = None
         precision._caching_modules = [module]
         precision.keep_casts_of_frozen_weights()
-        seen = []
+        flags = []
         for number in range(4):
             with torch.set_grad_enabled(number != 1), precision.context(first_microbatch=None):
-                seen.append(module.is_first_microbatch)
-        assert seen == expected
+                flags.append(module.is_first_microbatch)
+        assert flags == expected

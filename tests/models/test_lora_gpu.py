@@ -1,6 +1,4 @@
-"""LoRA on a GPU: the kernels of frozen weights, casts that are made once, and adapters that PEFT loads into the
-plain model.
-"""
+"""LoRA on a GPU: kernels of frozen weights, cached fp8 casts, and adapters that PEFT loads into the plain model."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def build(options, device, use_te: bool, targets: str, keep_casts: bool = True):
 
 
 def certificate_of_step(model, precision, expected: ExpectedKernels, device) -> Certificate:
-    """The certificate of a recorded step, whose kernels are held against `expected`."""
+    """Return the certificate of a recorded step, which compares its kernels with `expected`."""
     return certify(
         expected,
         third_step_kernels(model, precision, device),
@@ -50,19 +48,20 @@ def certificate_of_step(model, precision, expected: ExpectedKernels, device) -> 
     )
 
 
-@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("recomputed", [False, True], ids=["stored", "recomputed"])
 @pytest.mark.parametrize("targets", [ALL, ATTENTION, LAST])
 @pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
 @pytest.mark.parametrize("scenario", ["delayed", "current", "block", None])
-def test_the_kernels_are_those_that_the_certificate_expects(
+def test_step_runs_the_kernels_that_the_certificate_expects(
     scenario, use_te, targets, recomputed, device, record_property
 ):
     options = BF16 if scenario is None else fp8(fp8_scenario=scenario)
     model, precision, coverage = build(options, device, use_te, targets)
     layers = decoder_layers(model.model)
-    again = enable_gradient_checkpointing(layers, 1, uses_te=use_te or scenario is not None) if recomputed else ()
+    uses_te = use_te or scenario is not None
+    recomputation = enable_gradient_checkpointing(layers, 1, uses_te=uses_te) if recomputed else ()
     model.train()
-    expected = ExpectedKernels.of_model(precision, coverage, again)
+    expected = ExpectedKernels.of_model(precision, coverage, recomputation)
     certificate = certificate_of_step(model, precision, expected, device)
     record_property("certificate", certificate.to_dict())
     assert certificate.verdict == "certified", certificate.reasons
@@ -70,7 +69,7 @@ def test_the_kernels_are_those_that_the_certificate_expects(
         assert certificate.num_fp8_gemm_kernels == 0
     else:
         surplus = certificate.num_fp8_gemm_kernels - MICRO_BATCHES * expected.num_fp8_gemms
-        # The first layer counts as if it needed no dgrad, and a GEMM of block scaling may take several kernels.
+        # The expected number omits dgrad in the first layer, and a GEMM with block scaling may use several kernels.
         assert 0 <= surplus <= MICRO_BATCHES * 7 or (scenario == "block" and surplus > 0)
         assert 0.7 < coverage.fp8_linear_flop_share < 1
     assert all((p.grad is not None) == ("lora_" in name) for name, p in model.named_parameters())
@@ -78,32 +77,30 @@ def test_the_kernels_are_those_that_the_certificate_expects(
 
 @pytest.mark.parametrize("scenario", ["delayed", "current", "block"])
 @pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
-def test_casts_made_once_are_those_made_each_time(scenario, use_te, device):
-    """The losses of training passes with an evaluation between: bit for bit. An optimizer step then moves the
-    adapters alone.
-    """
+def test_cached_casts_give_the_same_losses(scenario, use_te, device):
+    """Compare losses bitwise, with an evaluation between the steps; then an optimizer step changes adapters only."""
     batch, runs = packed_batch(device), []
     for keep in (True, False):
         model, precision, _ = build(fp8(fp8_scenario=scenario), device, use_te, ALL, keep_casts=keep)
         optimizer = build_optimizer(OptimConfig(learning_rate=1e-2), "adamw_master", model.named_parameters())
         frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
-        of_run = []
+        run_losses = []
         for number in range(6):
-            of_run.append(step(model, precision, batch).item())
+            run_losses.append(step(model, precision, batch).item())
             if number == 3:
                 with torch.no_grad(), precision.preserving_state(), precision.context(first_microbatch=None):
                     model(batch)
-        runs.append(of_run)
+        runs.append(run_losses)
         optimizer.step()
         assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
-        assert step(model, precision, batch).item() != of_run[-1]
+        assert step(model, precision, batch).item() != run_losses[-1]
     assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize("targets", [ALL, ATTENTION, "k_proj,o_proj"])
 @pytest.mark.parametrize("family", ["llama3_rope_gqa", "qwen2_qkv_bias_tied", "qwen3_qk_norm_head_dim", "llama_biases"])
-def test_the_te_decoder_computes_what_peft_does(family, targets, tmp_path, device):
-    """Logits and the gradients of every A and B in fp32."""
+def test_te_decoder_matches_peft(family, targets, tmp_path, device):
+    """Compare logits and the gradients of every A and B in fp32."""
     hf = AutoModelForCausalLM.from_pretrained(write_family(tmp_path, family, torch.float32)).to(device)
     lora = LoraConfig(lora_rank=8, lora_targets=targets)
     te = te_model(tmp_path, device=device, unfused_mlp=needs_unfused_mlp(lora)).module
@@ -128,18 +125,18 @@ def test_the_te_decoder_computes_what_peft_does(family, targets, tmp_path, devic
     "precision",
     [["--mixed_precision=bf16"], ["--mixed_precision=fp8"], ["--mixed_precision=fp8", "--fp8_scenario=current"]],
 )
-def test_a_run_exports_an_adapter_of_the_plain_model(precision, more, model_folder, tmp_path, device, record_property):
-    import peft  # not above: it imports Transformer Engine, before the tests that choose a cuDNN for it
+def test_exported_adapter_loads_into_the_plain_model(precision, more, model_folder, tmp_path, device, record_property):
+    import peft  # imported late: it imports Transformer Engine, for which some tests choose a cuDNN first
 
     options = training_options(model_folder, tmp_path / "run", *precision, *more, "--lora_rank=8", "--lora_dropout=0.1")
-    options.remove("--use_te")  # which `more` gives where it is wanted
-    done = train(*options, "--max_steps=30", "--save_every=15", "--eval_every=15")
-    assert done.returncode == 0, done.stdout + done.stderr
+    options.remove("--use_te")  # `more` adds it if the case uses it
+    process = train(*options, "--max_steps=30", "--save_every=15", "--eval_every=15")
+    assert process.returncode == 0, process.stdout + process.stderr
     certificate = certificate_of(tmp_path / "run")
     record_property("certificate", certificate)
     assert certificate["verdict"] == "certified"
-    of_steps = losses(tmp_path / "run")
-    assert of_steps[-1] < of_steps[0]
+    step_losses = losses(tmp_path / "run")
+    assert step_losses[-1] < step_losses[0]
     final = tmp_path / "run" / "final"
     assert all(tensor.isfinite().all() for tensor in load_file(final / "adapter_model.safetensors").values())
     base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16).to(device)
@@ -154,7 +151,7 @@ def test_a_run_exports_an_adapter_of_the_plain_model(precision, more, model_fold
 
 
 @pytest.mark.parametrize("scenario", ["delayed", "current", "block"])
-def test_weights_held_in_fp8_are_the_casts_of_bf16_ones(scenario, device):
+def test_weights_stored_in_fp8_equal_casts_of_bf16_weights(scenario, device):
     cast, precision_of_cast, _ = build(fp8(fp8_scenario=scenario), device, True, ALL)
     for _ in range(2):  # after the first pass delayed scaling knows each weight's amax
         step(cast, precision_of_cast, packed_batch(device))
@@ -163,32 +160,32 @@ def test_weights_held_in_fp8_are_the_casts_of_bf16_ones(scenario, device):
     modules = {name: module for name, module in cast.named_modules() if module in precision_of_cast.fp8_modules}
     assert dropped == sum(2 * weight.numel() for module in modules.values() for weight in linear_weights(module)) > 0
     for name, module in modules.items():
-        casts, held = list(module._fp8_workspaces.values()), linear_weights(model.get_submodule(name))
-        assert len(casts) == len(held)
-        for ours, theirs in zip(held, casts, strict=True):
+        casts, weights = list(module._fp8_workspaces.values()), linear_weights(model.get_submodule(name))
+        assert len(casts) == len(weights)
+        for ours, theirs in zip(weights, casts, strict=True):
             assert torch.equal(ours.dequantize(), theirs.dequantize()), name
     step(model, precision, packed_batch(device))
-    if scenario != "block":  # whose second layout has scales of its own
+    if scenario != "block":  # its transposed copy needs other scales
         weights = [weight for module in precision.fp8_modules for weight in linear_weights(module)]
         assert all(weight._transpose is None for weight in weights)
 
 
 @pytest.mark.parametrize("scenario", ["delayed", "current", "block"])
-def test_a_frozen_model_in_fp8_alone_takes_the_same_steps_in_less_memory(scenario, model_folder, tmp_path):
-    environment, figures_of = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}, {}
+def test_frozen_weights_in_fp8_only_give_the_same_losses_in_less_memory(scenario, model_folder, tmp_path):
+    environment, metrics = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}, {}
     options = ["--mixed_precision=fp8", f"--fp8_scenario={scenario}", "--lora_rank=8", "--max_steps=6"]
-    for name, more in (("held", []), ("beside", ["--fp8_until=0.999"])):  # whose rounding leaves no step in bf16
+    for name, more in (("fp8 only", []), ("fp8 and bf16", ["--fp8_until=0.999"])):  # rounds to no step in bf16
         folder = tmp_path / name
-        done = train(
+        process = train(
             *training_options(model_folder, folder, *options, *more), "--eval_every=3", environment=environment
         )
-        assert done.returncode == 0, done.stderr
-        assert ("held in fp8 only" in done.stdout) == (name == "held")
-        figures_of[name] = (
+        assert process.returncode == 0, process.stderr
+        assert ("held in fp8 only" in process.stdout) == (name == "fp8 only")
+        metrics[name] = (
             losses(folder) + metric_values(folder, "eval_loss"),
             metric_values(folder, "peak_memory_gib")[-1],
         )
-    # Delayed scaling's first passes cast bf16 weights with a scale of 1, and remember what activations these gave.
+    # With delayed scaling, the first passes cast bf16 weights with a scale of 1, which affects later activation scales.
     tolerance = 0.01 if scenario == "delayed" else 0.0
-    assert figures_of["held"][0] == pytest.approx(figures_of["beside"][0], rel=tolerance, abs=0)
-    assert figures_of["held"][1] < figures_of["beside"][1]
+    assert metrics["fp8 only"][0] == pytest.approx(metrics["fp8 and bf16"][0], rel=tolerance, abs=0)
+    assert metrics["fp8 only"][1] < metrics["fp8 and bf16"][1]

@@ -1,6 +1,4 @@
-"""Weights in and out of models whose parameters are split over processes (gloo, the CPU): the same bits, read and
-written in parts.
-"""
+"""Sharded models (gloo on the CPU) load and export weights with the same bits as unsharded models."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ def folder_contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-# --- In and out, Hugging Face's models --------------------------------------------------------------------------------
+# --- Loading and export, Hugging Face's models ------------------------------------------------------------------------
 
 
 def export(model: Model, folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> None:
@@ -49,9 +47,9 @@ def export(model: Model, folder: Path, dtype: torch.dtype = torch.float32, **mor
 
 
 def load_and_export(rank: int, name: str, out: str, dtype: torch.dtype) -> tuple[bool, torch.Tensor, int]:
-    """Return if the lm_head is tied, logits, and how many rows of the first key projection this rank has."""
+    """Return whether the lm_head is tied, the logits, and this rank's number of rows of the first key projection."""
     model = sharded_model(name)
-    # Only the main rank may touch the disk, so the others are given a place where nothing can be written.
+    # The other ranks get a path that cannot be written, because only the main rank may write.
     folder = Path(out) if rank == 0 else Path("/proc/nowhere")
     export(model, folder, dtype, is_main=rank == 0)
     module = model.module
@@ -65,29 +63,29 @@ def load_and_export(rank: int, name: str, out: str, dtype: torch.dtype) -> tuple
 @pytest.mark.parametrize(
     ("stored", "num_ranks", "tied"), [(torch.float32, 2, False), (torch.bfloat16, 3, True)], ids=str
 )
-def test_a_sharded_model_equals_the_unsharded_one_and_is_exported_with_the_same_bits(tmp_path, num_ranks, tied, stored):
-    # 4 rows of q, k and v: the last of 3 ranks has none of them.
+def test_sharded_model_equals_unsharded_model_and_exports_the_same_bits(tmp_path, num_ranks, tied, stored):
+    # q, k and v have 4 rows each, of which the last of 3 ranks has none.
     heads = {"head_dim": 2, "num_key_value_heads": 2, "num_attention_heads": 2}
     source = write_model(tmp_path / "source", stored, "40KB", tie_word_embeddings=tied, **heads)
     assert (Path(source) / "model.safetensors.index.json").exists()
     results = run_on_ranks(num_ranks, tmp_path / "run", load_and_export, source, str(tmp_path / "out"), stored)
     assert_same_bits(stored_weights(tmp_path / "out"), stored_weights(source))
 
-    whole = built_model(source)
+    unsharded = built_model(source)
     with torch.no_grad():
-        logits = whole.module(IDS).logits
-    for is_tied, of_rank, _ in results:
+        logits = unsharded.module(IDS).logits
+    for is_tied, rank_logits, _ in results:
         assert is_tied == tied
-        torch.testing.assert_close(of_rank, logits, rtol=0, atol=1e-6)
+        torch.testing.assert_close(rank_logits, logits, rtol=0, atol=1e-6)
     assert [rows for *_, rows in results] == ([2, 2] if num_ranks == 2 else [2, 2, 0])
 
-    export(whole, tmp_path / "unsplit", stored)
-    assert folder_contents(tmp_path / "out") == folder_contents(tmp_path / "unsplit")
+    export(unsharded, tmp_path / "unsharded", stored)
+    assert folder_contents(tmp_path / "out") == folder_contents(tmp_path / "unsharded")
 
 
 @pytest.mark.parametrize("max_file_size", ["1GB", "40KB"], ids=["one file", "several"])
 @pytest.mark.parametrize("family", ["llama_tied", "qwen3_qk_norm_head_dim", "mixtral", "gpt_neox"])
-def test_the_exported_files_are_those_of_save_pretrained(tmp_path, family, max_file_size, monkeypatch):
+def test_exported_files_equal_those_of_save_pretrained(tmp_path, family, max_file_size, monkeypatch):
     if family in FAMILIES:
         config = family_config(family)
     else:
@@ -102,14 +100,14 @@ def test_the_exported_files_are_those_of_save_pretrained(tmp_path, family, max_f
     ours, theirs = folder_contents(tmp_path / "ours"), folder_contents(tmp_path / "theirs")
     assert_same_bits(stored_weights(tmp_path / "ours"), stored_weights(tmp_path / "theirs"))
     assert ("model.safetensors.index.json" in ours) == (max_file_size == "40KB")
-    # save_pretrained keeps what were views of one tensor in one file.
+    # save_pretrained writes views of one tensor to one file.
     if family != "mixtral" or max_file_size != "40KB":
         assert {name: ours[name] for name in theirs} | {"config.json": theirs["config.json"]} == theirs
-    described = json.loads(ours["config.json"])
-    assert described == described | json.loads(theirs["config.json"])  # beside which stand keys for transformers 4
+    entries = json.loads(ours["config.json"])
+    assert entries == entries | json.loads(theirs["config.json"])  # ours has further keys for transformers 4
 
 
-def export_to_nowhere(rank: int, name: str, file: str) -> str:
+def failed_export_message(rank: int, name: str, file: str) -> str:
     model = sharded_model(name)
     message = ""
     try:
@@ -121,25 +119,26 @@ def export_to_nowhere(rank: int, name: str, file: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_main_rank_that_cannot_write_leaves_no_rank_waiting(tmp_path, tiny_model):
+def test_failed_write_on_main_rank_ends_all_ranks(tmp_path, tiny_model):
     (tmp_path / "file").touch()
-    message, nothing = run_on_ranks(2, tmp_path / "run", export_to_nowhere, tiny_model, str(tmp_path / "file"))
-    assert "could not be written" in message and nothing == ""
+    file = str(tmp_path / "file")
+    main, other = run_on_ranks(2, tmp_path / "run", failed_export_message, tiny_model, file)
+    assert "could not be written" in main and other == ""
 
 
 # --- Random weights ---------------------------------------------------------------------------------------------------
 
 
-def random_unsharded(rank: int, name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def random_parameters(rank: int, name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return full_parameters(sharded_model(name, dtype, random_init=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "dtype"), [(2, torch.float32), (3, torch.bfloat16)], ids=str)
 def test_random_weights_do_not_depend_on_the_number_of_ranks(tmp_path, tiny_model, num_ranks, dtype):
-    whole = built_model(tiny_model, dtype, random_init=True)
-    expected = {name: parameter.detach() for name, parameter in whole.module.named_parameters()}
-    for weights in run_on_ranks(num_ranks, tmp_path / "run", random_unsharded, tiny_model, dtype):
+    unsharded = built_model(tiny_model, dtype, random_init=True)
+    expected = {name: parameter.detach() for name, parameter in unsharded.module.named_parameters()}
+    for weights in run_on_ranks(num_ranks, tmp_path / "run", random_parameters, tiny_model, dtype):
         assert_same_bits(weights, expected)
 
 
@@ -152,7 +151,7 @@ def stand_in(monkeypatch):
 
 
 def te_structure(name: str, is_stored: bool = True) -> Model:
-    """The TE decoder of stand-in modules, without memory."""
+    """Return the TE decoder of stand-in modules on the meta device."""
     source = ModelSource(name, name, is_random=not is_stored)
     config = load_config(source)
     model = te_llama.build_te_model(config, torch.float32, "meta", table_device=CPU)
@@ -172,34 +171,34 @@ def load_and_export_te(rank: int, name: str, out: str) -> dict[str, torch.Tensor
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_qkv_bias_tied", "gemma3_text"])
-def test_fused_parameters_are_filled_from_several_tensors(tmp_path, family):
+def test_sharded_fused_parameters_are_filled_from_several_tensors(tmp_path, family):
     torch.manual_seed(0)
     hf_config = family_config(family, hidden_size=128, intermediate_size=256)
-    written = AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16)
+    hf_model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16)
     with torch.no_grad():
-        for parameter in written.parameters():
+        for parameter in hf_model.parameters():
             parameter.normal_()
-    written.save_pretrained(tmp_path / "source", max_shard_size="200KB")
+    hf_model.save_pretrained(tmp_path / "source", max_shard_size="200KB")
     results = run_on_ranks(3, tmp_path / "run", load_and_export_te, str(tmp_path / "source"), str(tmp_path / "out"))
 
-    whole = te_structure(str(tmp_path / "source"))
-    whole.module.to_empty(device=CPU).tie_weights()
-    fill_weights(whole)
-    expected = {name: parameter.detach() for name, parameter in whole.module.named_parameters()}
+    unsharded = te_structure(str(tmp_path / "source"))
+    unsharded.module.to_empty(device=CPU).tie_weights()
+    fill_weights(unsharded)
+    expected = {name: parameter.detach() for name, parameter in unsharded.module.named_parameters()}
     for weights in results:
         assert_same_bits(weights, expected)
     assert_same_bits(stored_weights(tmp_path / "out"), stored_weights(tmp_path / "source"))
     ours, source = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "source"))
-    assert ours == ours | source  # beside which stand keys for transformers 4
+    assert ours == ours | source  # ours has further keys for transformers 4
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("is_stored", [True, False])
-def test_a_layer_has_memory_from_its_turn_until_it_is_freed(is_stored, tied, tmp_path, stand_in):
+def test_filled_layers_allocates_one_layer_at_a_time(is_stored, tied, tmp_path, stand_in):
     source = write_model(tmp_path, tie_word_embeddings=tied)
-    whole, model = te_structure(source, is_stored), te_structure(source, is_stored)
-    whole.module.to_empty(device=CPU).tie_weights()
-    fill_weights(whole, CPU, seed=3)
+    unsharded, model = te_structure(source, is_stored), te_structure(source, is_stored)
+    unsharded.module.to_empty(device=CPU).tie_weights()
+    fill_weights(unsharded, CPU, seed=3)
     materialize_(model.module, CPU, CPU, later=model.layers.modules())
     model.module.tie_weights()
     layers = list(model.layers)
@@ -207,22 +206,22 @@ def test_a_layer_has_memory_from_its_turn_until_it_is_freed(is_stored, tied, tmp
         for layer in filled_layers(model, layers, CPU, 3):
             sizes = [sum(p.untyped_storage().nbytes() for p in each.parameters()) for each in layers]
             assert [each for each, size in zip(layers, sizes, strict=True) if size] == [layer]
-            expected = whole.layers[layers.index(layer)].state_dict()
+            expected = unsharded.layers[layers.index(layer)].state_dict()
             assert_same_bits({name: value.clone() for name, value in layer.state_dict().items()}, expected)
             for parameter in layer.parameters():
                 free_memory_(parameter)
     outside, expected = (
         {name: value for name, value in each.module.state_dict().items() if ".layers." not in name}
-        for each in (model, whole)
+        for each in (model, unsharded)
     )
     assert_same_bits(outside, expected)
 
 
-# --- What does not fit ------------------------------------------------------------------------------------------------
+# --- Mismatched files -------------------------------------------------------------------------------------------------
 
 
-def fill_in_one_piece(name: str, use_te: bool) -> Model:
-    """`fill_weights` of a model of one process; whatever it leaves unfilled is NaN."""
+def filled_model(name: str, use_te: bool) -> Model:
+    """Return a model of one process filled by `fill_weights`, after a check that every value was written."""
     model = te_structure(name) if use_te else model_structure(name)
     module = model.module
     rotary = {name: buffer for name, buffer in module.named_buffers()}
@@ -237,8 +236,8 @@ def fill_in_one_piece(name: str, use_te: bool) -> Model:
     return model
 
 
-def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], **entries: Any) -> str:
-    """A tiny model of one file, changed."""
+def write_changed_model(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], **entries: Any) -> str:
+    """Write a tiny model to one file, apply `change` to its tensors, and return the folder."""
     source = write_model(folder, **entries)
     tensors = load_file(f"{source}/model.safetensors")
     change(tensors)
@@ -248,7 +247,7 @@ def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], object],
 
 @pytest.mark.parametrize("use_te", [False, True], ids=["HF", "TE"])
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "message"),
     [
         (lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"), "lacks model.layers.1.self_attn.k_proj.weight"),
         (lambda t: t.update({"model.layers.0.extra.weight": torch.zeros(2)}), "'model.layers.0.extra.weight'"),
@@ -256,13 +255,13 @@ def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], object],
     ],
     ids=["missing", "unexpected", "wrong shape"],
 )
-def test_files_that_do_not_fit_are_refused_by_name(tmp_path, change, named, use_te):
-    with pytest.raises(UserError, match=named):
-        fill_in_one_piece(rewritten(tmp_path / "model", change), use_te=use_te)
+def test_mismatched_tensor_is_refused_by_name(tmp_path, change, message, use_te):
+    with pytest.raises(UserError, match=message):
+        filled_model(write_changed_model(tmp_path / "model", change), use_te=use_te)
 
 
 @pytest.mark.parametrize("use_te", [False, True], ids=["HF", "TE"])
-def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path, use_te):
+def test_tied_matrix_loads_under_either_name_or_both(tmp_path, use_te):
     tied = {"tie_word_embeddings": True}
     expected = stored_weights(write_model(tmp_path / "plain", **tied))["model.embed_tokens.weight"]
 
@@ -270,7 +269,7 @@ def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path, use_te)
         tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
 
     for change in (renamed, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})):
-        model = fill_in_one_piece(rewritten(tmp_path / "changed", change, **tied), use_te=use_te)
+        model = filled_model(write_changed_model(tmp_path / "changed", change, **tied), use_te=use_te)
         module = model.module
         assert module.lm_head.weight is module.model.embed_tokens.weight
         assert torch.equal(module.lm_head.weight, expected)
@@ -279,7 +278,7 @@ def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path, use_te)
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_experts_are_read_from_and_written_to_the_tensors_of_the_hub(tmp_path, family):
+def test_experts_load_from_and_export_to_the_hub_layout(tmp_path, family):
     source = write_model(tmp_path / "source", max_shard_size="40KB", **MOE_FAMILIES[family])
     expected, model = AutoModelForCausalLM.from_pretrained(source), built_model(source)
     assert_same_bits(dict(model.module.state_dict()), dict(expected.state_dict()))
@@ -287,7 +286,7 @@ def test_experts_are_read_from_and_written_to_the_tensors_of_the_hub(tmp_path, f
     assert_same_bits(stored_weights(tmp_path / "out"), stored_weights(source))
 
 
-def test_experts_that_are_stored_as_one_tensor_are_exported_as_one(tmp_path):
+def test_experts_stored_as_one_tensor_are_exported_as_one(tmp_path):
     source = write_model(tmp_path / "source", **MOE_FAMILIES["qwen3_5_moe_text"])
     expected = AutoModelForCausalLM.from_pretrained(source)
     tensors = {name: tensor.contiguous() for name, tensor in expected.state_dict().items()}
@@ -299,6 +298,6 @@ def test_experts_that_are_stored_as_one_tensor_are_exported_as_one(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["uneven block", "channel"])
-def test_experts_that_are_stored_in_fp8_are_dequantised(tmp_path, kind):
+def test_experts_stored_in_fp8_are_dequantised(tmp_path, kind):
     fp8, plain = write_fp8_model(tmp_path, kind, **MOE_FAMILIES["qwen3_moe"])
     assert_same_bits(dict(built_model(fp8).module.state_dict()), dict(built_model(plain).module.state_dict()))

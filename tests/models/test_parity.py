@@ -1,6 +1,6 @@
-"""The parity check's verdict on figures, and the check itself on a decoder of stand-in modules.
+"""The parity check's verdict on invented errors, and the check on a decoder of stand-in modules.
 
-Transformer Engine's own modules need a GPU: test_parity_gpu.py.
+test_parity_gpu.py runs it on Transformer Engine's modules.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ NUM_LAYERS, NUM_TENSORS = 30, 11
 HF_ERROR = 0.01
 
 
-def judged(**changed):
-    """A right model, judged; `changed`: (layer, tensor) or layer -> ratio of TE's error to Hugging Face's."""
+def verdict(**changed):
+    """Judge a correct model with changed `ratios` of TE's error to Hugging Face's, or changed differences in `fp32`."""
     ratios = changed.get("ratios", {})
     fp32 = changed.get("fp32", {})
     comparisons = [
@@ -44,25 +44,25 @@ def judged(**changed):
     {
         "everywhere": dict.fromkeys(range(NUM_LAYERS), 1.05 * MEAN_LIMIT),
         "one layer": {4: 1.05 * LAYER_LIMIT},
-        "no number": {(4, 1): math.nan},
+        "NaN": {(4, 1): math.nan},
     }.values(),
 )
-def test_rounding_too_much_is_a_fault(ratios):
-    assert "330 tensors of 30 layers" in judged()
-    assert judged(ratios={(7, 0): 4.5, (12, 3): 8.0, (12, 4): 6.0}), "single tensors are chance"
+def test_excessive_rounding_error_is_refused(ratios):
+    assert "330 tensors of 30 layers" in verdict()
+    assert verdict(ratios={(7, 0): 4.5, (12, 3): 8.0, (12, 4): 6.0}), "large errors of single tensors occur by chance"
     with pytest.raises(UserError, match="in the training dtype"):
-        judged(ratios=ratios)
+        verdict(ratios=ratios)
 
 
 @pytest.mark.parametrize("difference", [2 * FP32_LIMIT, math.nan, math.inf])
-def test_one_tensor_that_differs_in_fp32_is_a_fault(difference):
+def test_tensor_that_differs_in_fp32_is_refused(difference):
     with pytest.raises(UserError, match="tensor 2 of layer 3 differs in fp32"):
-        judged(fp32={(3, 2): difference})
+        verdict(fp32={(3, 2): difference})
 
 
 @pytest.fixture(params=["llama3_rope_gqa", "gemma3_text"])
-def right_model(request, tmp_path, monkeypatch):
-    """A TE decoder with the checkpoint that its weights are of."""
+def correct_model(request, tmp_path, monkeypatch):
+    """Return a TE decoder with the checkpoint of its weights."""
     install_stand_in(monkeypatch)
     return te_model(write_family(tmp_path, request.param, torch.float32))
 
@@ -71,27 +71,27 @@ def check(model: Model) -> str:
     return check_parity(model, model.layers, packed_batch("cpu"), S, torch.float32)
 
 
-def test_the_check_passes_a_right_model_and_leaves_it_as_it_was(right_model):
-    module = right_model.module
+def test_check_accepts_correct_model_and_leaves_it_unchanged(correct_model):
+    module = correct_model.module
     before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-    right_model.layers[1].requires_grad_(False)  # frozen weights are compared too
-    figures = check(right_model)
+    correct_model.layers[1].requires_grad_(False)  # frozen weights are compared too
+    report = check(correct_model)
     num_stored, num_compared = (41, 45) if module.config.model_type == "gemma3_text" else (30, 33)
-    assert f"with Hugging Face: {num_stored} stored tensors loaded bit for bit; {num_compared} tensors" in figures
+    assert f"with Hugging Face: {num_stored} stored tensors loaded bit for bit; {num_compared} tensors" in report
     after = dict(module.named_parameters())
     assert all(torch.equal(value, after[name]) and after[name].grad is None for name, value in before.items())
     assert {name for name, p in after.items() if not p.requires_grad} == {n for n in before if ".layers.1." in n}
 
 
-def test_the_check_refuses_another_rope(right_model):
-    for angles in right_model.module.model.rotary_emb.angles.values():
+def test_check_refuses_changed_rope(correct_model):
+    for angles in correct_model.module.model.rotary_emb.angles.values():
         angles *= 1.01
     with pytest.raises(UserError, match="--use_te .* in fp32 by"):
-        check(right_model)
+        check(correct_model)
 
 
-def test_the_check_refuses_weights_that_are_not_the_files(right_model):
+def test_check_refuses_weights_that_differ_from_the_file(correct_model):
     with torch.no_grad():
-        right_model.layers[1].mlp.fc2_weight[3, 5] += 0.01
+        correct_model.layers[1].mlp.fc2_weight[3, 5] += 0.01
     with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.down_proj\.weight is not the tensor in"):
-        check(right_model)
+        check(correct_model)

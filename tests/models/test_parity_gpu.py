@@ -1,4 +1,4 @@
-"""The TE decoder computes what Hugging Face's computes, for every family, packed and padded, in fp32 and bf16."""
+"""Comparison of the TE decoder with Hugging Face's for every family, packed and padded, in fp32 and bf16."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ from llm_fp8.step.loss_model import TrainingModel
 from llm_fp8.utils.errors import UserError
 from tests.support.batches import BATCHES, S, packed_batch, padded_batch
 from tests.support.families import FAMILIES, family_config, te_model
-from tests.support.small import sequences_of
+from tests.support.small import length_config
 
 pytestmark = pytest.mark.gpu
 
 FP32_TOLERANCE = 2e-5
-"""Both sides round differently (fused QKV, another order of summation), and gradients pass through three layers."""
+"""The decoders round differently (fused QKV, another order of summation), and gradients pass through three layers."""
 
 BF16_EXCESS = 3.0
-"""In bf16 a tensor of TE may be so many times as far from fp32 as Hugging Face's own bf16 is. Some gradients (a key
-bias, whose shift softmax does not see) are nearly all rounding in both, so that a fixed tolerance would be either blind
-or wrong, and their ratio is one of two accidents."""
+"""Largest allowed ratio of a tensor's bf16 error in TE to that in Hugging Face. A fixed tolerance does not work,
+because some gradients are almost only rounding error in both: softmax, for instance, cancels a key bias."""
 MEAN_BF16_EXCESS = 1.1
-"""The geometric mean of these ratios over all tensors, which leaves no room for a rounding too many."""
+"""Largest allowed geometric mean of these ratios over all tensors; one additional rounding would exceed it."""
 
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def randomised_hf_model(config, folder):
-    """A model whose norms and biases are not one and zero, so that swapping or dropping one shows."""
+def save_randomised_hf_model(config, folder):
+    """Save a model with random norms and biases, so that swapping or dropping one changes the result."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -43,8 +42,8 @@ def randomised_hf_model(config, folder):
 
 
 def run(model, batch, dtype):
-    """Loss, logits of the supervised positions and all gradients of one forward and backward pass."""
-    training_model = TrainingModel(model, sequences_of(S), dtype)
+    """Return loss, logits of the supervised positions and all gradients of one forward and backward pass."""
+    training_model = TrainingModel(model, length_config(S), dtype)
     loss = training_model(batch)[0] / batch.num_supervised_tokens
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
@@ -57,9 +56,9 @@ def run(model, batch, dtype):
 @pytest.mark.parametrize("layout", BATCHES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_logits_and_every_gradient(family, dtype, layout, tmp_path, device, record_property):
+def test_loss_logits_and_gradients_match_hugging_face(family, dtype, layout, tmp_path, device, record_property):
     config = family_config(family)
-    randomised_hf_model(config, tmp_path)
+    save_randomised_hf_model(config, tmp_path)
     batch = BATCHES[layout](device)
     reference, *hf = (hf_run(tmp_path, batch, kind) for kind in dict.fromkeys((torch.float32, dtype)))
     te = te_model(tmp_path, dtype, device).module
@@ -82,7 +81,7 @@ def test_loss_logits_and_every_gradient(family, dtype, layout, tmp_path, device,
 
 
 def hf_run(folder, batch, dtype):
-    """Hugging Face's own loss, logits and gradients."""
+    """Return loss, logits and gradients of Hugging Face's model."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(
         batch.input_ids.device
     )
@@ -90,16 +89,16 @@ def hf_run(folder, batch, dtype):
 
 
 def differences(result, reference):
-    """Relative difference of loss, logits and each gradient, by name."""
+    """Return the relative differences of loss, logits and each gradient by name."""
     pairs = {"loss": (result[0], reference[0]), "logits": (result[1], reference[1])}
     pairs |= {name: (gradient, reference[2][name]) for name, gradient in result[2].items()}
     return {name: relative_difference(*pair) for name, pair in pairs.items()}
 
 
 @pytest.mark.parametrize("family", ["llama3_rope_gqa", "mistral_window", "qwen3_qk_norm_head_dim", "llama_yarn"])
-def test_generate_gives_hugging_faces_tokens(family, tmp_path, device):
+def test_generate_returns_the_tokens_of_hugging_face(family, tmp_path, device):
     config = family_config(family)
-    randomised_hf_model(config, tmp_path)
+    save_randomised_hf_model(config, tmp_path)
     hf = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa").to(device).eval()
     te = te_model(tmp_path, device=device).module.eval()
     prompt = torch.randint(3, 1024, (3, 40), generator=torch.Generator().manual_seed(2)).to(device)
@@ -109,9 +108,9 @@ def test_generate_gives_hugging_faces_tokens(family, tmp_path, device):
     assert torch.equal(te.generate(prompt, **arguments), hf.generate(prompt, **arguments))
 
 
-def test_the_check_passes_a_right_model_and_names_what_is_wrong(tmp_path, device, record_property):
+def test_check_accepts_correct_model_and_refuses_wrong_rope(tmp_path, device, record_property):
     config = family_config("llama3_rope_gqa")
-    randomised_hf_model(config, tmp_path)
+    save_randomised_hf_model(config, tmp_path)
     for dtype in DTYPES:
         model = te_model(tmp_path, dtype, device)
         for batch in (packed_batch(device), padded_batch(device)):
@@ -119,6 +118,6 @@ def test_the_check_passes_a_right_model_and_names_what_is_wrong(tmp_path, device
             record_property(f"{dtype} {'packed' if batch.cu_seqlens is not None else 'padded'}", verdict)
             assert verdict.startswith("parity with Hugging Face: 30 stored tensors loaded bit for bit; 33 tensors of 3")
             assert all(parameter.grad is None for parameter in model.module.parameters())
-    model.module.model.rotary_emb.angles[None] *= 1.01  # as a slightly wrong RoPE base would
+    model.module.model.rotary_emb.angles[None] *= 1.01  # the effect of a slightly wrong RoPE base
     with pytest.raises(UserError, match="--use_te .* in fp32 by"):
         check_parity(model, model.layers, packed_batch(device), S, dtype)

@@ -1,6 +1,4 @@
-"""The files beside the weights of an export: which EOS they name, what they keep of their source, and that transformers
-4 reads them as transformers 5 does.
-"""
+"""The files of an export besides weights: their EOS, what is copied from the source, and support of transformers 4."""
 
 from __future__ import annotations
 
@@ -35,8 +33,8 @@ TEXT = "a b<|im_end|>c <|im_start|>\n"
 TEMPLATE = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
 BASE = {"rope_type": "default", "rope_theta": 5e5}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-TWO = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5}}
-TWO["sliding_attention"] = {"rope_type": "default", "rope_theta": 1234.0}
+PER_LAYER_TYPE = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5}}
+PER_LAYER_TYPE["sliding_attention"] = {"rope_type": "default", "rope_theta": 1234.0}
 
 ROPE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "default": ({"rope_parameters": BASE}, {"rope_theta": 5e5, "rope_scaling": None}),
@@ -59,7 +57,7 @@ ROPE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma3": (
         {
             "model_type": "gemma3_text",
-            "rope_parameters": TWO,
+            "rope_parameters": PER_LAYER_TYPE,
             "layer_types": ["sliding_attention", "full_attention"],
             "sliding_window": 8,
         },
@@ -74,7 +72,7 @@ ROPE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"num_experts": 4},
     ),
 }
-"""Entries of a config -> those that an older reader looks for."""
+"""Name -> entries of a config, and the entries that transformers 4 reads instead."""
 
 
 def read(folder: Path, name: str = "config.json") -> dict[str, Any]:
@@ -94,8 +92,8 @@ def small_model(**changes: Any) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def written_by_5(folder: Path, **changes: Any) -> Path:
-    """A model with a tokenizer whose turns end with <|im_end|> (1025), as transformers 5 lays them out."""
+def write_with_transformers_5(folder: Path, **changes: Any) -> Path:
+    """Write a model in transformers 5's layout; its chat template ends turns with <|im_end|> (1025)."""
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
     tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = TEMPLATE
@@ -105,9 +103,9 @@ def written_by_5(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def written_by_4(folder: Path) -> Path:
-    """That model as transformers 4 laid it out, like nearly every folder on the hub."""
-    written_by_5(folder, rope_parameters=BASE)
+def write_with_transformers_4(folder: Path) -> Path:
+    """Write the same model in transformers 4's layout, which nearly every folder on the hub has."""
+    write_with_transformers_5(folder, rope_parameters=BASE)
     edit(folder / "config.json", lambda c: c.update(rope_theta=c.pop("rope_parameters")["rope_theta"]))
     edit(folder / "config.json", lambda c: c.update(rope_scaling=None, torch_dtype=c.pop("dtype")))
     tokens = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "tokenizer_class": "PreTrainedTokenizerFast"}
@@ -122,8 +120,8 @@ def written_by_4(folder: Path) -> Path:
     return folder
 
 
-def exported(source: Path, folder: Path, *eos_ids: int, template: str | None = None) -> Path:
-    """Side files of an untrained export."""
+def export_side_files(source: Path, folder: Path, *eos_ids: int, template: str | None = None) -> Path:
+    """Write the side files of an export without weights; returns the folder."""
     folder.mkdir()
     tokenizer = AutoTokenizer.from_pretrained(source)
     tokenizer.chat_template = template or tokenizer.chat_template
@@ -138,40 +136,40 @@ def exported(source: Path, folder: Path, *eos_ids: int, template: str | None = N
 
 
 @pytest.mark.parametrize("kind", ROPE)
-def test_older_keys_stand_beside_newer_ones_and_are_read_alike(tmp_path, kind):
+def test_config_has_old_and_new_keys_with_the_same_meaning(tmp_path, kind):
     changes, expected = ROPE[kind]
-    source = written_by_5(tmp_path / "source", **changes)
-    config = read(exported(source, tmp_path / "out"))
+    source = write_with_transformers_5(tmp_path / "source", **changes)
+    config = read(export_side_files(source, tmp_path / "out"))
     assert config == config | expected and config["torch_dtype"] == config["dtype"] == "bfloat16"
     ours, theirs = (AutoConfig.from_pretrained(tmp_path / name).rope_parameters for name in ("out", "source"))
     assert ours == theirs
 
 
-def test_keys_that_transformers_5_would_misread_are_left_out(tmp_path):
+def test_old_keys_that_transformers_5_would_misread_are_omitted(tmp_path):
     source = write_hub_model(tmp_path / "source", "Gemma 4, text")
-    config = read(exported(source, tmp_path / "out"))
+    config = read(export_side_files(source, tmp_path / "out"))
     assert "rope_scaling" not in config and config["rope_parameters"] == read(source)["rope_parameters"]
 
 
-def test_older_keys_that_say_something_else_are_corrected(tmp_path):
-    source = written_by_5(tmp_path / "source", rope_parameters=BASE)
-    code = {"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}  # which no export holds
+def test_contradicting_old_keys_are_corrected(tmp_path):
+    source = write_with_transformers_5(tmp_path / "source", rope_parameters=BASE)
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}  # no export contains the code
     edit(source / "config.json", lambda c: c.update(rope_theta=1e4, torch_dtype="float16", **code))
-    config = read(exported(source, tmp_path / "out"))
+    config = read(export_side_files(source, tmp_path / "out"))
     assert config["rope_theta"] == 5e5 and config["torch_dtype"] == "bfloat16" and "auto_map" not in config
 
 
-def test_a_folder_of_transformers_4_stays_as_it_is(tmp_path):
-    source, out = written_by_4(tmp_path / "source"), tmp_path / "out"
+def test_files_of_transformers_4_are_copied_unchanged(tmp_path):
+    source, out = write_with_transformers_4(tmp_path / "source"), tmp_path / "out"
     edit(source / "config.json", lambda c: c.update(torch_dtype="bfloat16", a_key_of_the_model=[1]))
-    exported(source, out)
+    export_side_files(source, out)
     same = {path.name for path in source.iterdir()} - {"trainer_state.json", "model.safetensors"}
     assert {path.name for path in out.iterdir()} == same | {"chat_template.jinja"}
     assert {name: (out / name).read_bytes() for name in same} == {name: (source / name).read_bytes() for name in same}
 
 
-def test_the_tokenizer_of_transformers_5_is_one_that_4_knows(tmp_path):
-    out = exported(written_by_5(tmp_path / "source"), tmp_path / "out")
+def test_tokenizer_of_transformers_5_is_written_for_transformers_4(tmp_path):
+    out = export_side_files(write_with_transformers_5(tmp_path / "source"), tmp_path / "out")
     entries = read(out, "tokenizer_config.json")
     assert entries["tokenizer_class"] == "PreTrainedTokenizerFast" and "extra_special_tokens" not in entries
     assert entries["additional_special_tokens"] == ["<|im_start|>", "<|im_end|>"]
@@ -181,9 +179,9 @@ def test_the_tokenizer_of_transformers_5_is_one_that_4_knows(tmp_path):
 
 
 @pytest.mark.parametrize(("declared", "family"), [("Qwen2", "mistral"), ("Llama", "llama"), ("GPT2", "qwen2")])
-def test_a_folder_without_config_json_tokenises_as_the_run_did(tmp_path, declared, family):
-    """The source has a pre-tokenizer of its own, which transformers 5 takes for some families and not for others."""
-    source, letter = written_by_4(tmp_path / "source"), {"type": "Split", "pattern": {"Regex": r"\p{L}"}}
+def test_adapter_folder_tokenises_as_the_run_did(tmp_path, declared, family):
+    """The source has its own pre-tokenizer, which transformers 5 uses or replaces depending on the family."""
+    source, letter = write_with_transformers_4(tmp_path / "source"), {"type": "Split", "pattern": {"Regex": r"\p{L}"}}
     both = [letter | {"behavior": "Isolated", "invert": False}, read(source, "tokenizer.json")["pre_tokenizer"]]
     edit(source / "tokenizer.json", lambda t: t.update(pre_tokenizer={"type": "Sequence", "pretokenizers": both}))
     edit(source / "tokenizer_config.json", lambda t: t.update(tokenizer_class=f"{declared}Tokenizer"))
@@ -191,31 +189,28 @@ def test_a_folder_without_config_json_tokenises_as_the_run_did(tmp_path, declare
     run, adapter = AutoTokenizer.from_pretrained(source), tmp_path / "adapter"
     adapter.mkdir()
     save_side_files(small_model(), run, adapter, None, Origin(str(source)))
-    for folder in (adapter, exported(source, tmp_path / "full")):
-        assert (
-            AutoTokenizer.from_pretrained(folder)("12 is the number" + TEXT).data == run("12 is the number" + TEXT).data
-        )
+    text = "12 is the number" + TEXT
+    for folder in (adapter, export_side_files(source, tmp_path / "full")):
+        assert AutoTokenizer.from_pretrained(folder)(text).data == run(text).data
 
 
-def test_several_chat_templates_and_another_one(tmp_path):
-    source = written_by_4(tmp_path / "source")
+def test_several_chat_templates_are_copied_unless_the_run_replaced_them(tmp_path):
+    source = write_with_transformers_4(tmp_path / "source")
     several = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "{{ tools }}"}]
     edit(source / "tokenizer_config.json", lambda t: t.update(chat_template=several))
-    assert read(exported(source, tmp_path / "out"), "tokenizer_config.json")["chat_template"] == several
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == {
-        "default": TEMPLATE,
-        "tool_use": "{{ tools }}",
-    }
-    other = exported(source, tmp_path / "other", template="{{ messages }}")
+    assert read(export_side_files(source, tmp_path / "out"), "tokenizer_config.json")["chat_template"] == several
+    by_name = {"default": TEMPLATE, "tool_use": "{{ tools }}"}
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == by_name
+    other = export_side_files(source, tmp_path / "other", template="{{ messages }}")
     assert read(other, "tokenizer_config.json")["chat_template"] == "{{ messages }}"
     assert AutoTokenizer.from_pretrained(other).chat_template == "{{ messages }}"
 
 
-def test_a_hub_id_s_files_are_those_of_the_cache(tmp_path, monkeypatch):
+def test_source_folder_of_hub_id_is_in_the_cache(tmp_path, monkeypatch):
     repo = tmp_path / "models--a--b"
     snapshot = repo / "snapshots" / ("0" * 40)
     snapshot.parent.mkdir(parents=True)
-    written_by_4(snapshot)
+    write_with_transformers_4(snapshot)
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text("0" * 40)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -233,26 +228,26 @@ def test_a_hub_id_s_files_are_those_of_the_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("stored", "taught", "listed"),
+    ("stored", "trained_ids", "expected"),
     [(1, (1,), 1), (1, (1025,), [1025, 1]), ([1, 5], (1025,), [1025, 1, 5]), (None, (1025,), [1025, 1])],
 )
-def test_the_eos_that_was_taught_comes_first(tmp_path, stored, taught, listed):
-    source = written_by_4(tmp_path / "source")
+def test_trained_eos_is_listed_first(tmp_path, stored, trained_ids, expected):
+    source = write_with_transformers_4(tmp_path / "source")
     for name in ("config.json", "generation_config.json"):
         edit(source / name, lambda values: values.update(eos_token_id=stored, temperature=0.6))
     (source / "generation_config.json").write_text(json.dumps({"eos_token_id": stored, "temperature": 0.6}))
-    out = exported(source, tmp_path / "out", *taught)
-    assert read(out)["eos_token_id"] == read(out, "generation_config.json")["eos_token_id"] == listed
+    out = export_side_files(source, tmp_path / "out", *trained_ids)
+    assert read(out)["eos_token_id"] == read(out, "generation_config.json")["eos_token_id"] == expected
     assert read(out, "generation_config.json")["temperature"] == 0.6
-    named = "<|im_end|>" if taught == (1025,) else "<|eos|>"
-    assert read(out, "tokenizer_config.json")["eos_token"] == read(out, "special_tokens_map.json")["eos_token"] == named
-    assert AutoTokenizer.from_pretrained(out).eos_token == named
+    eos = "<|im_end|>" if trained_ids == (1025,) else "<|eos|>"
+    assert read(out, "tokenizer_config.json")["eos_token"] == read(out, "special_tokens_map.json")["eos_token"] == eos
+    assert AutoTokenizer.from_pretrained(out).eos_token == eos
 
 
-def test_a_template_that_writes_eos_keeps_the_tokenizer_s_and_a_missing_generation_config_is_written(tmp_path):
-    source = written_by_4(tmp_path / "source")
+def test_template_with_eos_keeps_tokenizer_eos_and_missing_generation_config_is_written(tmp_path):
+    source = write_with_transformers_4(tmp_path / "source")
     (source / "generation_config.json").unlink()
-    out = exported(source, tmp_path / "out", 1025, template=TEMPLATE + "{{ eos_token }}")
+    out = export_side_files(source, tmp_path / "out", 1025, template=TEMPLATE + "{{ eos_token }}")
     assert AutoTokenizer.from_pretrained(out).eos_token == "<|eos|>"
     assert GenerationConfig.from_pretrained(out).eos_token_id == [1025, 1]
 
@@ -262,7 +257,7 @@ def test_a_template_that_writes_eos_keeps_the_tokenizer_s_and_a_missing_generati
 CHAT = [{"messages": [{"role": r, "content": f"{r} {i}"} for r in ("user", "assistant")]} for i in range(8)]
 
 
-def trained(source: Path, folder: Path, *more: str) -> Path:
+def run_export(source: Path, folder: Path, *more: str) -> Path:
     (rows := folder.with_suffix(".jsonl")).write_text("".join(json.dumps(row) + "\n" for row in CHAT))
     where = (f"--model_name={source}", f"--dataset_name={rows}", f"--output_dir={folder}")
     size = ("--max_steps=1", "--max_seq_length=64", "--batch_size=2", "--validation_fraction=0", "--mixed_precision=no")
@@ -271,16 +266,16 @@ def trained(source: Path, folder: Path, *more: str) -> Path:
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, [1025, 1]), (1025, 1025)])
-def test_an_adapter_and_what_it_is_merged_to_know_the_eos_too(tmp_path, monkeypatch, before, after):
-    source = written_by_4(tmp_path / "source")
+def test_adapter_and_merged_model_list_the_trained_eos(tmp_path, monkeypatch, before, after):
+    source = write_with_transformers_4(tmp_path / "source")
     edit(source / "config.json", lambda values: values.update(eos_token_id=before))
     edit(source / "generation_config.json", lambda values: values.update(eos_token_id=[before, 1]))
-    final = trained(source, tmp_path / "run", "--lora_rank=2", "--chat_template=" + TEMPLATE + "{# new #}")
+    final = run_export(source, tmp_path / "run", "--lora_rank=2", "--chat_template=" + TEMPLATE + "{# new #}")
     assert read(final, "generation_config.json")["eos_token_id"] == [1025, 1]
     assert load_exported(final, str(source), torch.float32).generation_config.eos_token_id == [1025, 1]
     assert tokenizer_of(final, str(source)).chat_template == TEMPLATE + "{# new #}"
-    words = ["merge_adapter.py", "--adapter", str(final), "--output", str(tmp_path / "merged")]
-    monkeypatch.setattr(sys, "argv", words)
+    arguments = ["merge_adapter.py", "--adapter", str(final), "--output", str(tmp_path / "merged")]
+    monkeypatch.setattr(sys, "argv", arguments)
     assert importlib.import_module("scripts.merge_adapter").main() == 0
     merged, tokens = read(tmp_path / "merged"), read(tmp_path / "merged", "tokenizer_config.json")
     assert merged["eos_token_id"] == after and merged["rope_theta"] == 5e5
@@ -288,10 +283,10 @@ def test_an_adapter_and_what_it_is_merged_to_know_the_eos_too(tmp_path, monkeypa
     assert tokens["eos_token"] == "<|im_end|>" and tokens["chat_template"] == TEMPLATE + "{# new #}"
 
 
-def test_a_tied_model_with_another_lm_head_is_untied_as_in_transformers(tmp_path, capsys):
-    source = written_by_5(tmp_path / "source", tie_word_embeddings=False)
+def test_tied_model_with_stored_lm_head_is_untied_as_in_transformers(tmp_path, capsys):
+    source = write_with_transformers_5(tmp_path / "source", tie_word_embeddings=False)
     edit(source / "config.json", lambda c: c.update(tie_word_embeddings=True))
-    final = trained(source, tmp_path / "run", "--learning_rate=1e-30")
+    final = run_export(source, tmp_path / "run", "--learning_rate=1e-30")
     assert "lm_head.weight" in capsys.readouterr().out and not read(final)["tie_word_embeddings"]
     ours, theirs = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (final, source))
     torch.testing.assert_close(ours(IDS).logits, theirs(IDS).logits, rtol=0, atol=1e-6)
@@ -307,7 +302,7 @@ READER = """
 import gc, json, sys
 gc.disable()  # imports take longer otherwise
 import torch
-sys.modules["torchao"] = None  # which would be imported, and is of no use here
+sys.modules["torchao"] = None  # saves an unneeded import
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 assert transformers.__version__.startswith("4."), transformers.__version__
@@ -326,20 +321,20 @@ for folder in sys.argv[1:]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not OLDER.is_dir(), reason=f"no transformers 4 in {OLDER}, where scripts/test.sh installs it")
-def test_transformers_4_reads_the_same_model_and_tokenizer(tmp_path):
+def test_transformers_4_loads_the_same_model_and_tokenizer(tmp_path):
     for kind, (changes, _) in ROPE.items():
-        source, out = written_by_5(tmp_path / "source" / kind, **changes), tmp_path / "final" / kind
+        source, out = write_with_transformers_5(tmp_path / "source" / kind, **changes), tmp_path / "final" / kind
         model, tokenizer = small_model(**changes), AutoTokenizer.from_pretrained(source)
         export_hf(Model(model), tokenizer, out, dtype=torch.float32, card=CARD, origin=Origin(str(source), (1025,)))
-    shutil.copytree(written_by_4(tmp_path / "four"), tmp_path / "source" / "four")
-    trained(tmp_path / "source" / "four", tmp_path / "run").rename(tmp_path / "final" / "four")
-    trained(tmp_path / "source" / "four", tmp_path / "lora", "--lora_rank=2").rename(tmp_path / "final" / "adapter")
+    shutil.copytree(write_with_transformers_4(tmp_path / "four"), tmp_path / "source" / "four")
+    run_export(tmp_path / "source" / "four", tmp_path / "run").rename(tmp_path / "final" / "four")
+    run_export(tmp_path / "source" / "four", tmp_path / "lora", "--lora_rank=2").rename(tmp_path / "final" / "adapter")
     folders = sorted((tmp_path / "final").iterdir())
     environment = {**os.environ, "PYTHONPATH": str(OLDER)}
-    words = [sys.executable, "-c", READER, *map(str, folders)]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    for folder, line in zip(folders, done.stdout.splitlines()[-len(folders) :], strict=True):
+    command = [sys.executable, "-c", READER, *map(str, folders)]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr[-2000:]
+    for folder, line in zip(folders, process.stdout.splitlines()[-len(folders) :], strict=True):
         contents, tokenizer = json.loads(line), AutoTokenizer.from_pretrained(folder)
         assert contents["tokenizer"] == [TEMPLATE, 1025, sorted(tokenizer.all_special_ids)], folder
         assert contents["ids"] == tokenizer(TEXT)["input_ids"], folder

@@ -1,4 +1,4 @@
-"""The TE decoder on stand-in modules: its parameter map, and that it computes what Hugging Face does."""
+"""The TE decoder with stand-in modules: its parameter map, and its results compared with Hugging Face's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llm_fp8.step.loss_model import TrainingModel
 from te_llama import UnsupportedArchitecture, build_te_model, in_hf_layout, layer_specs, parameter_map
 from tests.support.batches import S, packed_batch, padded_batch
 from tests.support.families import FAMILIES, family_config, te_model
-from tests.support.small import sequences_of
+from tests.support.small import length_config
 from tests.support.stand_in_te import install_stand_in
 
 NO_MASK = torch.empty(0, 0, 0, 0)
@@ -31,7 +31,7 @@ def map_of(config):
 
 
 def randomised(config):
-    """A Hugging Face model, every tensor random."""
+    """Return a Hugging Face model with all tensors random."""
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -49,7 +49,7 @@ def empty_te_parameters(entries):
 
 def fill(entries, tensors, shards):
     for name, parts in entries.items():
-        for part in reversed(parts):  # any order
+        for part in reversed(parts):  # the order does not matter
             shards[name].fill(part, tensors[part.hf_name])
 
 
@@ -58,7 +58,7 @@ def in_one_shard(te_parameters):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_hf_tensor_is_used_once_and_every_te_parameter_is_filled(family):
+def test_map_uses_every_hf_tensor_once_and_fills_every_te_parameter(family):
     config = family_config(family)
     entries, tensors = map_of(config), hf_tensors(config)
     te_parameters = empty_te_parameters(entries)
@@ -67,17 +67,17 @@ def test_every_hf_tensor_is_used_once_and_every_te_parameter_is_filled(family):
     back = in_hf_layout(entries, te_parameters)
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[name], tensors[name]) for name in tensors)
-    num_used = [part.hf_name for parts in entries.values() for part in parts]
-    assert len(num_used) == len(set(num_used))
+    used = [part.hf_name for parts in entries.values() for part in parts]
+    assert len(used) == len(set(used))
 
 
 @pytest.mark.parametrize("num_blocks", [1, 3, 7])
-def test_shards_add_up_to_the_unsharded_parameters(num_blocks):
-    """Blocks that cross the borders of q, k and v, that lie inside one of them, and that are empty."""
+def test_filled_shards_equal_slices_of_unsharded_parameters(num_blocks):
+    """Shards may span q, k and v, lie inside one of them, or be empty."""
     config = family_config("qwen2_qkv_bias_tied")
     entries, tensors = map_of(config), hf_tensors(config)
-    whole, in_blocks = empty_te_parameters(entries), empty_te_parameters(entries)
-    fill(entries, tensors, in_one_shard(whole))
+    unsharded, in_blocks = empty_te_parameters(entries), empty_te_parameters(entries)
+    fill(entries, tensors, in_one_shard(unsharded))
     for number in range(num_blocks):
         blocks = {}
         for name, parameter in in_blocks.items():
@@ -85,11 +85,11 @@ def test_shards_add_up_to_the_unsharded_parameters(num_blocks):
             start, stop = (min(-(-rows // num_blocks) * border, rows) for border in (number, number + 1))
             blocks[name] = LocalShard(parameter[start:stop], start)
         fill(entries, tensors, blocks)
-    assert all(torch.equal(in_blocks[name], parameter) for name, parameter in whole.items())
+    assert all(torch.equal(in_blocks[name], parameter) for name, parameter in unsharded.items())
 
 
 @pytest.mark.parametrize("name", BUNDLED)
-def test_map_covers_the_bundled_architectures(name):
+def test_map_covers_bundled_architectures(name):
     config = AutoConfig.from_pretrained(BUNDLED[name])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -98,8 +98,7 @@ def test_map_covers_the_bundled_architectures(name):
     assert mapped == expected
 
 
-def test_published_parameter_counts():
-    """The sizes their publishers state, which a wrong width or a forgotten bias would change."""
+def test_parameter_counts_equal_published_counts():
     counts = {
         "Llama-3.2-1B": 1_235_814_400,
         "Llama-3.2-3B": 3_212_749_824,
@@ -129,7 +128,7 @@ def test_windows_are_read_per_layer():
 
 
 @pytest.mark.parametrize(
-    ("family", "entries", "named"),
+    ("family", "entries", "message"),
     [
         ("llama2", dict(hidden_act="gelu"), "hidden_act"),
         ("llama2", dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)), "rope_type 'dynamic'"),
@@ -139,20 +138,20 @@ def test_windows_are_read_per_layer():
         ("gemma3_text", dict(attn_logit_softcapping=50.0), "attn_logit_softcapping"),
     ],
 )
-def test_what_te_cannot_express_is_named(family, entries, named):
+def test_unsupported_config_entry_is_refused_by_name(family, entries, message):
     config = family_config(family)
     config = type(config)(**{**config.to_dict(), "rope_parameters": None, **entries})
-    with pytest.raises(UnsupportedArchitecture, match=named):
+    with pytest.raises(UnsupportedArchitecture, match=message):
         layer_specs(config)
 
 
-def test_other_model_types_are_named():
+def test_unsupported_model_type_is_refused_by_name():
     with pytest.raises(UnsupportedArchitecture, match="gpt2"):
         layer_specs(AutoConfig.for_model("gpt2"))
 
 
 def te_and_hf(folder, family, **layers):
-    """Both models with the same random weights, norms with a gain near 1; all features of a family are on."""
+    """Return the TE decoder, Hugging Face's with the same random weights (norm gains near 1), and the TE `Model`."""
     config = family_config(family, hidden_size=64, intermediate_size=96, num_hidden_layers=4)
     hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
@@ -165,7 +164,7 @@ def te_and_hf(folder, family, **layers):
 
 
 def logits_and_gradients(model, ids, bounds, **arguments):
-    """Logits of documents, whose loss is the sum of the probabilities' logarithms of each next token."""
+    """Return logits and gradients of documents; the loss is the sum of log probabilities of each next token."""
     model.zero_grad()
     logits = model(input_ids=ids, **arguments).logits[0]
     for start, stop in zip(bounds, bounds[1:], strict=False):
@@ -175,7 +174,7 @@ def logits_and_gradients(model, ids, bounds, **arguments):
     return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-WITH_FEATURES = [
+FEATURED_FAMILIES = [
     "llama_biases",
     "llama_yarn",
     "mistral_window",
@@ -186,18 +185,18 @@ WITH_FEATURES = [
 
 
 @pytest.mark.parametrize("unfused_mlp", [False, True])
-@pytest.mark.parametrize("family", WITH_FEATURES)
-def test_packed_documents_are_hugging_faces_alone_and_an_export_its_checkpoint(tmp_path, family, unfused_mlp):
-    """Logits and every gradient, with documents on both sides of the window; then the general form and the files."""
+@pytest.mark.parametrize("family", FEATURED_FAMILIES)
+def test_packed_documents_match_hugging_face_and_saved_model_loads_there(tmp_path, family, unfused_mlp):
+    """Compare logits and gradients of documents shorter and longer than the window, then test generation and saving."""
     te, hf, _ = te_and_hf(tmp_path / "source", family, unfused_mlp=unfused_mlp)
     ids = torch.randint(3, 1024, (1, 90), generator=torch.Generator().manual_seed(1))
     bounds = [0, 17, 30, 90]
     documents = dict(cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32), max_length_q=60, attention_mask=NO_MASK)
     logits, gradients = logits_and_gradients(te, ids, bounds, **documents)
     alone = [logits_and_gradients(hf, ids[:, a:b], [0, b - a]) for a, b in zip(bounds, bounds[1:], strict=False)]
-    torch.testing.assert_close(logits, torch.cat([of_one for of_one, _ in alone]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits, torch.cat([each for each, _ in alone]), rtol=1e-5, atol=1e-5)
     for name, gradient in in_hf_layout(parameter_map(te), gradients).items():
-        expected = sum(of_document[name] for _, of_document in alone)
+        expected = sum(each[name] for _, each in alone)
         assert (gradient - expected).norm() <= 2e-5 * expected.norm(), name
 
     mask = torch.ones(1, 40, dtype=torch.long)
@@ -210,29 +209,28 @@ def test_packed_documents_are_hugging_faces_alone_and_an_export_its_checkpoint(t
 
 
 @pytest.mark.parametrize("family", ["llama2", "gemma3_text"])
-def test_a_layer_without_a_spec_stays_hugging_faces(tmp_path, family, monkeypatch):
-    of_family = te_llama.FAMILIES[family_config(family).model_type]
+def test_layer_without_spec_remains_hugging_faces(tmp_path, family, monkeypatch):
+    family_specs = te_llama.FAMILIES[family_config(family).model_type]
 
-    def only_some(config):
-        return tuple(spec if layer % 2 else None for layer, spec in enumerate(of_family(config)))
+    def every_second_spec(config):
+        return tuple(spec if layer % 2 else None for layer, spec in enumerate(family_specs(config)))
 
-    monkeypatch.setitem(te_llama.FAMILIES, family_config(family).model_type, only_some)
+    monkeypatch.setitem(te_llama.FAMILIES, family_config(family).model_type, every_second_spec)
     te, hf, stored = te_and_hf(tmp_path, family)
     kinds = [isinstance(layer, te_llama.TEDecoderLayer) for layer in te.model.layers]
     assert kinds == [False, True, False, True]
     ids = torch.randint(3, 1024, (2, 40), generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(te(ids).logits, hf(ids).logits, rtol=1e-5, atol=1e-5)
-    mixed, plain = (TrainingModel(model, sequences_of(S), torch.float32, "rows") for model in (te, hf))
+    mixed_model, hf_model = (TrainingModel(model, length_config(S), torch.float32, "rows") for model in (te, hf))
     for batch in (packed_batch("cpu"), padded_batch("cpu")):
-        torch.testing.assert_close(mixed(batch)[0], plain(batch)[0], rtol=1e-5, atol=0)
+        torch.testing.assert_close(mixed_model(batch)[0], hf_model(batch)[0], rtol=1e-5, atol=0)
     weights = in_hf_layout(parameter_map(te), dict(te.named_parameters()))
     assert weights.keys() == dict(hf.named_parameters()).keys()
-    figures = check_parity(stored, te.model.layers, packed_batch("cpu"), S, torch.float32)
-    assert f"{len(weights)} stored tensors" in figures and "of 2 layers" in figures
+    report = check_parity(stored, te.model.layers, packed_batch("cpu"), S, torch.float32)
+    assert f"{len(weights)} stored tensors" in report and "of 2 layers" in report
 
 
-def test_a_model_says_what_its_norms_begin_with():
-    """Hugging Face's random weights begin with it too."""
+def test_initial_norms_and_biases_equal_hugging_faces():
     for family in FAMILIES:
         config = family_config(family, hidden_size=64, intermediate_size=96)
         hf, te = AutoModelForCausalLM.from_config(config), build_te_model(config, torch.float32, "cpu")

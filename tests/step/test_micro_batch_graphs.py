@@ -33,9 +33,9 @@ from tests.support.reference import NUM_STEPS, compare_with_reference
 from tests.support.small import (
     assert_same_bits,
     final_weights,
+    length_config,
     precision_on,
     reset_accelerator,
-    sequences_of,
     steps,
     tiny_config,
     train,
@@ -207,7 +207,7 @@ class Training:
         self.precision = Precision(precision_on(options, device), options, device, torch.bfloat16)
         self.precision.attach(model, decoder_layers(model))
         self.strategy = DistributedStrategy("single", Accelerator(cpu=True), ParallelConfig(), plain=True)
-        self.training_model = training_model = TrainingModel(model, sequences_of(LENGTH), torch.bfloat16).train()
+        self.training_model = training_model = TrainingModel(model, length_config(LENGTH), torch.bfloat16).train()
         self.names, self.parameters = zip(*training_model.named_parameters(), strict=True)
         optimizer = torch.optim.SGD(self.parameters, lr=1.0)
         self.strategy.shard(training_model, decoder_layers(model))

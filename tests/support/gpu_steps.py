@@ -16,7 +16,7 @@ from llm_fp8.precision.coverage import gemms_per_weight, measure_coverage
 from llm_fp8.step.loss_model import TrainingModel
 from tests.support.batches import S, packed_batch
 from tests.support.families import family_config
-from tests.support.small import precision_on, sequences_of
+from tests.support.small import length_config, precision_on
 
 SCENARIOS = ["default", "current", "block"]
 
@@ -47,7 +47,7 @@ def build(
     reasons = precision.attach(model, decoder_layers(model), converts=not use_te)
     gemms = gemms_per_weight(Model(model))
     coverage = measure_coverage(model, precision.fp8_modules, plan.compute_name, reasons, gemms)
-    return TrainingModel(model, sequences_of(S), torch.bfloat16), precision, coverage
+    return TrainingModel(model, length_config(S), torch.bfloat16), precision, coverage
 
 
 def add_random_adapters_(model, lora: LoraConfig, dtype: torch.dtype) -> None:

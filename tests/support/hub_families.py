@@ -34,7 +34,7 @@ from llm_fp8.step.loss_model import TrainingModel
 from llm_fp8.utils.errors import UserError
 from tests.support.batches import random_rows
 from tests.support.reference import mean_loss
-from tests.support.small import CARD, built_model, sequences_of, stored_weights
+from tests.support.small import CARD, built_model, length_config, stored_weights
 
 CPU = torch.device("cpu")
 NUM_STEPS, LENGTHS, ROW = 2, (11, 14), 32
@@ -193,8 +193,8 @@ def check_family(name: str, folder: Path) -> SupportRow:
     collate = Layout(1 if packing == "yes" else len(rows), ROW, 2, packed=packing == "yes")
     batch = collate([rows] if packing == "yes" else [[document] for document in rows])
     built = built_model(options.model_name)
-    model, training_model = built.module, TrainingModel(built.module, sequences_of(ROW), torch.float32, form).eval()
-    full_model = _full_model(source)
+    model, full_model = built.module, _full_model(source)
+    training_model = TrainingModel(model, length_config(ROW), torch.float32, form).eval()
     losses = _train(model, lambda: training_model(batch)[0] / batch.num_supervised_tokens)
     expected = _train(full_model, lambda: _loss(full_model))
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
@@ -231,7 +231,8 @@ def _check_adapter(options: ModelConfig, folder: Path) -> str:
     tokenizer = AutoTokenizer.from_pretrained(folder / "source")
     export_adapter(built, tokenizer, folder / "adapter", options=lora, base_model=str(folder / "source"), card=CARD)
     batch = Layout(len(LENGTHS), ROW, 2, packed=False)([[document] for document in documents()])
-    adapted_loss = TrainingModel(model, sequences_of(ROW), torch.float32).eval()(batch)[0] / batch.num_supervised_tokens
+    training_model = TrainingModel(model, length_config(ROW), torch.float32).eval()
+    adapted_loss = training_model(batch)[0] / batch.num_supervised_tokens
     with torch.no_grad():
         peft_loss = _loss(PeftModel.from_pretrained(_full_model(folder / "source"), str(folder / "adapter")))
         with mock.patch("sys.argv", ["", f"--adapter={folder / 'adapter'}", f"--output={folder / 'merged'}"]):

@@ -114,7 +114,7 @@ def train(*options: object, parallel: bool = False) -> int:
     return dry_run(config) if config.run.dry_run else run_training(config)
 
 
-def sequences_of(length: int) -> Config:
+def length_config(length: int) -> Config:
     """Return the default options with --max_seq_length `length`."""
     return Config().with_options(max_seq_length=length)
 
