@@ -153,11 +153,11 @@ def train(name: str, config: Config) -> None:
 
 
 def main() -> int:
-    name, *words = sys.argv[1:] or ["--help"]
+    name, *argv = sys.argv[1:] or ["--help"]
     if name not in BASELINES:
         print(__doc__)
         return 0 if name in ("--help", "-h") else 2
-    config = parse_config(words, prog=name, parallel="WORLD_SIZE" in os.environ)
+    config = parse_config(argv, prog=name, parallel="WORLD_SIZE" in os.environ)
     quiet_libraries()
     train(name, config)
     return 0

@@ -53,7 +53,7 @@ class Workload:
         shape = f"{self.model}:{self.batch_size}x{self.seq_length}x{self.micro_batches}"
         return shape + (f"@{self.dataset}" if self.dataset else "")
 
-    def words(self, dataset: str, num_steps: int) -> list[str]:
+    def argv(self, dataset: str, num_steps: int) -> list[str]:
         """Return the training options that all variants share."""
         return shlex.split(
             f"--random_init --max_seq_length {self.seq_length} --batch_size {self.batch_size} --overlong truncate "
@@ -66,14 +66,14 @@ class Workload:
 @dataclass(frozen=True)
 class Variant:
     name: str
-    words: tuple[str, ...]  # options of the training scripts or of a baseline
+    argv: tuple[str, ...]  # options of the training scripts or of a baseline
     baseline: str | None = None
 
-    def command(self, num_gpus: int, words: Sequence[str]) -> list[str]:
-        """Return the training command with the further options `words`. The variant's own options override these."""
+    def command(self, num_gpus: int, argv: Sequence[str]) -> list[str]:
+        """Return the training command with the further options `argv`. The variant's own options override these."""
         if self.baseline is None:
-            return training_command(num_gpus, *words, *self.words)
-        command = [str(REPOSITORY / "benchmarks" / "baselines.py"), self.baseline, *words, *self.words]
+            return training_command(num_gpus, *argv, *self.argv)
+        command = [str(REPOSITORY / "benchmarks" / "baselines.py"), self.baseline, *argv, *self.argv]
         return [sys.executable, *command] if num_gpus == 1 else torchrun(num_gpus, *command)
 
 
@@ -84,13 +84,13 @@ def parse_variants(text: str, num_gpus: int = 1) -> list[Variant]:
         name, _, options = map(str.strip, line.partition(":"))
         if ":" not in line or not name or name in variants:
             raise UserError(f"--variants {line!r}: write NAME: OPTIONS, each name once.")
-        words, baseline = shlex.split(options), None
-        if words[:1] == ["baseline"]:
-            baseline, words = "".join(words[1:2]), words[2:]
+        argv, baseline = shlex.split(options), None
+        if argv[:1] == ["baseline"]:
+            baseline, argv = "".join(argv[1:2]), argv[2:]
             if baseline not in BASELINES:
                 raise UserError(f"--variants {line!r}: the baselines are {', '.join(BASELINES)}.")
-        parse_config(words, parallel=num_gpus > 1)
-        variants[name] = Variant(name, tuple(words), baseline)
+        parse_config(argv, parallel=num_gpus > 1)
+        variants[name] = Variant(name, tuple(argv), baseline)
     if not variants:
         raise UserError("--variants names none; write NAME: OPTIONS, separated by semicolons.")
     return list(variants.values())
@@ -117,7 +117,7 @@ def measure(work: Workload, variant: Variant, dataset: str, plan: Plan) -> dict[
     environ = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "run")
-        command = variant.command(work.num_gpus, [*work.words(dataset, plan.num_steps), "--output_dir", str(folder)])
+        command = variant.command(work.num_gpus, [*work.argv(dataset, plan.num_steps), "--output_dir", str(folder)])
         outcome = run_program(command, log=Path(scratch, "log"), environ=environ, timeout_s=plan.timeout_s)
         if outcome.failure is not None:
             return {"failed": outcome.failure}
@@ -131,7 +131,7 @@ def measure(work: Workload, variant: Variant, dataset: str, plan: Plan) -> dict[
 def summarise(work: Workload, variant: Variant, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the variant's row: median, 10th and 90th percentile of each speed over the timed steps of all rounds."""
     row: dict[str, Any] = {"workload": work.name, **asdict(work), "variant": variant.name, "baseline": variant.baseline}
-    row["options"] = shlex.join(variant.words)
+    row["options"] = shlex.join(variant.argv)
     measured = [result for result in rounds if result["failed"] is None]
     if not measured:
         return row | {"failed": rounds[0]["failed"]}

@@ -36,7 +36,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpus import visible_gpus
-from llm_fp8.config.recipes import precision_name, recipe_words
+from llm_fp8.config.recipes import precision_name, recipe_argv
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.tools.programs import training_command
 from llm_fp8.tools.script import run_script, writable
@@ -45,7 +45,7 @@ from llm_fp8.utils.json_files import read_json, read_jsonl, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
 
 VARIANTS = {"bf16": ("--mixed_precision", "bf16")}
-VARIANTS |= {name: recipe_words(name) for name in ("delayed", "current", "block")}
+VARIANTS |= {name: recipe_argv(name) for name in ("delayed", "current", "block")}
 DEFAULT_VARIANTS = ",".join(VARIANTS)
 MODES = ("fsdp_full", "ddp")  # values of --sharding_mode to compare with one GPU
 ROWS = 8  # rows of a micro-batch, summed over the GPUs
@@ -83,10 +83,10 @@ class Job:
 
 def parse_seeds(text: str) -> list[int]:
     """Parse a comma-separated list of seeds. Raise `UserError` for a bad list."""
-    words = text.split(",")
-    if not all(word.strip().isdecimal() for word in words) or len({int(word) for word in words}) < len(words):
+    seeds = text.split(",")
+    if not all(seed.strip().isdecimal() for seed in seeds) or len({int(seed) for seed in seeds}) < len(seeds):
         raise UserError(f"--seeds {text}: give different whole numbers separated by commas, such as 1,2,3.")
-    return [int(word) for word in words]
+    return [int(seed) for seed in seeds]
 
 
 def parse_variants(text: str) -> list[str]:
@@ -186,11 +186,11 @@ def finished_runs(settings: argparse.Namespace, parser: argparse.ArgumentParser)
         return [], []
     with reading("--output", output, "the runs of this script", "Give another file."):
         record = read_json(output)
-        script, *words = record["provenance"]["command"]
+        script, *argv = record["provenance"]["command"]
         runs = record["runs"]
     if Path(script).name != Path(__file__).name:
         raise UserError(f"--output {output} was written by {script}; give another file.")
-    earlier = parser.parse_args(words)
+    earlier = parser.parse_args(argv)
     for name in ("data", "epochs", "eval_every", "num_gpus"):
         if (value := getattr(earlier, name)) != getattr(settings, name):
             raise UserError(

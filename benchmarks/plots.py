@@ -96,9 +96,9 @@ def save(figure: Any, path: Path) -> None:
 
 
 def precision_of(variant: str) -> str:
-    """Return the first word of a variant's name that has a colour, or else the first word."""
-    words = variant.split(":")
-    return next((word for word in words if word in COLOURS), words[0])
+    """Return the first part of a variant's name that has a colour, or else the first part."""
+    parts = variant.split(":")
+    return next((part for part in parts if part in COLOURS), parts[0])
 
 
 def read_rows(path: Path, row_name: str | None, variants: list[str] | None) -> list[Row]:

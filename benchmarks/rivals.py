@@ -398,15 +398,15 @@ def measure(job: Job, site: str | None, scratch: Path, timeout_s: float) -> dict
         path = scratch / f"{job['name']}-{job['batch_size']}.json"
         job = {**job, "folder": str(path.with_suffix(""))}
         write_json_atomic(path, job)
-        words = ["benchmarks/rivals.py", "--job", str(path)]
+        argv = ["benchmarks/rivals.py", "--job", str(path)]
         if job["package"] in ("torchtitan", "automodel") or (job["package"] == "ours" and job["num_gpus"] > 1):
-            command = torchrun(job["num_gpus"], *words)
+            command = torchrun(job["num_gpus"], *argv)
         elif "launch" in job["options"] or job["num_gpus"] > 1:
             launch = job["options"].get("launch", "configs/accelerate_bf16_fsdp.yaml")
             number = ["--num_processes", str(job["num_gpus"])]
-            command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", launch, *number, *words]
+            command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", launch, *number, *argv]
         else:
-            command = [sys.executable, *words]
+            command = [sys.executable, *argv]
         environ = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
         environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "UNSLOTH_DISABLE_STATISTICS": "1"}
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(job["num_gpus"])))

@@ -69,13 +69,13 @@ def train(checkout: Path, commands: list[list[str]], run_dir: Path) -> list[tupl
     """Run the commands in the checkout. Return (step, loss, gradient norm) of every step."""
     environment = {**os.environ, "PYTHONPATH": str(checkout), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_DATASETS_CACHE=str(run_dir.parent / "datasets"))
-    for command in commands:
-        options = [*(word.format(run_dir=run_dir) for word in command), *COMMON, f"--output_dir={run_dir}"]
-        words = [sys.executable, *options]
+    for template in commands:
+        options = [*(word.format(run_dir=run_dir) for word in template), *COMMON, f"--output_dir={run_dir}"]
+        command = [sys.executable, *options]
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        outcome = subprocess.run(words, cwd=checkout, env=environment, **streams)
+        outcome = subprocess.run(command, cwd=checkout, env=environment, **streams)
         if outcome.returncode != 0:
-            raise UserError(f"{' '.join(words)} ended with exit code {outcome.returncode}:\n{outcome.stdout[-3000:]}")
+            raise UserError(f"{' '.join(command)} ended with exit code {outcome.returncode}:\n{outcome.stdout[-3000:]}")
     records = read_jsonl(run_dir / "metrics.jsonl")
     return [(record["step"], record["loss"], record["grad_norm"]) for record in records if "loss" in record]
 

@@ -59,9 +59,9 @@ def workload_of(row: Row) -> Workload:
 def variants_of(row: Row) -> list[Variant]:
     """Parse the variants of a row. Raise `UserError` if an option does not exist or options contradict each other."""
     variants = []
-    for name, words in row["variants"].items():
-        (variant,) = parse_variants(f"x: {words}", row.get("num_gpus", 1))
-        variants.append(Variant(name, variant.words, variant.baseline))
+    for name, options in row["variants"].items():
+        (variant,) = parse_variants(f"x: {options}", row.get("num_gpus", 1))
+        variants.append(Variant(name, variant.argv, variant.baseline))
     return variants
 
 

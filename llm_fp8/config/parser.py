@@ -130,8 +130,8 @@ class OptionsParser(OneSentenceParser):
         return super().hint(f"--{name}")
 
 
-def words_of(options: Mapping[str, Any]) -> list[str]:
-    """Return options that are not None as command-line words, to be parsed and checked like typed ones."""
+def to_argv(options: Mapping[str, Any]) -> list[str]:
+    """Return options that are not None as command-line arguments, to parse and check them like typed ones."""
     return [f"--{name}={_word(value)}" for name, value in options.items() if value is not None]
 
 
@@ -180,7 +180,7 @@ def parse_launch(
         config = apply_launch_settings(typed, environ, names)
         parser.origin = f"{LAUNCH_FILE}: "
         changed = {name: value for name, value in config.options.items() if value != typed.options[name]}
-        parser.parse_args(words_of(changed))
+        parser.parse_args(to_argv(changed))
     if not parallel and (ranks.world_size > 1 or config.parallel.sharding_mode != "auto"):
         raise UserError("train_fp8.py runs one process; use train_multi_gpu.py, or unset WORLD_SIZE, ACCELERATE_USE_*.")
     check_options(config)
@@ -190,23 +190,23 @@ def parse_launch(
 def _read(argv: list[str], parser: OptionsParser) -> tuple[Config, frozenset[str]]:
     """Parse the options without checking them; return them and the names of those typed or in the YAML file."""
     path = parser.parse_known_args(argv)[0].config
-    words, names = list[str](), list[str]()
+    file_argv, names = list[str](), list[str]()
     if path:
         with reading("--config", path, "YAML", "Give a file of 'option: value' lines."):
             content = Path(path).expanduser().read_bytes()
             # Options stay text, which their own types read; values inside an object get JSON's types.
             texts, typed = (yaml.load(content, loader) or {} for loader in (_TEXTS, _JSON))
-            words = words_of(texts | {name: each for name, each in typed.items() if isinstance(each, dict)})
+            file_argv = to_argv(texts | {name: each for name, each in typed.items() if isinstance(each, dict)})
             names = [name.value for name, _ in getattr(yaml.compose(content), "value", [])]
     parser.origin = f"--config {path}: "
     flags = parser._option_string_actions
     names = [getattr(flags.get(with_underscores(f"--{name}")), "dest", name) for name in names]
     if twice := [name for name in names if names.count(name) > 1]:
         parser.error(f"it sets '{twice[0]}' twice; remove one")
-    if parser.parse_args(words).config is not None:  # parsed alone, so that an error names the file
+    if parser.parse_args(file_argv).config is not None:  # parsed alone, so that an error names the file
         parser.error("it names another --config, which is not read; remove it")
     parser.origin = ""
-    options = vars(parser.parse_args([*words, *argv]))
+    options = vars(parser.parse_args([*file_argv, *argv]))
     config = Config().with_options(**options)
     if "learning_rate" not in options:
         config = config.with_options(learning_rate=config.default_learning_rate)

@@ -120,6 +120,6 @@ def precision_name(mixed_precision: str, scenario: str | None) -> str:
     return f"fp8 {scenario}" if mixed_precision == "fp8" else {"no": "fp32"}.get(mixed_precision, mixed_precision)
 
 
-def recipe_words(name: str) -> tuple[str, ...]:
-    """Return the command-line words that select this recipe."""
+def recipe_argv(name: str) -> tuple[str, ...]:
+    """Return the command-line arguments that select the recipe."""
     return ("--mixed_precision", "fp8", "--fp8_backend", RECIPES[name].backend, "--fp8_scenario", name)

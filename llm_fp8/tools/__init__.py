@@ -1,1 +1,1 @@
-"""Programs to run before, after or beside a training run, one file or folder each."""
+"""Programs around a training run, one file or folder each."""

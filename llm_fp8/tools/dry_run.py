@@ -1,4 +1,4 @@
-"""--dry_run: prepare the data, settle the run, and print what it would do."""
+"""Implement --dry_run: settle the options, prepare the data, and print what the run would do."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from llm_fp8.utils.ranks import LaunchRanks
 
 
 def dry_run(config: Config) -> int:
-    """Print data, steps and memory of a run without running it; return the exit code. Without a GPU, assume one if the
-    options need it. Transformer Engine is not needed. Collective.
+    """Print data, steps and memory of the run without training, and return the exit code. Without a GPU, assume one if
+    the options need it. Transformer Engine is not needed. Collective.
     """
     quiet_libraries()
     ranks = LaunchRanks.from_environment(os.environ)

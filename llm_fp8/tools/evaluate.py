@@ -94,7 +94,7 @@ def generate(
     tables = rope_tables(model.config.get_text_config(decoder=True))
     tables = [table for table in tables if table.get("rope_type") in ("longrope", "dynamic")]
     limit = min((table.get("original_max_position_embeddings", 0) for table in tables), default=math.inf)
-    if len(prompts) > 1 and max(map(len, prompts)) + max_new_tokens > limit:  # a batch has one RoPE scaling
+    if len(prompts) > 1 and max(map(len, prompts)) + max_new_tokens > limit:  # one RoPE scaling per batch
         return [generate(model, tokenizer, [prompt], max_new_tokens)[0] for prompt in prompts]
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(model.device)
@@ -141,7 +141,7 @@ def main() -> int:
     print(data.description, flush=True)
     if data.eval is None:
         raise UserError("--validation_fraction: no row is held out, so there is nothing to evaluate on; raise it.")
-    # Supervise the answers only, even if the run trained on prompts too: the split into both depends on it.
+    # Prompts must be unsupervised, even if the run trained on them, so that `prompt_and_solution` can split rows.
     held_out: Any = prepare_data(config.with_options(train_on_prompt=False), tokenizer).eval
     rows = (row for batch in held_out for row in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True))
     parts = (prompt_and_solution(*row) for row in rows if row[1][0] < 0 <= max(row[1]))  # plain text has no prompt

@@ -1,4 +1,4 @@
-"""Fine-tune from a notebook or another program: the process outlives the run and may start another."""
+"""Fine-tune from a notebook or another program. The process continues after the run and may start another run."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import traceback
 from typing import Any
 from unittest.mock import patch
 
-from llm_fp8.config.parser import parse_launch, words_of
+from llm_fp8.config.parser import parse_launch, to_argv
 from llm_fp8.tools.script import CUDA_DEFAULTS
 
 
 def fine_tune(**options: Any) -> dict[str, Any]:
     """Fine-tune in this process, with train_fp8.py's options by name, and return the contents of summary.json. Raise
-    `UserError` for bad options and `FailedCheck` for a failed certificate. A signal that stops the run takes effect
-    after a checkpoint is saved: SIGINT raises KeyboardInterrupt.
+    `UserError` for bad options and `FailedCheck` for a failed certificate. If a signal stops the run, it is raised
+    again after the checkpoint is saved, so that SIGINT raises KeyboardInterrupt.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, {**CUDA_DEFAULTS, **os.environ}))
         # run.json and the model card record sys.argv.
-        stack.enter_context(patch.object(sys, "argv", ["train_fp8.py", *words_of(options)]))
+        stack.enter_context(patch.object(sys, "argv", ["train_fp8.py", *to_argv(options)]))
         config = parse_launch(sys.argv[1:], os.environ)
 
-        import torch  # here, so that bad options are reported before the slow import
+        import torch  # imported here, so that bad options are reported first
 
         from llm_fp8.run.run import run_training
         from llm_fp8.run.timeline import RunResults
@@ -40,7 +40,7 @@ def fine_tune(**options: Any) -> dict[str, Any]:
         try:
             exit_code = dry_run(config) if config.run.dry_run else run_training(config, results)
         except BaseException as error:
-            for failure in filter(None, (error, error.__cause__)):  # a notebook would keep frames with the model
+            for failure in filter(None, (error, error.__cause__)):  # otherwise a notebook keeps the model alive
                 traceback.clear_frames(failure.__traceback__)
             raise
     if exit_code:

@@ -240,7 +240,7 @@ def _expected_in_fp8(
 
 
 def _trained_first(model: nn.Module) -> list[nn.Module]:
-    """List the modules that may need no dgrad: all in the layer of the first trained parameter, in any order."""
+    """List the modules that may need no dgrad: all in the first trained parameter's layer (its order is unknown)."""
     first = next((name for name, parameter in model.named_parameters() if parameter.requires_grad), "")
     layer = re.match(r"(.+?\.)?\d+(?=\.)", first)
     return list(model.get_submodule(layer[0]).modules()) if layer else [model.get_submodule(first.rpartition(".")[0])]

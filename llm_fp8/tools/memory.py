@@ -63,7 +63,7 @@ class Row(NamedTuple):
 
     @property
     def fits(self) -> str:
-        """'yes', 'with --batch_size N' or 'no'; 'without activations' if the estimate cannot count activations."""
+        """Return 'yes', 'with --batch_size N' or 'no', or 'without activations' if activations cannot be estimated."""
         if self.fitted is None:
             return "no"
         if self.run.spec is None:
@@ -71,23 +71,23 @@ class Row(NamedTuple):
         rows = self.fitted.config.data.batch_size
         return "yes" if rows == self.run.config.data.batch_size else f"with --batch_size {rows}"
 
-    def command(self, model_words: list[str]) -> str:
+    def command(self, model_argv: list[str]) -> str:
         config = (self.fitted or self.run).config
-        words = ["python", "train_fp8.py"]
+        command = ["python", "train_fp8.py"]
         if self.run.num_gpus > 1:
-            words = ["torchrun", f"--nproc_per_node={self.run.num_gpus}", "train_multi_gpu.py"]
-            words.append(f"--sharding_mode={self.run.mode}")
-        model = config.model  # its options come from `model_words`
+            command = ["torchrun", f"--nproc_per_node={self.run.num_gpus}", "train_multi_gpu.py"]
+            command.append(f"--sharding_mode={self.run.mode}")
+        model = config.model  # its options come from `model_argv`
         default = Config().with_options(model_name=model.model_name, random_init=model.random_init).options
         options = {name: value for name, value in config.options.items() if value != default[name]}
         changed = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
-        return shlex.join([*words, *model_words, *changed])
+        return shlex.join([*command, *model_argv, *changed])
 
-    def to_dict(self, model_words: list[str]) -> dict[str, Any]:
+    def to_dict(self, model_argv: list[str]) -> dict[str, Any]:
         estimate = self.run.estimate()
         figures = {"parts_gib": estimate.parts, "total_gib": estimate.total_gib, "needed_gib": estimate.needed_gib}
         settings = {"training": self.way, "sharding_mode": self.run.mode, "fits": self.fits}
-        return {**settings, **figures, "command": self.command(model_words)}
+        return {**settings, **figures, "command": self.command(model_argv)}
 
 
 def assumed_machine(gpu: str | None, num_gpus: int) -> Machine:
@@ -118,15 +118,15 @@ def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
     """Load the model's config. Return it and the training options that name the model."""
     from llm_fp8.models.source import bundled_name, load_config, resolve_source
 
-    words = [f"--model_name={name}"]
+    argv = [f"--model_name={name}"]
     if "/" not in name and name != EMBEDDED and not Path(name).is_dir():
         if (known := bundled_name(name)) is None:
             near = did_you_mean(name, BUNDLED)
             raise UserError(f"--model_name {name}: neither a folder, nor bundled{near}, nor owner/name on the hub.")
         owner = next((owner for start, owner in HUB_OWNERS.items() if known.startswith(start)), None)
-        words = [f"--model_name={owner}/{known}"] if owner else [f"--model_name={known}", "--random_init"]
+        argv = [f"--model_name={owner}/{known}"] if owner else [f"--model_name={known}", "--random_init"]
     # With random_init a bundled config is read, without the hub.
-    return load_config(resolve_source(ModelConfig(model_name=name, random_init=True))), words
+    return load_config(resolve_source(ModelConfig(model_name=name, random_init=True))), argv
 
 
 def rows_of(config: Config, hf_config: PretrainedConfig, machine: Machine) -> list[Row]:
@@ -149,7 +149,7 @@ def rows_of(config: Config, hf_config: PretrainedConfig, machine: Machine) -> li
                 continue
             run = run.changed(use_te=False)
         fitted = largest_fitting(run, gpu_gib)
-        if fitted is None and run.sharded:  # try without whole gradients between micro-batches
+        if fitted is None and run.sharded:  # retry without whole gradients between micro-batches
             run = run.changed(sync_every_micro_batch=True)
             fitted = largest_fitting(run, gpu_gib)
         if fitted is not None:
@@ -178,12 +178,12 @@ def main() -> int:
     if options.mixed_precision == "fp8" and not machine.has_fp8:
         raise UserError(f"--mixed_precision fp8: {machine.gpu} has no fp8; drop it for bf16.")
     precision = options.mixed_precision or ("fp8" if machine.has_fp8 else "bf16")
-    hf_config, model_words = find_model(options.model_name)
+    hf_config, model_argv = find_model(options.model_name)
 
     from llm_fp8.models.source import require_positions
 
     require_positions(hf_config, options.max_seq_length, options.model_name, "--max_seq_length")
-    model = {"model_name": options.model_name, "random_init": "--random_init" in model_words}
+    model = {"model_name": options.model_name, "random_init": "--random_init" in model_argv}
     sizes = {name: getattr(options, name) for name in SIZES}
     config = Config().with_options(use_te=True, mixed_precision=precision, **model, **sizes)
     rows = rows_of(config, hf_config, machine)
@@ -202,12 +202,12 @@ def main() -> int:
     if not is_whole:
         console.print("note: this model has no TE decoder, so activations, logits and casts are not counted")
     if rows[0].fitted is not None:
-        console.print(f"the cheapest that {'fits' if is_whole else 'may fit'}:\n  {rows[0].command(model_words)}")
+        console.print(f"the cheapest that {'fits' if is_whole else 'may fit'}:\n  {rows[0].command(model_argv)}")
     else:
         console.print("nothing fits: use more GPUs or shorter rows")
     if options.output is not None:
         typed = {name: str(value) for name, value in vars(options).items()}
-        content = [row.to_dict(model_words) for row in rows]
+        content = [row.to_dict(model_argv) for row in rows]
         gpu = {"gpu": machine.gpu, "gpu_gib": machine.gpu_gib}
         write_json_atomic(options.output, {"options": typed, **gpu, "rows": content})
     return 0

@@ -1,4 +1,4 @@
-"""Shared by the tools: the console, and functions that start a program and read why it failed."""
+"""Utilities of the tools: the console, and functions that start a program and report why it failed."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ def run_program(
     return Outcome(exit_code, output, time.monotonic() - started_s)
 
 
-def torchrun(num_processes: int, *words: str) -> list[str]:
+def torchrun(num_processes: int, *argv: str) -> list[str]:
     """Return the command that starts `num_processes` processes on this host. --standalone picks a free port."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}", *words]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}", *argv]
 
 
-def training_command(num_gpus: int, *words: str) -> list[str]:
-    """Return the command that trains with the options `words` on `num_gpus` GPUs of this host."""
+def training_command(num_gpus: int, *argv: str) -> list[str]:
+    """Return the command that trains with the options `argv` on `num_gpus` GPUs of this host."""
     if num_gpus == 1:
-        return [sys.executable, str(REPOSITORY / "train_fp8.py"), *words]
-    return torchrun(num_gpus, str(REPOSITORY / "train_multi_gpu.py"), *words)
+        return [sys.executable, str(REPOSITORY / "train_fp8.py"), *argv]
+    return torchrun(num_gpus, str(REPOSITORY / "train_multi_gpu.py"), *argv)

@@ -1,4 +1,4 @@
-"""Start and end of a program: environment variables, imports, exit codes, one sentence for an expected error."""
+"""Start and end a program: environment variables, imports, exit codes, and one-sentence error messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from llm_fp8.utils.ranks import launcher_store
 IMPORTED_S = time.perf_counter()
 
 CUDA_DEFAULTS = {  # CUDA's libraries read these once, so they are set before torch is imported
-    # Expandable segments leave less unusable memory between blocks of different sizes.
+    # Expandable segments reduce memory fragmentation.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     # Otherwise Transformer Engine multiplies fp32 matrices in TF32.
     "NVIDIA_TF32_OVERRIDE": "0",
@@ -30,12 +30,12 @@ CUDA_DEFAULTS = {  # CUDA's libraries read these once, so they are set before to
 
 EXIT_FAILED_CHECK, EXIT_USER_ERROR, EXIT_NO_GPU = 1, 2, 3
 EXIT_INTERRUPTED, EXIT_OUTPUT_CLOSED = 130, 141
-"""Exit codes that a shell reports for a program ended by SIGINT or SIGPIPE."""
+"""The exit codes that a shell reports for a program that SIGINT or SIGPIPE ended."""
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import in the block without garbage collections (5 s instead of 7), and exempt new objects from later ones."""
+    """Disable garbage collection while the block imports (5 s instead of 7), and never collect the new objects."""
     gc.disable()
     try:
         yield
@@ -45,26 +45,26 @@ def importing() -> Iterator[None]:
 
 
 def open_missing_output() -> None:
-    """Open /dev/null for standard streams closed at the start (`>&-`): else a file opened later gets their output."""
+    """Open /dev/null for closed standard streams (`>&-`). Otherwise a file opened later would receive their output."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
 
 
-def writable(word: str) -> Path:
-    """Return the path of an output file and make its folder; ArgumentTypeError if the file cannot be written."""
-    path = Path(word).expanduser()
+def writable(text: str) -> Path:
+    """Return the path of an output file and create its folder. Raise `ArgumentTypeError` if it cannot be written."""
+    path = Path(text).expanduser()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists() or (path.is_file() and os.access(path, os.W_OK)):  # not a folder, device or pipe
-            with tempfile.TemporaryFile(dir=path.parent):  # `os.access` allows root everything, even /proc
+            with tempfile.TemporaryFile(dir=path.parent):  # for root, `os.access` is True even in /proc
                 return path
     raise argparse.ArgumentTypeError(f"{path} cannot be written; give a file in a folder that can")
 
 
-def _in_one_sentence(error: Exception) -> str | None:
-    """Return the sentence for an error that ends a script; None if only the traceback explains the error."""
+def _explanation(error: Exception) -> str | None:
+    """Return one sentence that explains `error`, or None if only the traceback explains it."""
     if isinstance(error, (errors.UserError, errors.FailedCheck)):
         return str(error)
     text = " ".join(str(error).split())[:100]
@@ -84,7 +84,7 @@ def _in_one_sentence(error: Exception) -> str | None:
 
 
 def first_to_end() -> bool:
-    """Return True if this process ends first in its launch (and prints the reason), or if the order is unknown."""
+    """Return True if this process is the first of its launch to end, which prints the reason, or if this is unknown."""
     with contextlib.suppress(RuntimeError, ValueError):  # the launcher is gone (DistError), or its port is not a number
         if (store := launcher_store()) is not None:
             return store.add(f"llm_fp8/ended/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1) == 1
@@ -92,8 +92,8 @@ def first_to_end() -> bool:
 
 
 def run_script(main: Callable[[], int]) -> None:
-    """Run `main`, which imports what it needs, and exit with its code. If `_in_one_sentence` explains an error, one
-    process of the launch prints the sentence, and the code is 2 (1 for a `FailedCheck`). The code is 130 after Ctrl-C
+    """Run `main`, which imports what it needs, and exit with its code. If `_explanation` has a sentence for an error,
+    one process of the launch prints it, and the code is 2 (1 for a `FailedCheck`). The code is 130 after Ctrl-C
     and 141 after a closed pipe.
     """
     open_missing_output()
@@ -108,7 +108,7 @@ def run_script(main: Callable[[], int]) -> None:
     except KeyboardInterrupt:
         code, closing_line = EXIT_INTERRUPTED, "interrupted"
     except Exception as error:
-        sentence = _in_one_sentence(error)
+        sentence = _explanation(error)
         if isinstance(error, BrokenPipeError) and closed_outputs():
             code = code or EXIT_OUTPUT_CLOSED
         elif sentence is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import pretrained
-from llm_fp8.config.parser import parse_config, words_of
+from llm_fp8.config.parser import parse_config, to_argv
 from llm_fp8.utils.errors import UserError
 
 
@@ -29,7 +29,7 @@ def test_an_unknown_variant_is_named():
 
 def test_a_variant_may_end_in_bf16_or_have_a_shorter_schedule(tmp_path):
     words = settings("--variants", "delayed@0.7,bf16/0.75", "--steps", "178", "--lr_scheduler", "linear")
-    until, shorter = (parse_config(words_of(job.options(words, tmp_path))) for job in pretrained.plan(words)[-2:])
+    until, shorter = (parse_config(to_argv(job.options(words, tmp_path))) for job in pretrained.plan(words)[-2:])
     assert until.precision.fp8_until == 0.7 and until.optim.lr_scheduler == "linear"
     assert (until.optim.max_steps, until.precision.mixed_precision) == (178, "fp8")
     assert (shorter.optim.max_steps, shorter.precision.mixed_precision) == (134, "bf16")

@@ -14,7 +14,7 @@ import pytest
 from transformers import TrainingArguments
 
 from llm_fp8.config.options import EMBEDDED, FIELDS, MODES, MOST_USED, OTHER_NAMES, SECTIONS, Config, ShardingMode
-from llm_fp8.config.parser import OptionsParser, parse_config, words_of
+from llm_fp8.config.parser import OptionsParser, parse_config, to_argv
 from llm_fp8.config.recipes import RECIPE_OPTIONS
 from llm_fp8.utils.errors import UserError
 from tests.support.documented_commands import COMMANDS, config_of, options_of
@@ -188,7 +188,7 @@ def test_the_type_of_an_option_reads_the_text_of_a_file(tmp_path):
             '{"think": false, "date": "2025-11-28", "n": 3, "code": "017", "text": "1", "x": 1e-05}',
     }  # fmt: skip
     assert parse_config(["--config", str(tmp_path / "run.yaml")]).options == {**Config().options, **written}
-    assert parse_config(words_of(written)).options == {**Config().options, **written}
+    assert parse_config(to_argv(written)).options == {**Config().options, **written}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("[!a]*.yaml")), ids=lambda path: path.stem)

@@ -9,7 +9,7 @@ import pytest
 from llm_fp8.config.parser import OptionsParser, parse_config
 from llm_fp8.config.recipes import RECIPES, Recipe, row_of
 from llm_fp8.precision.plan import recipe_available
-from llm_fp8.tools.compare.run_record import parse_variants, variant_words
+from llm_fp8.tools.compare.run_record import parse_variants, variant_argv
 from llm_fp8.utils.errors import UserError
 
 MADE_UP = Recipe(
@@ -42,6 +42,6 @@ def test_what_the_machine_says_of_it():
 
 def test_it_is_a_variant_of_a_comparison():
     assert parse_variants("made_up,bf16") == ["bf16", "made_up"]
-    words = variant_words("made_up", ["--amax_history_len", "1", "--fp8_format", "E4M3"])
+    words = variant_argv("made_up", ["--amax_history_len", "1", "--fp8_format", "E4M3"])
     assert words[-4:] == ["--fp8_backend", MADE_UP.backend, "--fp8_scenario", "made_up"]
     assert words[:-4] == ["--amax_history_len", "1", "--mixed_precision", "fp8"]

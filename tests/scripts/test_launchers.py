@@ -84,7 +84,7 @@ def test_one_command_compares_the_8b_pair(stand_in, tmp_path):
     runs = cli.plan_runs(parsed.train, ["bf16", "delayed"], parsed.seeds, 1, tmp_path)
     assert len(runs) == 6
     for run in runs:
-        config = parse_config(list(run.words))
+        config = parse_config(list(run.argv))
         script = config_of(f"llama_8b_full_finetune_{config.precision.mixed_precision}", stand_in)
         changed = dataclasses.replace(script.optim, seed=run.seed, optimizer="adamw_8bit")
         assert (config.model, config.data, config.optim) == (script.model, script.data, changed)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llm_fp8.config.recipes import recipe_names, recipe_words
+from llm_fp8.config.recipes import recipe_argv, recipe_names
 from tests.support.processes import run_ranks
 from tests.support.small import steps, summary_json
 
@@ -19,7 +19,7 @@ PRECISIONS = {
     "delayed": ["--mixed_precision", "fp8"],
     "current": ["--mixed_precision", "fp8", "--fp8_scenario", "current"],
     "block": ["--mixed_precision", "fp8", "--fp8_scenario", "block"],
-    **{name: [*recipe_words(name), "--packing"] for name in recipe_names("torchao")},
+    **{name: [*recipe_argv(name), "--packing"] for name in recipe_names("torchao")},
 }
 
 

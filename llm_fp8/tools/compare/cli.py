@@ -63,25 +63,25 @@ class PlannedRun:
     variant: str
     seed: int
     folder: Path
-    words: tuple[str, ...]  # the options for the training script
+    argv: tuple[str, ...]  # the options for the training script
 
 
 def plan_runs(train: str, variants: Sequence[str], num_seeds: int, num_gpus: int, folder: Path) -> list[PlannedRun]:
     """Plan the runs in `folder`, seed by seed. Raise `UserError` if the variants cannot share the options `train`."""
     with reading("--train", repr(train), "the options"):
-        words = [with_underscores(word) for word in shlex.split(train)]
-    names = {word.partition("=")[0].removeprefix("--") for word in words}
+        argv = [with_underscores(word) for word in shlex.split(train)]
+    names = {word.partition("=")[0].removeprefix("--") for word in argv}
     if reserved := names.intersection(_SET_HERE):
         raise UserError(f"--train: --{min(reserved)} is set by --variants, --seeds or --output; leave it out.")
     runs = []
     for seed in range(1, num_seeds + 1):
         for variant in variants:
             run_folder = folder / "runs" / f"{variant}-seed{seed}"
-            options = [*run_record.variant_words(variant, words), "--seed", str(seed), "--output_dir", str(run_folder)]
+            options = [*run_record.variant_argv(variant, argv), "--seed", str(seed), "--output_dir", str(run_folder)]
             if parse_config(options, parallel=num_gpus > 1).run.trackers:
                 options += ["--wandb_run_name", run_folder.name]
             runs.append(PlannedRun(variant, seed, run_folder, tuple(options)))
-    plan, shared = folder / "plan.json", {"train": words, "num_gpus": num_gpus}
+    plan, shared = folder / "plan.json", {"train": argv, "num_gpus": num_gpus}
     if plan.is_file() and read_json(plan) != shared:
         raise UserError(f"--output {folder} holds a comparison with other options ({plan}); choose another folder.")
     write_json_atomic(plan, shared)
@@ -100,7 +100,7 @@ def _run(run: PlannedRun, num_gpus: int, console: Console) -> Failure | None:
     console.print(f"{name}: started, log in {log}")
     log.parent.mkdir(parents=True, exist_ok=True)
     environ = {"WANDB_RUN_GROUP": output.resolve().name, **os.environ}
-    outcome = run_program(training_command(num_gpus, *run.words, *resuming), log=log, environ=environ)
+    outcome = run_program(training_command(num_gpus, *run.argv, *resuming), log=log, environ=environ)
     console.print(f"{name}: {f'FAILED: {outcome.failure}' if outcome.failure else 'done'} after {outcome.wall_s:.0f} s")
     return Failure(run.variant, run.seed, outcome.failure, str(log)) if outcome.failure else None
 

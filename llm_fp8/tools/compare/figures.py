@@ -144,7 +144,7 @@ def _gap(pairs: Sequence[tuple[RunRecord, RunRecord]], figure: Callable[[RunReco
 
 
 def certificate_state(summaries: Sequence[dict[str, Any]]) -> CertificateState:
-    """Return the worst certificate of the runs, including the certificates of steps after fp8 ended."""
+    """Return the worst verdict among the runs' certificates, including those of steps after fp8 ended."""
     certificates = [summary.get("certificate") or {"verdict": "missing"} for summary in summaries]
     certificates += [after for summary in summaries if (after := summary.get("certificate_after_fp8"))]
     worst = max((each["verdict"] for each in certificates), key=_SEVERITY.index, default="missing")

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from llm_fp8.config.options import SECTIONS, PrecisionConfig
-from llm_fp8.config.recipes import DEFAULT, DEFAULTS, RECIPE_OPTIONS, RECIPES, chosen, precision_name, recipe_words
+from llm_fp8.config.recipes import DEFAULT, DEFAULTS, RECIPE_OPTIONS, RECIPES, chosen, precision_name, recipe_argv
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import read_json, read_jsonl, with_floats
 
@@ -22,7 +22,7 @@ VARIANT_FIELDS = ("mixed_precision", "fp8_backend", "fp8_scenario")  # the optio
 def variants() -> dict[str, tuple[str, ...]]:
     """Map the names of variants to their options. 'fp8' is another name of the default recipe, and 'no' is fp32."""
     plain = {name: ("--mixed_precision", name) for name in (REFERENCE, "no")}
-    return {**plain, "fp8": recipe_words(DEFAULTS["te"]), **{name: recipe_words(name) for name in RECIPES}}
+    return {**plain, "fp8": recipe_argv(DEFAULTS["te"]), **{name: recipe_argv(name) for name in RECIPES}}
 
 
 def parse_variants(text: str) -> list[str]:
@@ -34,13 +34,13 @@ def parse_variants(text: str) -> list[str]:
     return sorted(names, key=lambda name: name != REFERENCE)
 
 
-def variant_words(variant: str, words: list[str]) -> list[str]:
-    """Return the variant's options: `words` without fp8 options that it does not accept, plus its precision."""
+def variant_argv(variant: str, argv: list[str]) -> list[str]:
+    """Return the variant's options: `argv` without fp8 options that it does not accept, plus its precision."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in dataclasses.fields(PrecisionConfig):
         if option.name not in VARIANT_FIELDS:
             parser.add_argument(f"--{option.name}", nargs="?", const=True, default=argparse.SUPPRESS)
-    fp8_options, others = parser.parse_known_args(words)
+    fp8_options, others = parser.parse_known_args(argv)
     for name, value in vars(fp8_options).items():
         if variant in RECIPES and (name not in RECIPE_OPTIONS or name in RECIPES[variant].options):
             others += [f"--{name}"] if value is True else [f"--{name}", value]

@@ -65,7 +65,7 @@ def judge(
     conclusion = _conclude(figures, quality, bool(speed_confounded), bool(quality_confounded))
     if conclusion in ("slightly worse", "use it") and is_fp8 and state != "certified":
         conclusion = "not certified"
-    speed, loss = _speed_words(figures, reference, speed_confounded), _loss_words(figures, quality_confounded)
+    speed, loss = _describe_speed(figures, reference, speed_confounded), _describe_loss(figures, quality_confounded)
     sentences = [f"{name} {speed} and {loss}."]
     if (match := figures.exact_match_gap) and not quality_confounded:
         sentences.append(f"Exact match differs by {match.value:+.1f} points, {_scatter(match, 0)}.")
@@ -112,7 +112,7 @@ def _conclude(figures: VariantFigures, quality: str, speed_confounded: bool, qua
     return "use it" if quality == "as good" else quality
 
 
-def _speed_words(figures: VariantFigures, reference: VariantFigures, confounded: Sequence[str]) -> str:
+def _describe_speed(figures: VariantFigures, reference: VariantFigures, confounded: Sequence[str]) -> str:
     if figures.emulated:
         return "was EMULATED in higher precision, so its speed has no meaning,"
     if confounded:
@@ -123,7 +123,7 @@ def _speed_words(figures: VariantFigures, reference: VariantFigures, confounded:
     return f"trained {figures.speedup.value:.2f} times as fast as {reference.name}{f' ({WITHIN})' if unsure else ''}"
 
 
-def _loss_words(figures: VariantFigures, confounded: Sequence[str]) -> str:
+def _describe_loss(figures: VariantFigures, confounded: Sequence[str]) -> str:
     if confounded:
         return f"cannot be compared in quality (the runs differ in {listed(confounded)})"
     gap = figures.loss_gap

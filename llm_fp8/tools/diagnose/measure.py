@@ -1,9 +1,9 @@
-"""The measurements of `llm-fp8 diagnose`, on a run that is built as for training.
+"""Measure the steps of a run for `llm-fp8 diagnose`. The run is built as for training.
 
 **A step** is described by its fp8 coverage, its certificate, the time of each class of kernels, and its memory by kind.
 Recording slows the host but not the kernels, so the GPU's idle time is the time of an unrecorded step minus the time of
-the kernels. The peak memory is split at the last forward pass of the step. "kept_casts" are the fp8 casts of weights
-that micro-batches reuse: all memory allocated before this pass, except weights, optimizer state and gradients.
+the kernels. The peak memory is split at the last forward pass of the step. The memory allocated before this pass is
+that of weights, optimizer state, gradients and "kept_casts", the fp8 casts of weights that micro-batches reuse.
 "activations" is the memory that this pass allocates. "backward_pass" is the rest of the peak. With one micro-batch it
 includes the gradients.
 
@@ -167,7 +167,7 @@ def memory_by_kind(stepper: Stepper, take_step: Callable[[], object]) -> dict[st
 
 
 def problems(findings: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each way in which the run differs from the request. Any makes the exit code 1."""
+    """Return a sentence for each difference from the requested run. If there is any, the exit code is 1."""
     precision, certificate = findings["precision"], findings["certificate"]
     sentences = list(certificate["reasons"]) if certificate["verdict"] == "failed" else []
     if precision["fallback_reason"]:
@@ -179,7 +179,7 @@ def problems(findings: Mapping[str, Any]) -> list[str]:
 
 
 def measure_quality(config: Config) -> dict[str, Any]:
-    """Measure fp8's quality cost for the model and recipe of `config`, on eval text or, without it, training text."""
+    """Measure fp8's quality cost for the model and recipe of `config`, on its eval text or else its training text."""
     plan = plan_without_output(config)
     if plan.precision.recipe is None:
         raise UserError("--quality compares fp8 with bf16; add --mixed_precision fp8.")
@@ -195,7 +195,7 @@ def measure_quality(config: Config) -> dict[str, Any]:
 
 
 class _Comparison:
-    """Computes `batches` with any of the fp8 modules in bf16, and compares with a pass entirely in bf16."""
+    """Compare a model that computes `batches` in fp8, with chosen modules in bf16, with the same model in bf16."""
 
     def __init__(self, setup: TrainingSetup, batches: list[Batch]) -> None:
         self.setup, self.batches = setup, batches
@@ -266,7 +266,7 @@ class _Comparison:
 
 
 def describe_quality(findings: dict[str, Any]) -> str:
-    """Describe the findings, and the kind of module for which bf16 would lower the divergence most per FLOP."""
+    """Describe the findings. Name the kind of module for which bf16 lowers the divergence most per FLOP."""
     total, kinds = findings["all_in_fp8"]["divergence"], findings["kinds"]
     saved = {kind: total - cost["without"]["divergence"] for kind, cost in kinds.items()}
     shares = {kind: cost["linear_flop_share"] for kind, cost in kinds.items()}

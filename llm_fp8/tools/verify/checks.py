@@ -46,7 +46,7 @@ KNOWN_TFLOPS = {
     "NVIDIA H200": {"bf16": 687.3, "fp8": 1309.8},
 }
 """Name of a GPU -> a recorded result of `measure_tflops`. Other GPUs are not judged."""
-MIN_SHARE = 0.85  # of the recorded rate
+MIN_SHARE = 0.85  # a lower share of the recorded rate is a warning
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Result:
     failures: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     fixes: list[str] = field(default_factory=list)  # commands for a shell in the repository
-    name: str = ""  # of the check
+    name: str = ""
     wall_s: float = 0.0
 
     def fail(self, sentence: str, fix: str) -> None:
@@ -155,7 +155,7 @@ def check_packages(setup: Setup) -> Result:
 
 
 class Rule(NamedTuple):
-    """A setting to report. In a finding, `name` and `value` are those of the variable instead of patterns."""
+    """A setting to report. A finding is a copy in which `name` and `value` are the variable's, not patterns."""
 
     name: str  # a regular expression for the whole name
     value: str  # a regular expression for the whole value, ignoring case
@@ -189,7 +189,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def judge_variables(environ: Mapping[str, str]) -> list[Rule]:
-    """List the settings in a shell's `environ` that a run should not start with; harmful ones come first."""
+    """List the settings in a shell's `environ` that a run should not start with. Harmful ones come first."""
     findings: dict[str, Rule] = {}
     for rule, (name, value) in itertools.product(RULES, environ.items()):
         if re.fullmatch(rule.name, name) and re.fullmatch(rule.value, value.strip(), re.I | re.S):

@@ -120,7 +120,7 @@ def check_network() -> Result:
     for _ in range(5):
         dist.all_reduce(tensor)
     torch.cuda.synchronize()
-    # The bus bandwidth of nccl-tests, which does not depend on the number of GPUs: the slowest link's rate.
+    # nccl-tests' bus bandwidth: the rate of the slowest link, which does not depend on the number of GPUs.
     gb_per_s = 5 * tensor.nbytes * 2 * (size - 1) / size / (time.perf_counter() - began) / 1e9
     return Result(f"NCCL sums 256 MiB over {size} GPUs at {gb_per_s:.1f} GB/s (bus bandwidth)")
 

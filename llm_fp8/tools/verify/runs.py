@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llm_fp8.config.recipes import DEFAULTS, recipe_names, recipe_words
+from llm_fp8.config.recipes import DEFAULTS, recipe_argv, recipe_names
 from llm_fp8.tools.programs import Outcome, run_program, training_command
 from llm_fp8.tools.verify.checks import Result, Setup
 from llm_fp8.utils.errors import UserError
@@ -62,13 +62,13 @@ def cut_model(setup: Setup) -> Path:
     return folder
 
 
-def train(setup: Setup, name: str, *words: str, num_processes: int = 1) -> Run:
+def train(setup: Setup, name: str, *argv: str, num_processes: int = 1) -> Run:
     folder = Path(tempfile.mkdtemp(dir=setup.scratch, prefix=name)) / "run"
     shape = CPU_OPTIONS
     if setup.num_gpus:
         shape = ["--max_seq_length", str(setup.max_seq_length), "--batch_size", str(setup.batch_size)]
         shape += ["--model_name", str(cut_model(setup)), "--random_init"]
-    command = training_command(num_processes, *OPTIONS, *shape, *words, "--output_dir", str(folder))
+    command = training_command(num_processes, *OPTIONS, *shape, *argv, "--output_dir", str(folder))
     outcome = run_program(command, log=folder.with_suffix(".log"), timeout_s=300)
     if outcome.failure is not None:
         return Run(name, command, outcome, {}, [])
@@ -102,13 +102,13 @@ def judge(result: Result, run: Run, baseline: Run | None = None) -> None:
     result.details.append(f"{name}: loss {losses[0]:.3f} to {losses[-1]:.3f}{kernels}, {run.outcome.wall_s:.0f} s")
 
 
-def train_all(setup: Setup, recipes: Iterable[str], *words: str) -> Result:
+def train_all(setup: Setup, recipes: Iterable[str], *argv: str) -> Result:
     """Train in bf16, then in each of `recipes`, without a fallback."""
     result = Result()
-    baseline = train(setup, "bf16", "--mixed_precision", "bf16", *words)
+    baseline = train(setup, "bf16", "--mixed_precision", "bf16", *argv)
     judge(result, baseline)
     for name in recipes:
-        judge(result, train(setup, name, *recipe_words(name), "--fp8_strict", *words), baseline)
+        judge(result, train(setup, name, *recipe_argv(name), "--fp8_strict", *argv), baseline)
     if not result.failures:
         evidence = "certified" if setup.num_gpus else "on the CPU, which has no fp8 kernels"
         result.summary = f"{', '.join(result.facts)}: the loss falls as it should, {evidence}"
@@ -149,8 +149,8 @@ def check_torchao_steps(setup: Setup) -> Result:
 def check_several_gpus(setup: Setup) -> Result:
     """Train in fp8 on all GPUs, sharded by FSDP2."""
     result = Result()
-    words = ("--fp8_strict", "--use_te", "--sharding_mode", "fsdp_full", *recipe_words(DEFAULTS["te"]))
-    judge(result, train(setup, "fsdp_full", *words, num_processes=setup.num_gpus))
+    argv = ("--fp8_strict", "--use_te", "--sharding_mode", "fsdp_full", *recipe_argv(DEFAULTS["te"]))
+    judge(result, train(setup, "fsdp_full", *argv, num_processes=setup.num_gpus))
     if not result.failures:
         result.summary = f"fsdp_full trains in fp8 on {setup.num_gpus} GPUs"
     return result

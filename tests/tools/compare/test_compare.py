@@ -25,7 +25,7 @@ from llm_fp8.tools.compare.figures import (
     variant_figures,
 )
 from llm_fp8.tools.compare.report import Failure, compare, render_page, without_folders
-from llm_fp8.tools.compare.run_record import RunRecord, parse_variants, read_run_folder, read_wandb, variant_words
+from llm_fp8.tools.compare.run_record import RunRecord, parse_variants, read_run_folder, read_wandb, variant_argv
 from llm_fp8.tools.compare.verdict import QUALITY_MARGIN, judge
 from llm_fp8.utils.errors import UserError
 from tests.support import small
@@ -299,8 +299,8 @@ def test_variants_are_parsed_and_get_only_the_options_that_apply():
         with pytest.raises(UserError, match="--variants"):
             parse_variants(text)
     options = ["--max_steps", "3", "--fp8_strict", "--amax_history_len", "16", "--use_te"]
-    assert variant_words("bf16", options) == ["--max_steps", "3", "--use_te", "--mixed_precision", "bf16"]
-    delayed, mxfp8 = (parse_config(variant_words(name, options)).precision for name in ("delayed", "mxfp8"))
+    assert variant_argv("bf16", options) == ["--max_steps", "3", "--use_te", "--mixed_precision", "bf16"]
+    delayed, mxfp8 = (parse_config(variant_argv(name, options)).precision for name in ("delayed", "mxfp8"))
     assert delayed.amax_history_len == 16 and delayed.fp8_strict
     assert mxfp8.amax_history_len is None and mxfp8.fp8_strict and mxfp8.fp8_scenario == "mxfp8"
 
@@ -309,7 +309,7 @@ def test_planned_runs_alternate_variants_and_differ_only_in_precision(tmp_path):
     train = "--config configs/train_pair.yaml --use_wandb"
     runs = plan_runs(train, ["bf16", "delayed"], 2, 1, tmp_path / "out")
     assert [run.folder.name for run in runs] == ["bf16-seed1", "delayed-seed1", "bf16-seed2", "delayed-seed2"]
-    base, fp8 = (parse_config(list(run.words)) for run in runs[:2])
+    base, fp8 = (parse_config(list(run.argv)) for run in runs[:2])
     assert base.run.wandb_run_name == "bf16-seed1" and base.optim.seed == 1 and base.model.use_te
     assert dataclasses.replace(fp8, precision=base.precision, run=base.run) == base
     with pytest.raises(UserError, match="--output .*other options"):
@@ -344,7 +344,7 @@ def test_trained_runs_are_compared_from_folders_and_from_wandb(tmp_path, monkeyp
     folder = tmp_path / "out"
     runs = plan_runs(f"{TRAIN} --use_wandb", ["bf16", "no"], 1, 1, folder)
     for run in runs:
-        assert small.train(*run.words) == 0
+        assert small.train(*run.argv) == 0
     options = ("--train", f"{TRAIN} --use_wandb", "--variants", "bf16,no", "--seeds", 1, "--output", folder)
     assert call_main(cli, *options) == 0, "finished runs are not trained again"
     printed, result = capsys.readouterr().out, json.loads((folder / "comparison.json").read_text())
