@@ -413,11 +413,6 @@ class ParallelConfig:
     )
     empty_cache_freq: int = option(0, "Steps between releases of cached GPU memory; 0: never.", at_least=0)
 
-    @property
-    def num_slices(self) -> int:
-        """The number of GPUs that share the tokens of a sequence."""
-        return self.context_parallel_size
-
 
 @dataclass(frozen=True)
 class Config:

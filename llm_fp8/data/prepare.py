@@ -94,7 +94,7 @@ def prepare_data(
     merging micro-batches does not change the evaluation rows. In accelerate's context `main_process_first`, the other
     processes wait until the main process has filled the cache.
     """
-    data, num_slices = config.data, config.parallel.num_slices
+    data, num_slices = config.data, config.parallel.context_parallel_size
     share = Share(rank // num_slices, world_size // num_slices)
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if isinstance(i, int)), 0)
     layout = (data.batch_size, data.max_seq_length, pad, config.packing, num_slices, split_batch, pin_memory)

@@ -75,18 +75,6 @@ class ContextGroup:
             sum_squared_lengths=batch.sum_squared_lengths // self.size,
         )
 
-    def on_its_own(self, batch: Batch) -> Batch:
-        """Turn a slice into a packed batch that needs no group: each document's part becomes a document. For parity."""
-        assert batch.cu_seqlens is not None
-        cu_seqlens = batch.cu_seqlens // self.size
-        starts = torch.repeat_interleave(cu_seqlens[:-1].long(), cu_seqlens.diff().long())
-        return dataclasses.replace(
-            batch,
-            position_ids=(torch.arange(batch.num_tokens, device=starts.device) - starts)[None],
-            cu_seqlens=cu_seqlens,
-            max_seqlen=batch.max_seqlen // self.size,
-        )
-
 
 def slice_index(cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
     """Return the token indices of a packed sequence for `rank` of `size`: int64 [cu_seqlens[-1] / size]."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,8 @@ from llm_fp8.precision.frozen import prepare_module, quantizer_of
 from llm_fp8.precision.te import TEBackend
 from llm_fp8.utils.torch_internals import free_memory_, local_of, sharded_like
 
+LARGEST = torch.finfo(torch.float8_e4m3fn).max  # weights are cast to E4M3 in every format
+
 
 class Fp8Weight(NamedTuple):
     master: Parameter  # DTensor sharded along dim 0: fp32 in the optimizer, or bf16 if frozen
@@ -39,57 +41,29 @@ class Fp8Weight(NamedTuple):
     quantizer: Any  # casts the master to the parameter
 
 
-@dataclass(eq=False)
-class Fp8Weights:
-    """All fp8 weights of a model."""
-
-    weights: list[Fp8Weight]
-    scales: Tensor  # fp32 [number of weights], read by the quantizers
-    target: float  # number to which a weight's amax is scaled
-    process_group: dist.ProcessGroup  # the ranks that share one copy of the model
-
-    def hand_over_gradients(self) -> None:
-        for weight in self.weights:
-            if weight.parameter.grad is not None:
-                weight.master.grad = weight.parameter.grad
-                weight.parameter.grad = None
-
-    @torch.no_grad()
-    def quantise_(self) -> None:
-        """Cast all master weights. Collective over the process group."""
-        masters = [local_of(weight.master) for weight in self.weights]
-        amax = torch.stack(torch._foreach_norm(masters, math.inf, dtype=torch.float32))
-        dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.process_group)
-        # Divide tensor by tensor: torch divides a Python number by a tensor via the reciprocal and rounds twice. An
-        # infinite amax gives scale 0, and so NaN.
-        scales = torch.where(amax > 0, torch.full_like(amax, self.target) / amax, 1.0)
-        # In place, since weights that FSDP gathered before refer to this tensor.
-        self.scales.copy_(scales.clamp(max=torch.finfo(torch.float32).max))
-        for weight, master in zip(self.weights, masters, strict=True):
-            weight.quantizer.update_quantized(master, local_of(weight.parameter))
-
-
 class Fp8ParamsStrategy(FsdpStrategy):
     """FSDP that gathers weights in fp8: TE's weights as fp8 parameters, others in the form of their back end."""
 
     _backend: Any = TEBackend()  # set to the run's back end by `prepare`
-    _weights: Fp8Weights | None = None
+    _weights: Sequence[Fp8Weight] = ()
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, precision: Any = None) -> tuple[nn.Module, Any]:
         self._backend, self._weights = precision.backend, keep_weights_in_fp8(model, precision)
-        if (weights := self._weights) is not None:
-            optimizer.register_step_pre_hook(lambda *_: weights.hand_over_gradients())
+        optimizer.register_step_pre_hook(lambda *_: self._hand_over_gradients())
         optimizer.register_step_post_hook(lambda *_: self._cast_(model))
         return super().prepare(model, optimizer)
 
+    def _hand_over_gradients(self) -> None:
+        for master, parameter, _ in self._weights:
+            if parameter.grad is not None:
+                master.grad, parameter.grad = parameter.grad, None
+
     def _cast_(self, model: nn.Module) -> None:
-        if self._weights is not None:
-            self._weights.quantise_()
+        quantise_(self._weights)
         self._backend.refresh_scales_(model)
 
     def master_of(self, parameter: Any) -> tuple[Any, Tensor]:
-        weights = [] if self._weights is None else self._weights.weights
-        master = next((weight.master for weight in weights if weight.parameter is parameter), parameter)
+        master = next((weight.master for weight in self._weights if weight.parameter is parameter), parameter)
         return master, self._backend.unwrapped_shard(master).detach()
 
     def after_load(self, model: nn.Module, optimizer: Any, step: int) -> None:
@@ -97,42 +71,56 @@ class Fp8ParamsStrategy(FsdpStrategy):
         self._cast_(model)
 
 
-def keep_weights_in_fp8(model: nn.Module, precision: Precision) -> Fp8Weights | None:
-    """Give TE's fp8 modules in `model` fp8 parameters; the previous parameters become their masters. Return None if no
-    weight is trained: frozen weights are cast once and their masters freed.
+def keep_weights_in_fp8(model: nn.Module, precision: Precision) -> Sequence[Fp8Weight]:
+    """Give TE's fp8 modules in `model` fp8 parameters; the previous parameters become their masters. Return the weights
+    if they are trained: frozen ones are cast once and their masters freed.
 
     Collective. Call it before the first forward pass, in which FSDP2 reads its parameters.
     """
-    recipe: Any = precision.plan.recipe
     # Follow the order of `modules()`, which is the same on every rank; a set has no order.
     modules: list[Any] = [module for module in model.modules() if module in precision.fp8_modules]
     # Leave out modules that are in fp8 already, such as frozen ones.
     modules = [module for module in modules if not getattr(module, "primary_weights_in_fp8", True)]
-    places = [(module, name) for module in modules for name in prepare_module(module, recipe)]
+    places = [(module, name) for module in modules for name in prepare_module(module, precision.plan.recipe)]
     if not places:
-        return None
+        return ()
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
-    first: Any = getattr(*places[0])
-    split_dim = next(dim for dim, placement in enumerate(first.placements) if placement.is_shard())
-    scales = torch.ones(len(places), dtype=torch.float32, device=first.device)
-    unused = torch.zeros(1, dtype=torch.float32, device=first.device)
     weights = list[Fp8Weight]()
-    for (module, name), scale in zip(places, scales.split(1), strict=True):
+    for module, name in places:
         master, recipe_quantizer = getattr(module, name), quantizer_of(module, name)
         parameter = _fp8_parameter(master, recipe_quantizer)
         setattr(module, name, parameter)
         # In both recipes this quantizer casts with a given scale. Its amax goes into delayed scaling's history.
+        scale, unused = (torch.ones(1, dtype=torch.float32, device=master.device) for _ in range(2))
         amax = recipe_quantizer.amax if isinstance(recipe_quantizer, Float8Quantizer) else unused
         quantizer = Float8Quantizer(scale, amax, recipe_quantizer.dtype, rowwise=True, columnwise=False)
         weights.append(Fp8Weight(master, parameter, quantizer))
-    group = Fp8Weights(weights, scales, recipe.fp8_format.value.max_fwd, first.device_mesh.get_group(split_dim))
-    group.quantise_()
-    if first.requires_grad:
-        return group
+    quantise_(weights)
+    if weights[0].master.requires_grad:
+        return weights
     for weight in weights:  # FSDP2 refers to the masters until the first forward pass
         free_memory_(weight.master)
-    return None
+    return ()
+
+
+@torch.no_grad()
+def quantise_(weights: Sequence[Fp8Weight]) -> None:
+    """Cast all master weights. Collective over the ranks that share one copy of the model."""
+    if not weights:
+        return
+    masters = [local_of(weight.master) for weight in weights]
+    first: Any = weights[0].master
+    amax = torch.stack(torch._foreach_norm(masters, math.inf, dtype=torch.float32))
+    dist.all_reduce(amax, dist.ReduceOp.MAX, group=first.device_mesh.get_group("shard"))
+    # Divide tensor by tensor: torch divides a Python number by a tensor via the reciprocal and rounds twice. An
+    # infinite amax gives scale 0, and so NaN.
+    scales = torch.where(amax > 0, torch.full_like(amax, LARGEST) / amax, 1.0)
+    scales = scales.clamp(max=torch.finfo(torch.float32).max)
+    # In place, since weights that FSDP gathered before refer to the quantizers' scales.
+    torch._foreach_copy_([weight.quantizer.scale for weight in weights], scales.split(1))
+    for weight, master in zip(weights, masters, strict=True):
+        weight.quantizer.update_quantized(master, local_of(weight.parameter))
 
 
 @torch.no_grad()

@@ -172,7 +172,7 @@ class RunSize:
     def spec(self) -> te_llama.DecoderSizes | None:
         """Sizes of the TE decoder; None if the run has no TE decoder or its memory cannot be counted in full."""
         counted = self.recipe in ("bf16", *RECIPES_COUNTED) and self.mode in MODES_COUNTED
-        counted = counted and self.config.model.use_te and self.config.parallel.num_slices == 1
+        counted = counted and self.config.model.use_te and self.config.parallel.context_parallel_size == 1
         return self.sizes if counted and not (self.sharded and self.num_gpus == 1) else None
 
     @property

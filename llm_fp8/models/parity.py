@@ -89,23 +89,30 @@ def relative_difference(value: Tensor, reference: Tensor) -> float:
     return float(difference / norm) if norm > 0 else float(difference)
 
 
-def first_row(batch: Batch, max_seq_length: int) -> Row:
-    """Return the first sequence, cut to `MAX_TOKENS` real tokens."""
+def first_row(batch: Batch, max_seq_length: int, num_slices: int) -> Row:
+    """Return the first sequence, cut to `MAX_TOKENS` real tokens. In one of `num_slices` slices of the batch, the part
+    of each document counts as a document.
+    """
     if batch.cu_seqlens is None:
         assert batch.attention_mask is not None
         length = min(int(batch.attention_mask[0].sum()), MAX_TOKENS)
         starts = torch.zeros(1, dtype=torch.int32, device=batch.input_ids.device)
     else:
-        length = min(max_seq_length, MAX_TOKENS)
-        starts = batch.cu_seqlens[batch.cu_seqlens < length]
+        length = min(max_seq_length // num_slices, MAX_TOKENS)
+        bounds = batch.cu_seqlens // num_slices
+        starts = bounds[bounds < length]
     # The last document may be cut: attention is causal.
     cu_seqlens = torch.cat((starts, starts.new_tensor([length])))
-    return batch.input_ids[:1, :length], batch.position_ids[:1, :length], cu_seqlens
+    offsets = torch.repeat_interleave(cu_seqlens[:-1].long(), cu_seqlens.diff().long())
+    return batch.input_ids[:1, :length], (torch.arange(length, device=offsets.device) - offsets)[None], cu_seqlens
 
 
-def check_parity(model: Model, layers: Iterable[Any], batch: Batch, max_seq_length: int, dtype: torch.dtype) -> str:
+def check_parity(
+    model: Model, layers: Iterable[Any], batch: Batch, max_seq_length: int, dtype: torch.dtype, num_slices: int = 1
+) -> str:
     """Run the three tests on a TE decoder that computes in `dtype` and return a sentence about them; raise `UserError`
-    if one fails. A layer of `layers` needs its weights only until the next one is requested. Collective.
+    if one fails. `batch` is one of `num_slices` slices. A layer of `layers` needs its weights only until the next one
+    is requested. Collective.
     """
     entries = te_llama.parameter_map(model.module)
     outside, names = dict(entries), {module: name for name, module in model.module.named_modules()}
@@ -116,7 +123,7 @@ def check_parity(model: Model, layers: Iterable[Any], batch: Batch, max_seq_leng
             check_weights(model, {name: outside.pop(name) for name in layer_names})
             yield layer
 
-    comparisons = compare_layers(model, loaded(), first_row(batch, max_seq_length), dtype)
+    comparisons = compare_layers(model, loaded(), first_row(batch, max_seq_length, num_slices), dtype)
     verdict = judge(comparisons, dtype)
     check_weights(model, outside)
     return f"parity with Hugging Face: {sum(map(len, entries.values()))} stored tensors loaded bit for bit; {verdict}"

@@ -180,15 +180,9 @@ def _load_weights(plan: RunPlan, model: Model, precision: Precision, batch: Batc
     if batch is not None:
         from llm_fp8.models.parity import check_parity
 
-        context = plan.strategy.context_group
-        comparison = check_parity(
-            model,
-            full_layers,
-            (batch if context is None else context.on_its_own(batch)).to(plan.device),
-            plan.config.data.max_seq_length // (1 if context is None else context.size),
-            dtype=plan.precision.compute_dtype if shards_parameters else plan.weight_dtype,
-        )
-        plan.say(comparison)
+        dtype = plan.precision.compute_dtype if shards_parameters else plan.weight_dtype
+        first, width = batch.to(plan.device), plan.config.data.max_seq_length
+        plan.say(check_parity(model, full_layers, first, width, dtype, plan.config.parallel.context_parallel_size))
     if not holds_in_fp8:
         return
     dropped = 0
