@@ -3,4 +3,4 @@
 from pathlib import Path
 
 BUNDLED = {path.stem: path for path in sorted(Path(__file__).with_name("architectures").glob("*.json"))}
-"""Configs of well-known models by the end of their hub id; --random_init and scripts/memory.py use them offline."""
+"""Last part of a hub id -> config of a well-known model, for --random_init and scripts/memory.py without a network."""

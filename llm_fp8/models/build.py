@@ -1,7 +1,7 @@
-"""Build a `Model` from a config: choose the attention, build the modules, leave out towers, read or draw the weights.
+"""Build a `Model` from a config: choose the attention, build the modules, remove towers, read or draw the weights.
 
-There are two decoders: Hugging Face's own, and the same model with TE decoder layers (te_llama.py). Both are built with
-parameters on "meta", sharded if asked for, then given memory and filled tensor by tensor.
+There are two decoders: Hugging Face's, and the same model with TE decoder layers (te_llama.py). Both are built with
+parameters on "meta" and sharded if required. Then memory is allocated and filled tensor by tensor.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from llm_fp8.utils.torch_internals import give_memory_, local_of, materialize_
 from te_llama import Part, UnsupportedArchitecture
 
 FLASH_ATTENTION_2 = OptionalPackage("flash-attn", "flash_attn", "pip install --no-build-isolation flash-attn")
-_SMALL = 2**18  # elements: smaller tensors have memory while draws are recorded, as Mamba's A_log needs
+_SMALL = 2**18  # elements; smaller tensors have memory while random calls are recorded, as Mamba's A_log needs values
 _Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 def choose_attention(choice: str, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return the decoder's attention; None lets transformers choose. `auto`: flash-attn if GPU and model support it."""
+    """Return transformers' attn_implementation (None: its default). `auto` selects flash-attn if it can be used."""
     if choice == "flash_attention_2":
         FLASH_ATTENTION_2.require("--attn_implementation flash_attention_2")
     if choice != "auto":
@@ -62,8 +62,8 @@ def build_structure(
     te_on_meta: bool = True,
     full_tensor: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> Model:
-    """Build the model without values: parameters on "meta", buffers on `device`. Without `te_on_meta`, a TE decoder's
-    parameters have memory on `device`. `unfused_mlp`: see `te_llama.LayerSpec`.
+    """Build the model without values, with parameters on "meta" and buffers on `device`. If `te_on_meta` is False, a TE
+    decoder's parameters have memory on `device`. For `unfused_mlp` see `te_llama.LayerSpec`.
     """
     choice = "sdpa" if options.use_te else options.attn_implementation
     attention = choose_attention(choice, hf_config, device, compute_dtype)
@@ -87,8 +87,9 @@ def build_model(
     keep_lower_bits: bool = False,
     **structure: Any,
 ) -> Model:
-    """Build the model on `device` with its stored weights, or random ones; `structure`: see `build_structure`. With
-    `keep_lower_bits`, bf16 parameters also keep the lower bits of stored fp32 (`llm_fp8.optim.adamw_master`).
+    """Build the model on `device` with the weights in `stored`, or random weights if it is None. `structure` are other
+    arguments of `build_structure`. With `keep_lower_bits`, bf16 parameters get a remainder with the lower bits of
+    stored fp32 weights (`llm_fp8.optim.adamw_master`).
     """
     model = build_structure(options, hf_config, stored, device=device, te_on_meta=False, **structure)
     if not options.use_te:
@@ -99,9 +100,9 @@ def build_model(
 
 
 def fill_weights(model: Model, device: Device = "cpu", seed: int = 0, keep_lower_bits: bool = False) -> None:
-    """Fill a model whose parameters have memory with its weights, or with this rank's shards of them. Weights that are
-    not stored are drawn on `device` from `seed`, identically for every world size. `UserError` names file and tensor
-    that do not fit.
+    """Fill the parameters (or this rank's shards), which have memory, with the stored weights. A model without stored
+    weights is filled with random ones, drawn on `device` with `seed` and equal for every world size. Raise `UserError`
+    with file and tensor if a stored tensor does not match the model.
     """
     if keep_lower_bits and model.stored is not None:
         for parameter in model.module.parameters():
@@ -112,8 +113,8 @@ def fill_weights(model: Model, device: Device = "cpu", seed: int = 0, keep_lower
 
 
 def filled_layers(model: Model, layers: Iterable[nn.Module], device: Device, seed: int) -> Iterator[nn.Module]:
-    """Load one decoder layer at a time: allocate its memory if it has none, fill it, yield it. The caller may free or
-    cast a layer before the next one is allocated. Tensors outside `layers` must have memory and are filled in order.
+    """Fill the model and yield each of `layers` once it is filled. A layer's memory is allocated just before, so the
+    caller can cast or free a layer before the next one is allocated. Tensors outside `layers` must have memory.
     """
     tensors = saved_tensors(model.module)
     owners = {id(parameter): layer for layer in layers for parameter in layer.parameters()}
@@ -131,24 +132,24 @@ def filled_layers(model: Model, layers: Iterable[nn.Module], device: Device, see
 
 
 def model_from_config(hf_config: PretrainedConfig, **options: Any) -> Model:
-    """Build the Hugging Face model of `hf_config`; of a multimodal model, only the part that text passes through."""
+    """Build the Hugging Face model of `hf_config`. Of a multimodal model, build only the part that processes text."""
     with reading_model(f"causal language model of type '{hf_config.model_type}'", hf_config.name_or_path or ""):
         module = auto_class(hf_config).from_config(hf_config, trust_remote_code=False, **options)
         return without_towers(module) if is_multimodal(hf_config) else Model(module)
 
 
 def is_multimodal(hf_config: PretrainedConfig) -> bool:
-    """Return True if the checkpoint holds more than a language model, such as a tower for images or sound."""
+    """Return True if the checkpoint has more than a language model, for example an image encoder."""
     return text_config(hf_config) is not hf_config
 
 
 def auto_class(hf_config: PretrainedConfig) -> Any:
-    """Return transformers' auto class that reads the whole checkpoint."""
+    """Return the auto class of transformers that loads the whole checkpoint."""
     return AutoModelForMultimodalLM if is_multimodal(hf_config) else AutoModelForCausalLM
 
 
 def without_towers(model: PreTrainedModel) -> Model:
-    """Remove all modules except decoder and lm_head, the parts for text, from `model`; tensors keep their names."""
+    """Remove the modules that do not process text (all except decoder and lm_head) from `model`."""
     decoder, head = text_decoder(model), model.get_output_embeddings()
     text_parts = {module for part in (decoder, head) if part is not None for module in part.modules()}
     left_out: list[str] = []
@@ -156,7 +157,7 @@ def without_towers(model: PreTrainedModel) -> Model:
         if module in text_parts or text_parts.isdisjoint(module.modules()):
             continue
         children = [(name, child) for name, child in module.named_children() if text_parts.isdisjoint(child.modules())]
-        towers = [name for name, child in children if child.state_dict()]  # one without weights may act on the logits
+        towers = [name for name, child in children if child.state_dict()]  # modules without weights may change logits
         for name in [*towers, *(name for name, _ in module.named_parameters(recurse=False))]:
             setattr(module, name, None)
             left_out.append(f"{prefix}.{name}".lstrip("."))
@@ -164,18 +165,18 @@ def without_towers(model: PreTrainedModel) -> Model:
 
 
 def count_parameters(hf_config: PretrainedConfig) -> int:
-    """Return the number of parameters of `hf_config`'s model; tied parameters count once."""
+    """Return the number of parameters of the model of `hf_config`. Tied parameters count once."""
     return sum(parameter.numel() for parameter in model_on_meta(hf_config).module.parameters())
 
 
 def model_on_meta(hf_config: PretrainedConfig) -> Model:
     """Build the Hugging Face model of `hf_config` on "meta"."""
     with torch.device("meta"):
-        return model_from_config(copy.deepcopy(hf_config))  # building changes the config
+        return model_from_config(copy.deepcopy(hf_config))  # `from_config` changes the config
 
 
 def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -> DecoderSize:
-    """Return the decoder's dimensions, counting only expert weights used per token and only layers with attention."""
+    """Return the dimensions for counting FLOPs: of expert weights used per token, and of layers with attention."""
     model, decoder = model_on_meta(hf_config), text_config(hf_config)
     routed, num_linear = routed_modules(model.module), 0.0
     for module in model.module.modules():
@@ -193,8 +194,8 @@ def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -
 
 
 def read_by_kernels(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the linear layers of Mamba's mixers, by name, that training never calls: fused kernels read their weights.
-    These are the output, and two more in Mamba 1. An adapter or an fp8 module in their place would not run.
+    """Return name -> linear layer of Mamba's mixers that training does not call, since fused kernels read its weight.
+    These are the output projection and, in Mamba 1, two more. An adapter or fp8 module in their place would not run.
     """
     return {
         f"{prefix}.{name}": child
@@ -206,16 +207,16 @@ def read_by_kernels(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def attention_width(layer: Any) -> int:
-    """Return number of heads times head_dim from a layer's config; 0 if it has no heads."""
+    """Return num_heads * head_dim from a layer's config, or 0 if it has no heads."""
     num_heads = getattr(layer, "num_attention_heads", 0)
     head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // max(1, num_heads)
     if (key_dim := getattr(layer, "qk_head_dim", None)) and (value_dim := getattr(layer, "v_head_dim", None)):
-        head_dim = (key_dim + value_dim) // 2  # latent attention: its `head_dim` covers only the rotated part
+        head_dim = (key_dim + value_dim) // 2  # in latent attention, `head_dim` is only the rotated part
     return num_heads * head_dim
 
 
 def read_into(stored: StoredCheckpoint, targets: Mapping[str, tuple[str, Part]], tensors: Mapping[str, Tensor]) -> None:
-    """Fill `tensors` (this rank's shards, by name) from the stored weights; for `targets` see `Model`."""
+    """Fill `tensors` (this rank's shards, by name) from the stored weights. For `targets` see `Model.targets`."""
     wanted = {name for name, (owner, _) in targets.items() if owner in tensors}
     device = next(iter(tensors.values())).device
     for path in dict.fromkeys(stored.stored[name].path for name in targets if name in wanted):
@@ -227,21 +228,21 @@ def read_into(stored: StoredCheckpoint, targets: Mapping[str, tuple[str, Part]],
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A shard along dim 0: `data` [n, ...] holds rows `start` to `start + n` of a parameter; n may be 0."""
+    """A shard along dim 0: `data` [n, ...] are rows `start` to `start + n` of a parameter. n may be 0."""
 
     data: Tensor
     start: int
-    remainder: Tensor | None = None  # lower bits of the fp32 values of bf16 `data`, if kept
+    remainder: Tensor | None = None  # int16 [n, ...], to be filled with the lower bits of fp32 weights
 
     def fill(self, part: Part, rows: Any) -> None:
-        """Copy and cast this rank's rows of a Hugging Face tensor into `data`; `rows[a:b]` reads its rows a to b."""
+        """Copy this rank's rows of a Hugging Face tensor into `data` and cast them. `rows[a:b]` reads rows a to b."""
         first, last = max(part.start, self.start), min(part.stop, self.start + len(self.data))
         if first >= last:
             return
         wanted = slice(first - part.start, last - part.start) if part.by_rows else slice(None)
         values = rows[wanted] if part.shape else torch.atleast_1d(rows[...])
         if self.data.is_floating_point() and not values.is_floating_point():
-            raise UnsupportedArchitecture(f"'{part.hf_name}' holds {values.dtype} in the checkpoint instead of floats")
+            raise UnsupportedArchitecture(f"'{part.hf_name}' is {values.dtype} in the checkpoint instead of floats")
         overlap = slice(first - self.start, last - self.start)
         if self.data.dtype == torch.bfloat16 and values.dtype in (torch.float32, torch.float16):
             values, remainder = split_master(values.to(self.data.device, torch.float32))
@@ -251,8 +252,8 @@ class LocalShard:
 
 
 def local_shard(tensor: Tensor) -> LocalShard:
-    """Return this rank's rows of `tensor`, sharing its memory: all rows of a plain tensor, or a DTensor's dim-0 shard.
-    FSDP gives each of n ranks ceil(R / n) of R rows; the last ranks get fewer or none. A 0-d tensor is one row.
+    """Return this rank's rows of `tensor` (a view): all rows of a plain tensor, or a DTensor's dim-0 shard. FSDP gives
+    each of n ranks ceil(R / n) of R rows, and the last ranks fewer or none. A 0-d tensor has one row.
     """
     remainder, start = remainder_of(tensor), 0
     if not isinstance(tensor, DTensor):
@@ -265,11 +266,11 @@ def local_shard(tensor: Tensor) -> LocalShard:
 
 
 class RandomWeights(TorchFunctionMode):
-    """Draws parameters as transformers' `_init_weights` does for the architecture, including norms, gates and decays.
+    """Random initial weights with the distributions of transformers' `_init_weights` for the architecture.
 
-    `_init_weights` runs once in this mode on a model without memory; the mode records the calls for each parameter.
-    `fill` draws a whole parameter on the generator's device and keeps this rank's shard, so weights depend neither on
-    the number of ranks nor on the sharding. What `_init_weights` skips is drawn as in Llama: normal, one or zero.
+    `_init_weights` runs once in this mode on a model without memory, and the mode records the calls for each parameter.
+    `fill` draws a whole parameter on the generator's device and copies this rank's shard, so weights are independent of
+    the number of ranks and the sharding. Parameters that `_init_weights` skips are as in Llama: normal, one or zero.
     """
 
     def __init__(self, model: Model, generator: torch.Generator) -> None:
@@ -293,18 +294,18 @@ class RandomWeights(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        target, *others = args or [options.pop("tensor", None)]  # torch.nn.init passes it by keyword
+        target, *others = args or [options.pop("tensor", None)]  # torch.nn.init passes the tensor by keyword
         if isinstance(target, nn.Parameter) and name.endswith("_") and not name.startswith("_"):  # in place
             if name in ("normal_", "uniform_") or "generator" in options:
                 options["generator"] = self._generator
             if "generator" in options or name in ("zero_", "fill_", "constant_", "copy_"):
-                self._recorded[id(target)] = []  # overwrites earlier calls, as for a tied matrix
+                self._recorded[id(target)] = []  # this call overwrites earlier results, as for a tied matrix
             if not any(getattr(value, "is_meta", False) for value in others):
                 self._recorded.setdefault(id(target), []).append((func, tuple(others), options))
         return func(*args, **(kwargs or {}))
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Draw the parameters among `tensors`, which are named as in `saved_tensors`."""
+        """Draw the parameters in `tensors` (names as in `saved_tensors`)."""
         for name, tensor in tensors.items():
             if not isinstance(tensor, nn.Parameter):
                 continue

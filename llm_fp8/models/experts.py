@@ -1,14 +1,14 @@
-"""Mixtures of experts: find them by the shape of their modules, and compute them with one grouped GEMM per weight.
+"""Mixtures of experts: detect them by their parameters' shapes, and compute them with one grouped GEMM per weight.
 
-transformers 5 keeps a layer's experts in one module. Its parameters have three dimensions [experts, ...], and a grouped
-GEMM computes each of them. The router is a neighbour of that module. Shared experts are ordinary linear layers.
+In transformers 5 the experts of a layer are one module, whose parameters have three dimensions [experts, ...]. The
+router is another module with the same parent. Shared experts are ordinary linear layers.
 
-The backward pass of a gather sorts its index again and adds row by row (`index_put_` with accumulation). On an H100 and
-a layer of Qwen3-30B-A3B's shape this took longer than all GEMMs. `grouped_experts` uses the fact that the index is a
-permutation, so its backward pass is a gather too.
+The backward pass of torch's gather sorts the index and adds row by row (`index_put_` with accumulation). On an H100,
+this took longer than all GEMMs of a layer of Qwen3-30B-A3B. The index in `grouped_experts` is a permutation, so its
+backward pass can be a gather too.
 
-Experts stay in bf16 even in an fp8 run. On an H100 (gate, up and down of Qwen3-30B-A3B, forward and backward, 8,192
-tokens) `torch._grouped_mm` reached 413 TFLOP/s in bf16; in fp8 the best grouped GEMM reached 236, TE's GroupedLinear
+Experts compute in bf16 even in an fp8 run. On an H100 (gate, up and down of Qwen3-30B-A3B, forward and backward, 8,192
+tokens) `torch._grouped_mm` reached 413 TFLOP/s in bf16. In fp8 the best grouped GEMM reached 236, TE's GroupedLinear
 55.
 """
 
@@ -29,21 +29,21 @@ CONFIG_ENTRIES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "m
 
 
 class Routed(NamedTuple):
-    """A module of routed experts, or the router's own linear layer."""
+    """Properties of a module of routed experts, or of a router that is a linear layer."""
 
-    share: float  # share of the weight used per token: experts per token / experts
-    reason: str  # why an fp8 run does not convert it
+    share: float  # fraction of the weight that a token uses: experts per token / experts
+    reason: str  # reason why an fp8 run does not convert the module
 
 
 def expert_weights(module: nn.Module) -> list[nn.Parameter]:
-    """Return the weights [experts, ...] that the module itself holds; empty for any other module."""
+    """Return the expert weights [experts, ...] of the module itself, without submodules; [] if it has none."""
     if hasattr(module, "kernel_size"):  # a convolution
         return []
     return [parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 3]
 
 
 def routed_modules(model: nn.Module) -> dict[nn.Module, Routed]:
-    """Return every module with expert weights and every router that is an `nn.Linear`; empty in a dense model."""
+    """Return the properties of each module with expert weights and each router that is an `nn.Linear`."""
     routed: dict[nn.Module, Routed] = {}
     config: Any = getattr(model, "config", None)
     for name, module in model.named_modules():
@@ -60,14 +60,14 @@ def routed_modules(model: nn.Module) -> dict[nn.Module, Routed]:
 
 
 def experts_per_token(hf_config: PretrainedConfig | None) -> int | None:
-    """Return the number of experts per token; None if the config states none or is None."""
+    """Return the number of experts per token, or None if the config is None or does not have it."""
     decoder = None if hf_config is None else text_config(hf_config)
     entries = (getattr(decoder, entry, None) for entry in CONFIG_ENTRIES)
     return next((value for value in entries if isinstance(value, int)), None)
 
 
 def compute_experts(model: nn.Module, autocast_dtype: torch.dtype | None) -> None:
-    """Compute grouped-GEMM experts with `grouped_experts`; under torch.autocast all compute in `autocast_dtype`."""
+    """Make experts with grouped GEMMs use `grouped_experts`, and all compute in `autocast_dtype` under autocast."""
     for module in filter(expert_weights, model.modules()):
         if runs_grouped_gemms(module):
             wrap_forward(module, functools.partial(grouped_experts, module))
@@ -76,13 +76,13 @@ def compute_experts(model: nn.Module, autocast_dtype: torch.dtype | None) -> Non
 
 
 def _on_casts(experts: nn.Module, dtype: torch.dtype, forward: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Call `forward` of `experts` on casts of input and weights: torch.autocast (2.13) does not cast for grouped GEMMs.
-    The weights receive gradients in their own dtype.
+    """Call `forward` of `experts` with input and weights cast to `dtype`, since torch.autocast (2.13) does not cast for
+    grouped GEMMs. Gradients have the dtype of the weights.
     """
     if not torch.is_autocast_enabled(hidden.device.type):
         return forward(hidden, *args, **kwargs)
     casts = {name: weight.to(dtype) for name, weight in experts.named_parameters(recurse=False)}
-    # An attribute in the instance's dict hides the parameter of the same name.
+    # An attribute in the instance's __dict__ hides the parameter with the same name.
     vars(experts).update(casts)
     try:
         return forward(hidden.to(dtype), *args, **kwargs)
@@ -92,7 +92,7 @@ def _on_casts(experts: nn.Module, dtype: torch.dtype, forward: Any, hidden: Tens
 
 
 class _Permuted(torch.autograd.Function):
-    """Gather `values[order // per_token]` from `values` [S / per_token, h], for a permutation `order` [S]."""
+    """Return `values[order // per_token]` [S, h] for `values` [S / per_token, h] and a permutation `order` [S]."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, order: Tensor, inverse: Tensor, per_token: int) -> Tensor:
@@ -109,18 +109,17 @@ class _Permuted(torch.autograd.Function):
 
 
 def grouped_experts(experts: Any, forward: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute the experts' output [tokens, h] from `hidden` [tokens, h]. A wrapper for `wrap_forward` that replaces
-    `forward` without calling it.
+    """Return the experts' output [tokens, h] for `hidden` [tokens, h]. `wrap_forward` uses it in place of `forward`.
 
-    `top_k_index`, `top_k_weights` [tokens, experts per token]: the router's choice. A batched GEMM applies the weights
-    and adds up a token's experts in fp32, so it rounds once. transformers rounds each weighted output to bf16 first.
+    `top_k_index` and `top_k_weights` [tokens, experts per token] are the router's output. A batched GEMM multiplies by
+    the weights and sums a token's experts in fp32, so it rounds once. transformers rounds each weighted output to bf16.
     """
     tokens, per_token = top_k_index.shape
-    by_expert, order = top_k_index.reshape(-1).sort()  # [S = tokens x experts per token]: choices sorted by expert
+    by_expert, order = top_k_index.reshape(-1).sort()  # [S], S = tokens * experts per token, sorted by expert
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
     bounds = torch.arange(1, experts.num_experts + 1, device=order.device)
-    offsets = torch.searchsorted(by_expert, bounds).to(torch.int32)  # where each expert's rows end
+    offsets = torch.searchsorted(by_expert, bounds).to(torch.int32)  # end of each expert's rows
 
     rows = _Permuted.apply(hidden, order, inverse, per_token)
     activations = gated(experts, grouped_linear(rows, experts.gate_up_proj, offsets, experts.is_transposed))

@@ -1,11 +1,11 @@
 """Export the final weights as an ordinary Hugging Face checkpoint, and load the model from such a folder or a hub id.
 
-An export is written to a temporary folder and then renamed, so `final/` is complete or absent. A TE model is written in
-Hugging Face's layout (`te_llama.parameter_map`). Adapters are merged into the weights; `export_adapter` writes only the
-adapters. side_files.py writes all files other than weights and model card.
+An export is written to a temporary folder, which is then renamed, so `final/` is complete or absent. A TE model is
+written in Hugging Face's layout (`te_llama.parameter_map`). Adapters are merged into the weights; `export_adapter`
+writes only the adapters. side_files.py writes the files other than weights and model card.
 
-The files are planned from names and shapes. Parameters are gathered one by one, and a file is written once its tensors
-are complete: host memory holds about one file (`MAX_FILE_SIZE`), the GPU one unsharded parameter.
+Names and shapes determine which file a tensor is in. Parameters are gathered one by one, and a file is written once it
+is complete. So host memory needs room for about one file (`MAX_FILE_SIZE`), and the GPU for one unsharded parameter.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from llm_fp8.utils.errors import UserError, listed, reading
 from llm_fp8.utils.hf_internals import ignored_on_save
 from llm_fp8.utils.json_files import read_json
 
-MAX_FILE_SIZE = "5GB"  # per safetensors file, unless a single tensor is larger
-_ADVICE = "Make room; if a checkpoint was saved, --resume_from latest then writes the model from it."
+MAX_FILE_SIZE = "5GB"  # of a safetensors file, unless a single tensor is larger
+_ADVICE = "Free disk space. If a checkpoint was saved, --resume_from latest then exports the model."
 
 
 def export_hf(
@@ -52,8 +52,9 @@ def export_hf(
     advice: str = _ADVICE,
     origin: Origin = NO_SOURCE,
 ) -> None:
-    """Write `model` and `tokenizer` to `folder` (replaced if it exists), tensors as `dtype`; `card` fills README.md.
-    Collective; only the rank with `is_main` writes. If it raises `UserError`, an earlier folder is kept.
+    """Write `model` with parameters as `dtype` and `tokenizer` to `folder`, which is replaced if it exists. `card` is
+    the content of README.md. All ranks must call it; only the rank with `is_main` writes. Raise `UserError` if writing
+    fails; then an existing folder is unchanged.
     """
     gathered = hf_tensors(model, dtype if is_main else None)
     if not is_main:
@@ -67,7 +68,7 @@ def export_hf(
             save_side_files(model.module, tokenizer, temporary, dtype, origin)
             (temporary / "README.md").write_text(model_card(card, auto_class(model.module.config).__name__))
     finally:
-        deque(gathered, maxlen=0)  # the other ranks wait in the remaining collectives
+        deque(gathered, maxlen=0)  # after an error too, other ranks wait in the remaining collectives
 
 
 def export_adapter(
@@ -81,7 +82,7 @@ def export_adapter(
     is_main: bool = True,
     origin: Origin = NO_SOURCE,
 ) -> None:
-    """Write only the adapters, in PEFT's format with `base_model` as their base; otherwise like `export_hf`."""
+    """Write only the adapters, in PEFT's format with `base_model` as the base model. Otherwise like `export_hf`."""
     from llm_fp8.models.lora import adapter_tensors, config_for_loading
 
     matrices = adapter_tensors(model.module).items()
@@ -98,7 +99,7 @@ def export_adapter(
 
 
 def export_size_bytes(model: Model, dtype: torch.dtype, *, adapters_only: bool) -> int:
-    """Return the size of an export: the model's tensors as `dtype`, or the adapters in their own dtype."""
+    """Return the bytes of an export: of the model's tensors as `dtype`, or of the adapters in their dtype."""
     if adapters_only:
         return sum(parameter.nbytes for name, parameter in model.module.named_parameters() if is_adapter(name))
     return sum(tensor.nbytes for tensor in planned_tensors(model, dtype).values())
@@ -106,14 +107,14 @@ def export_size_bytes(model: Model, dtype: torch.dtype, *, adapters_only: bool) 
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path, what: str = "The trained model", advice: str = _ADVICE) -> Iterator[Path]:
-    """Yield a temporary folder that replaces `folder` at the end; raise `UserError` if it cannot be written."""
-    folder = folder.resolve()  # the target of a link, as a folder cannot replace the link itself
+    """Yield a temporary folder that replaces `folder` at the end. Raise `UserError` if it cannot be written."""
+    folder = folder.resolve()  # a folder cannot replace a link, so replace the link's target
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         yield temporary
-        for path in temporary.glob("*.safetensors"):  # safetensors makes them readable only by their owner
+        for path in temporary.glob("*.safetensors"):  # safetensors makes its files readable only by their owner
             path.chmod(temporary.stat().st_mode & 0o666)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(temporary, folder)
@@ -124,8 +125,8 @@ def replaced_folder(folder: Path, what: str = "The trained model", advice: str =
 
 
 def hf_tensors(model: Model, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and CPU copy of each unsharded Hugging Face tensor, one parameter at a time. Parameters are in
-    `dtype`, with adapters merged in fp32; buffers keep their dtype. If `dtype` is None, only join in the collectives.
+    """Yield name and CPU copy of each unsharded Hugging Face tensor, one parameter at a time. Parameters are cast to
+    `dtype`, after adapters are merged in fp32; buffers are not cast. If `dtype` is None, only run the collectives.
     """
     tensors, adapters = saved_tensors(model.module), dict[str, Any]()
     if any(is_adapter(name) for name, _ in model.module.named_parameters()):
@@ -139,7 +140,7 @@ def hf_tensors(model: Model, dtype: torch.dtype | None) -> Iterator[tuple[str, T
             full = with_adapter(full, adapter, model.full_tensor)
         for part in parts:
             tensor = part.view(full if part.shape == full.shape else full[part.start : part.stop])
-            if adapter := adapters.pop(part.hf_name, None):  # one of several in a fused weight
+            if adapter := adapters.pop(part.hf_name, None):  # one of several adapters of a fused weight
                 tensor = with_adapter(tensor, adapter, model.full_tensor)
             if dtype is not None:
                 stored_dtype = dtype if is_parameter else tensor.dtype
@@ -149,7 +150,7 @@ def hf_tensors(model: Model, dtype: torch.dtype | None) -> Iterator[tuple[str, T
 
 
 def planned_tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return an export's tensors by name, without memory, parameters as `dtype`, in the order of `hf_tensors`."""
+    """Return an export's tensors by name on "meta", with parameters as `dtype`, in the order of `hf_tensors`."""
     tensors, ignored = saved_tensors(model.module), ignored_on_save(model.module)
     dtypes = {name: dtype if isinstance(t, nn.Parameter) else t.dtype for name, t in tensors.items()}
     trained = {
@@ -162,8 +163,8 @@ def planned_tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def write_weights(planned: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Write those of `tensors` that are `planned` to model.safetensors, or to several files with an index, as
-    `save_pretrained` does. If both have the same order, one file is completed after the other.
+    """Write `tensors` to model.safetensors, or to several files with an index, as `save_pretrained` does. Tensors that
+    are not in `planned` are skipped. If both have the same order, only one file is incomplete at a time.
     """
     split = split_torch_state_dict_into_shards(planned, max_shard_size=MAX_FILE_SIZE)
     pending: dict[str, dict[str, Tensor]] = {name: {} for name in split.filename_to_tensors}
@@ -183,17 +184,17 @@ def write_weights(planned: dict[str, Tensor], tensors: Iterable[tuple[str, Tenso
 
 
 def model_card(card: dict[str, Any], reader: str, library: str = "transformers") -> str:
-    """Return README.md for an export: how the model or adapter was trained, and the call `reader` that loads it."""
+    """Return README.md for an export: a table of `card`, and the call `reader` that loads the model or adapter."""
     base, bar = card["base model"], "\\|"
     rows = "\n".join(f"| {key} | {str(value).replace('|', bar)} |" for key, value in card.items())
-    # The hub rejects a base_model that it does not have.
+    # The hub rejects a base_model that is not on the hub.
     base_entry = "" if base == EMBEDDED or Path(base).is_dir() else f"base_model: {base}\n"
     text = f"Trained with the llm-fp8 scripts. Load it with `{reader}`.\n\n| | |\n|---|---|\n{rows}\n"
     return f"---\nlibrary_name: {library}\n{base_entry}---\n\n# {base}, fine-tuned\n\n{text}"
 
 
 def adapter_base(folder: str | Path) -> str | None:
-    """Return the folder or hub id of the base model of the adapter in `folder`; None without an adapter."""
+    """Return the folder or hub id of the base model of the adapter in `folder`, or None if there is no adapter."""
     if not is_adapter_folder(folder):
         return None
     with reading("--model_name", folder, "the base model's name in adapter_config.json"):
@@ -202,40 +203,42 @@ def adapter_base(folder: str | Path) -> str | None:
 
 
 def load_exported(folder: str | Path, base: str | None, dtype: torch.dtype | str) -> PreTrainedModel:
-    """Load the model in `folder`, or the `base` model with the adapter of `folder` added to its weights."""
+    """Load the model in `folder`. If `base` is given, load the model `base` and merge the adapter in `folder`."""
     with reading("--model_name", folder, "the model", "Give an exported folder, such as runs/x/final, or a hub id."):
         config = AutoConfig.from_pretrained(base or folder)
         model: PreTrainedModel = auto_class(config).from_pretrained(base or folder, dtype=dtype)
         if base is None:
             return model
         model = merged_by_peft(model, folder, "--model_name")
-        if (Path(folder) / GENERATION_CONFIG_NAME).is_file():  # it names the EOS that was trained
+        if (Path(folder) / GENERATION_CONFIG_NAME).is_file():  # it contains the EOS of the training data
             model.generation_config = GenerationConfig.from_pretrained(folder)
         return model
 
 
 def tokenizer_of(folder: str | Path, base: str | None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in `folder`, or the `base` model's if the adapter's folder has none."""
+    """Load the tokenizer in `folder`. If `folder` is an adapter's and has none, load that of the model `base`."""
     location = folder if base is None or (Path(folder) / "tokenizer_config.json").is_file() else base
     source = ModelSource(str(folder), str(location), is_random=False)
     return load_tokenizer(ModelConfig(model_name=str(folder)), source)[0]
 
 
 def merged_by_peft(model: PreTrainedModel, folder: str | Path, flag: str) -> PreTrainedModel:
-    """Add the PEFT adapter in `folder` to `model`'s weights; `UserError` names `flag` if it misfits or gives NaN."""
+    """Merge the PEFT adapter in `folder` into `model`. Raise `UserError` about the option `flag` if they do not match
+    or a merged weight is not finite.
+    """
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     advice = "Give the base model that the adapter was trained on, or use the adapter unmerged, with PEFT."
     with reading(flag, folder, "the adapter into the model's weights", advice):
-        adapted: Any = PeftModel.from_pretrained(model, str(folder))  # matrices in fp32, so sums are rounded once
-        result = adapted.load_adapter(str(folder), "default")  # again: the first load does not report misfits
+        adapted: Any = PeftModel.from_pretrained(model, str(folder))  # fp32 matrices, so sums are rounded once
+        result = adapted.load_adapter(str(folder), "default")  # load again, since `from_pretrained` hides misfits
         if misfits := [*result.missing_keys, *result.unexpected_keys]:
             raise ValueError(f"model and adapter do not both have {listed(misfits)}")
         uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
         tuners: list[Any] = [module for module in adapted.modules() if isinstance(module, BaseTunerLayer)]
         for layer in (tuner.get_base_layer() for tuner in tuners):
-            if uses[id(getattr(layer, "weight", None))] > 1:  # tied: PEFT adapts one, but would merge into both
+            if uses[id(getattr(layer, "weight", None))] > 1:  # tied; PEFT adapts one layer, but would merge into both
                 layer.weight = nn.Parameter(layer.weight.detach().clone())
         merged: PreTrainedModel = adapted.merge_and_unload()
     deque(finite(merged.named_parameters(), f"{flag} {folder}, merged"), maxlen=0)

@@ -1,10 +1,10 @@
-"""Checkpoints stored in fp8 (e4m3) with scales: the supported formats, and the conversion of weights to fp32.
+"""Checkpoints stored in fp8 (e4m3) with scales: supported formats, and conversion of the weights to fp32.
 
-    quant_method        scale of `X.weight` [n, k]                                         one scale for
-    fp8                 `X.weight_scale_inv` [ceil(n / b0), ceil(k / b1)]                  a block of b0 x b1 values
-    compressed-tensors  `X.weight_scale` [n, 1], [1] or [ceil(n / b0), ceil(k / b1)]       a row, a matrix or a block
+    quant_method        name and shape of the scale of `X.weight` [n, k]                   one scale per
+    fp8                 `X.weight_scale_inv` [ceil(n / b0), ceil(k / b1)]                  block of b0 x b1 values
+    compressed-tensors  `X.weight_scale` [n, 1], [1] or [ceil(n / b0), ceil(k / b1)]       row, matrix or block
 
-A weight is the fp32 product of its fp8 value and its scale. Any other quantisation raises `UserError`.
+The fp32 weight is the fp8 value times its scale. Any other quantisation raises `UserError`.
 Sources: transformers 5.23 (`integrations/finegrained_fp8.py`), compressed-tensors 0.20 (`float-quantized`).
 """
 
@@ -22,20 +22,20 @@ from llm_fp8.utils.errors import reading
 
 @dataclass(frozen=True)
 class Fp8Format:
-    """The scaling of a checkpoint's fp8 weights."""
+    """Scaling of a checkpoint's fp8 weights."""
 
-    suffix: str  # a scale's name is its weight's name + suffix
-    block: tuple[int | None, int | None]  # rows and columns that share a scale; None: all of the weight's
+    suffix: str  # the name of a scale is the name of its weight plus this suffix
+    block: tuple[int | None, int | None]  # number of rows and columns that share a scale; None for all
 
     def describe(self) -> str:
-        """Return for example "fp8 (e4m3) with a scale for each block of 128 x 128 values"."""
+        """Return a description such as "fp8 (e4m3) with a scale for each block of 128 x 128 values"."""
         if None not in self.block:
             return "fp8 (e4m3) with a scale for each block of {} x {} values".format(*self.block)
         return f"fp8 (e4m3) with a scale for each {'weight matrix' if self.block[0] is None else 'row'}"
 
 
 def fp8_format(config: PretrainedConfig) -> Fp8Format:
-    """Return the fp8 format of a quantised model from its config; raise `UserError` for any other quantisation."""
+    """Return the fp8 format of a quantised model from its config. Raise `UserError` for any other quantisation."""
     entries: Any = config.quantization_config
     advice = "Give the unquantised model, or an fp8 model in a format that docs/data_and_checkpoints.md lists."
     with reading("--model_name", config.name_or_path, "the quantised weights that its config.json describes", advice):
@@ -58,7 +58,7 @@ def fp8_format(config: PretrainedConfig) -> Fp8Format:
 
 
 class DequantisedRows:
-    """An fp8 weight [n, k] in a file, with its scale; `[a:b]` reads rows a to b as fp32."""
+    """An fp8 weight [n, k] in a file, with its scale. `[a:b]` reads rows a to b as fp32."""
 
     def __init__(self, rows: Any, fp8: Fp8Format, scale: Tensor) -> None:
         self._rows, (height, width) = rows, rows.get_shape()
@@ -70,8 +70,8 @@ class DequantisedRows:
 
 
 def dequantised(values: Tensor, scale: Tensor, block: tuple[int, int], first: int = 0) -> Tensor:
-    """Return fp32 weights for fp8 `values` [r, k], which are rows `first` to `first + r` of a weight. Each block of
-    `block` rows and columns has one `scale`; blocks at the lower and right edge may be incomplete.
+    """Return the fp32 weights of fp8 `values` [r, k], which are rows `first` to `first + r` of a weight. `scale`, one
+    number for each `block` of rows x columns, is that of the whole weight. Blocks at its edges may be incomplete.
     """
     width, (height, columns) = values.shape[1], block
     row_blocks = torch.arange(first, first + len(values), device=values.device) // height

@@ -1,14 +1,14 @@
-"""LoRA: a frozen model with a trained low-rank product beside some of its linear layers.
+"""LoRA: linear layers of a frozen model with a trained low-rank update (Hu et al. 2021, arXiv:2106.09685).
 
     y = W x + scaling * B (A dropout(x))    W [out, in] frozen, A [rank, in], B [out, rank], scaling = alpha / rank
 
-(Hu et al. 2021, arXiv:2106.09685.) As in PEFT, B starts at zero and A uniform in +-1/sqrt(in). The seed is made of
---seed and the layer's name, so A has the same numbers in every precision, decoder, layout and world size.
+As in PEFT, B starts at zero, and A with uniform random numbers in +-1/sqrt(in). Their seed is a hash of --seed and the
+layer's name, so A starts with the same numbers in every precision, decoder, layout and world size.
 
-Hugging Face's decoder gets its adapters from PEFT. In a mixture of experts they go to attention and shared experts, and
-to routed experts if --lora_targets names them. PEFT does not support the TE decoder's fused modules, so each of these
-has a module `adapters` that a forward hook calls, with one A and B per Hugging Face layer. Both kinds are exported and
-merged as the same PEFT adapter. The adapters' GEMMs run in the run's compute dtype, never in fp8.
+PEFT adds the adapters to Hugging Face's decoder. In a mixture of experts, attention and shared experts get adapters;
+routed experts get them if --lora_targets includes them. PEFT does not support the TE decoder's fused modules. We add a
+submodule `adapters` to each, with an A and B for each Hugging Face layer, which a forward hook calls. All adapters are
+exported and merged as PEFT adapters. Their GEMMs run in the run's compute dtype, never in fp8.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from te_llama import Part
 
 
 class Adapter(NamedTuple):
-    """The matrices beside a Hugging Face weight: `a` [rank, in], `b` [out, rank]; for experts, those of all experts."""
+    """Adapter of a Hugging Face weight: `a` [rank, in] and `b` [out, rank], or the matrices of all experts stacked."""
 
     a: nn.Parameter
     b: nn.Parameter
     scaling: float
-    weight: str  # the weight's name
-    delta: Callable[[], Tensor] | None = None  # returns what is added to expert weights
+    weight: str  # name of the adapted weight
+    delta: Callable[[], Tensor] | None = None  # returns the update of expert weights; None for a linear layer
 
 
 def needs_unfused_mlp(options: LoraConfig) -> bool:
-    """Return True if an adapter needs the TE decoder's MLP unfused."""
+    """Return True if adapters of the MLP require the TE decoder's unfused MLP."""
     in_mlp = {"gate_proj", "up_proj", "down_proj", ALL_LINEAR}
     return options.lora_rank > 0 and not in_mlp.isdisjoint(options.targets)
 
 
 def add_adapters(model: Model, options: LoraConfig, dtype: torch.dtype) -> str:
-    """Freeze `model` and add adapters of `dtype`, without values, on its device ("meta" included). Return a line about
-    layers without an adapter, or "". Raise `UserError` if a name in --lora_targets is not a linear layer of the model.
+    """Freeze `model` and add uninitialised adapters of `dtype` on its device ("meta" too). Return a note about layers
+    without an adapter, or "". Raise `UserError` if a name in --lora_targets is not a linear layer of the model.
     """
     prefer_torchs_cudnn()  # PEFT imports Transformer Engine if it is installed
-    import peft  # noqa: F401  # fail now rather than at the export, which needs it too
+    import peft  # noqa: F401  # the export needs it; if it is missing, fail now
 
     note = ""
     if model.uses_te:
@@ -73,7 +73,7 @@ def add_adapters(model: Model, options: LoraConfig, dtype: torch.dtype) -> str:
 
 
 def _check_names(model: Model, options: LoraConfig) -> None:
-    """Raise `UserError` if PEFT could not read the adapters back: it converts names as transformers does."""
+    """Raise `UserError` if PEFT could not load the exported adapters, whose names it converts as transformers does."""
     from peft import PeftModel, set_peft_model_state_dict
 
     tensors = {name: tensor.to("meta") for name, tensor in adapter_tensors(model.module).items()}
@@ -88,12 +88,12 @@ def _check_names(model: Model, options: LoraConfig) -> None:
 
 
 def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> tuple[list[str], set[str], str]:
-    """Return the linear layers and the parameters that get an adapter, by the ends of their names, and a line about
-    kinds of layers without one. Raise `UserError` for a name in --lora_targets that `model` does not have.
+    """Return the name suffixes of linear layers and of parameters that get an adapter, and a note about other layers.
+    Raise `UserError` for a name in --lora_targets that `model` does not have.
     """
     others = {model.get_output_embeddings(), *routed_modules(model)}
     mamba = sorted({name.rpartition(".")[2] for name in read_by_kernels(model)})  # PEFT forbids an adapter there
-    # Not subclasses of nn.Linear: some return something else, as a router does, or take their input in groups.
+    # Subclasses of nn.Linear are excluded, since some compute another function, such as routers or grouped layers.
     linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m not in others}
     layers = [end for end in dict.fromkeys(_ends(model, linears)) if end not in mamba]
     experts = {
@@ -115,7 +115,7 @@ def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> tuple[list[str],
 
 
 def _ends(model: nn.Module, layers: Collection[str]) -> list[str]:
-    """Return the shortest suffix of each layer's name that no module outside `layers` has: q_proj, projections.0."""
+    """Return the shortest suffix of each layer's name that no module outside `layers` has, such as q_proj."""
 
     def ends(name: str) -> Iterator[str]:
         return itertools.accumulate(reversed(name.split(".")), lambda end, word: f"{word}.{end}")
@@ -125,7 +125,7 @@ def _ends(model: nn.Module, layers: Collection[str]) -> list[str]:
 
 
 def peft_config(options: LoraConfig, modules: Iterable[str], parameters: Iterable[str] = ()) -> Any:
-    """Return PEFT's config (adapter_config.json) for adapters of these linear layers and parameters."""
+    """Return PEFT's config (adapter_config.json) for adapters of linear layers (`modules`) and `parameters`."""
     from peft import LoraConfig as PeftLoraConfig
 
     alpha: Any = float(options.scaling * options.lora_rank)
@@ -141,8 +141,8 @@ def peft_config(options: LoraConfig, modules: Iterable[str], parameters: Iterabl
 
 
 def config_for_loading(model: Model, options: LoraConfig, base_model: str) -> Any:
-    """Return the `peft_config` with which PEFT loads the adapters of `model` into the plain model. In a mixture of
-    experts PEFT takes any gate_proj, up_proj or down_proj for experts, which had these names in transformers 4. The
+    """Return the `peft_config` with which PEFT loads the adapters of `model` into the base model. In a mixture of
+    experts, PEFT treats any gate_proj, up_proj or down_proj as experts, which had these names in transformers 4. The
     config therefore lists the weights of such layers as parameters, which PEFT does not convert.
     """
     module, adapters = model.module, adapters_of(model.module)
@@ -160,12 +160,12 @@ def config_for_loading(model: Model, options: LoraConfig, base_model: str) -> An
 
 
 def _is_misread(model: PreTrainedModel, settings: Any) -> bool:
-    """Return True if PEFT takes the linear layers of `settings` for different layers of `model`."""
+    """Return True if PEFT would apply the config `settings` to other layers of `model`."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     try:
         convert_peft_config_for_transformers(settings, model, None)
-    except ValueError:  # PEFT wants gate_proj and up_proj together
+    except ValueError:  # PEFT requires gate_proj and up_proj together
         return True
     return not settings.target_modules
 
@@ -176,7 +176,7 @@ def _add_by_peft(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype
     on_meta, (modules, parameters, note) = next(model.parameters()).is_meta, _hf_targets(model, options)
     if parameters and on_meta:
         raise UserError(f"--lora_targets {EXPERTS}: PEFT's expert adapters are not sharded; use --sharding_mode ddp.")
-    wrapper = nn.Module()  # without the config by which PEFT would take shared experts for routed ones
+    wrapper = nn.Module()  # has no `config`, so that PEFT does not treat shared experts as routed ones
     wrapper.add_module("model", model)
     settings = peft_config(options, modules, parameters)
     advice = f"Give other --lora_targets; if the error names a package, run: pip install -r {BASE_REQUIREMENTS}"
@@ -199,18 +199,18 @@ def _add_to_te_decoder(model: PreTrainedModel, options: LoraConfig, dtype: torch
         device = model.get_parameter(te_name).device
         module.add_module("adapters", FusedAdapters(adapted, options, dtype, device))
         if hasattr(module, "return_layernorm_output"):
-            module.return_layernorm_output = True  # type: ignore[assignment]  # the hook needs the GEMM's input
+            module.return_layernorm_output = True  # type: ignore[assignment]  # the GEMM's input, for the hook
         module.register_forward_hook(_with_adapters)
 
 
 def _with_adapters(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Tensor:
-    """Add the adapters' output to that of a Transformer Engine module, as its forward hook."""
+    """Forward hook of a Transformer Engine module that adds the adapters' output to the module's output."""
     projected, gemm_input = output if isinstance(output, tuple) else (output, inputs[0])
     return module.adapters(gemm_input, projected)
 
 
 class FusedAdapters(nn.Module):
-    """The adapters of a fused module, for `parts` of its weight; each adds to its own output features."""
+    """Adapters of a fused module, one for each of `parts`, the Hugging Face weights that its weight consists of."""
 
     def __init__(self, parts: Iterable[Part], options: LoraConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -224,11 +224,11 @@ class FusedAdapters(nn.Module):
 
     @property
     def gemm_weights(self) -> list[Tensor]:
-        """All matrices of the adapters."""
+        """A and B of all adapters."""
         return list(self.parameters())
 
     def forward(self, inputs: Tensor, output: Tensor) -> Tensor:
-        """Add the adapters' result for `inputs` [..., in] to `output` [..., out of the fused module] and return it."""
+        """Add the adapters' output for `inputs` [..., in] to `output` [..., out], the fused module's, and return it."""
         dtype = output.dtype
         stacked = torch.cat([a.to(dtype) for a in self.lora_A.values()])
         low = F.linear(F.dropout(inputs.to(dtype), self.dropout, self.training), stacked) * self.scaling
@@ -237,7 +237,9 @@ class FusedAdapters(nn.Module):
 
 
 class _AddLowRank(torch.autograd.Function):
-    """output[..., start:stop] += low[..., its columns] @ b.T, b [stop - start, rank]; in place: TE never saves it."""
+    """Add low[..., rank columns] @ b.T to output[..., start:stop] for each b [stop - start, rank] and (start, stop).
+    The addition is in place, since TE does not save its output for the backward pass.
+    """
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, low: Tensor, columns: list[tuple[int, int]], *bs: Tensor) -> Tensor:
@@ -263,7 +265,7 @@ class _AddLowRank(torch.autograd.Function):
 
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
-    """Return name of a Hugging Face linear layer -> its adapter, in order of the modules; empty without adapters."""
+    """Return name of a Hugging Face linear layer -> its adapter, in the order of the modules."""
     adapters: dict[str, Adapter] = {}
     layer: Any
     for name, layer in model.named_modules():
@@ -281,7 +283,7 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the adapters' matrices by PEFT's names."""
+    """Return PEFT's name -> matrix of an adapter."""
     return {
         f"base_model.model.{name}.lora_{letter}.weight": matrix
         for name, adapter in adapters_of(model).items()
@@ -291,7 +293,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def initialize_adapters_(model: PreTrainedModel, seed: int) -> None:
-    """Initialise the adapters, or this rank's shards: A uniform in +-1/sqrt(in), B zero."""
+    """Initialise the adapters (or this rank's shards): A uniform in +-1/sqrt(in), and B zero."""
     for name, adapter in adapters_of(model).items():
         bound = 1 / math.sqrt(adapter.a.shape[1])
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
@@ -302,7 +304,7 @@ def initialize_adapters_(model: PreTrainedModel, seed: int) -> None:
 
 
 def with_adapter(weight: Tensor, adapter: Adapter, full_tensor: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return W + scaling * B A in fp32 [out, in]; `full_tensor` unshards a parameter and may be collective."""
+    """Return W + scaling * B A in fp32 [out, in]. `full_tensor` unshards a parameter and may be a collective."""
     if adapter.delta is not None:
         return weight.float() + adapter.delta().float()
     a, b = (full_tensor(matrix).to(weight.device, torch.float32) for matrix in (adapter.a, adapter.b))

@@ -1,7 +1,7 @@
-"""A causal language model and its facts: its layers, the layout and place of its files, and the modules left out.
+"""A causal language model with its properties: layers, stored weights, their layout, and modules left out.
 
-`llm_fp8.models.build` builds it from a config and gives it weights. No attribute is set on Hugging Face's modules.
-Every parameter consists of one or more tensors of the files, stacked along dim 0 (`te_llama.Part`).
+`llm_fp8.models.build` builds it from a config and fills its weights. No attribute is set on Hugging Face's modules.
+Every parameter consists of one or more tensors of the model's files, stacked along dim 0 (`te_llama.Part`).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from llm_fp8.utils.errors import UserError, listed, reading
 from llm_fp8.utils.hf_internals import ignored_on_load, renaming_on_load
 from te_llama import Part, UnsupportedArchitecture
 
-_PASSED_OVER = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # older checkpoints store these buffers
+_IGNORED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # buffers that older checkpoints store
 
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A model and its facts. Each fact is computed when first needed and then stays the same for the whole run."""
+    """A model and its properties. Cached properties are computed once and do not change during a run."""
 
     module: PreTrainedModel
-    stored: StoredCheckpoint | None = None  # its weights; None if they are drawn
-    left_out: tuple[str, ...] = ()  # modules of a multimodal checkpoint missing in `module`: text does not use them
-    full_tensor: Callable[[Tensor], Tensor] = Tensor.detach  # unshards a parameter; collective if it is sharded
+    stored: StoredCheckpoint | None = None  # the stored weights; None if they are random
+    left_out: tuple[str, ...] = ()  # modules of a multimodal checkpoint that `module` lacks: text does not use them
+    full_tensor: Callable[[Tensor], Tensor] = Tensor.detach  # unshards a parameter; a collective if it is sharded
 
     @functools.cached_property
     def layers(self) -> nn.ModuleList:
@@ -44,22 +44,22 @@ class Model:
 
     @functools.cached_property
     def uses_te(self) -> bool:
-        """True if decoder layers are those of te_llama.py."""
+        """True if any decoder layer is a `te_llama.TEDecoderLayer`."""
         return any(isinstance(module, te_llama.TEDecoderLayer) for module in self.module.modules())
 
     @functools.cached_property
     def layout(self) -> dict[str, tuple[Part, ...]]:
-        """Name in `saved_tensors` -> the tensors in the model's files that it consists of.
+        """Name in `saved_tensors` -> the tensors of the model's files that this tensor consists of.
 
-        transformers 5 may fuse several tensors of the files (one per matrix); if `stored` has the fused tensor, it is
-        the layout. Else we run the conversion for saving on tensors without memory: views show where results begin.
-        Raises `UserError` if a tensor of the files is not a view of a model's tensor.
+        transformers 5 may fuse several tensors of the files. If `stored` has the fused tensor, the layout is that one
+        tensor. Otherwise transformers' conversion for saving runs on tensors without memory, and the results, which are
+        views, determine the layout. Raises `UserError` if a result is not a view of a model's tensor.
         """
         if self.uses_te:
             return te_llama.parameter_map(self.module)
         from transformers.core_model_loading import revert_weight_conversion
 
-        # A parameter that DeepSpeed has sharded is empty and keeps its shape in `ds_shape`.
+        # A parameter that DeepSpeed has sharded is empty and stores its shape in `ds_shape`.
         shapes = {name: tuple(getattr(t, "ds_shape", t.shape)) for name, t in saved_tensors(self.module).items()}
         whole = {name: te_llama.stacked((name, shape)) for name, shape in shapes.items()}
         tensors = {name: torch.empty(part.shape, device="meta") for name, (part,) in whole.items()}
@@ -78,14 +78,14 @@ class Model:
 
     @functools.cached_property
     def targets(self) -> dict[str, tuple[str, Part]]:
-        """Name of a stored tensor -> the name in `saved_tensors` that it belongs to, and the part that it fills.
+        """Name of a stored tensor -> name in `saved_tensors` of the tensor that it belongs to, and its part of it.
 
         As in `from_pretrained`, stored names may have or lack the base model's prefix, and a tied matrix may have any
-        of its names. Raises `UserError` naming tensors that do not fit.
+        of its names. Raises `UserError` with the names of tensors that do not match the model.
         """
         if (stored := self.stored) is None:
             return {}
-        passed_over = re.compile("|".join((*_PASSED_OVER, *ignored_on_load(self.module))))
+        ignored = re.compile("|".join((*_IGNORED, *ignored_on_load(self.module))))
         owners = {part.hf_name: (name, part) for name, parts in self.layout.items() for part in parts}
         accepted = {name: parts[0].hf_name for name, parts in self.layout.items() if len(parts) == 1}
         accepted |= {name: name for name in owners}
@@ -98,7 +98,7 @@ class Model:
 
         with reading("--model_name", self.module.config.name_or_path, "the weights", RELOAD):
             names = {name: next(filter(accepted.__contains__, candidates(name)), name) for name in stored.stored}
-            unknown = [name for name in names if names[name] not in accepted and not passed_over.search(name)]
+            unknown = [name for name in names if names[name] not in accepted and not ignored.search(name)]
             if surplus := sorted(set(unknown).difference(self.left_out_of(unknown))):
                 problem = f"the checkpoint holds '{surplus[0]}', which this architecture does not have"
                 raise UnsupportedArchitecture(problem)
@@ -106,7 +106,7 @@ class Model:
             targets: dict[str, tuple[str, Part]] = {}
             for stored_name, name in names.items():
                 if (target := accepted.get(name)) is None or (name != target and target in present):
-                    continue  # not a tensor of the model, or a tied matrix stored twice
+                    continue  # the tensor is not in the model, or is a tied matrix that is stored twice
                 owner, part = owners[target]
                 if (shape := stored.stored[stored_name].shape) != part.shape:
                     shapes = f"shape {list(shape)}, but the config says {list(part.shape)}"
@@ -123,36 +123,36 @@ class Model:
 
     @functools.cached_property
     def _renamed(self) -> Callable[[str], str]:
-        """transformers' renaming of stored tensors, built only if a stored name is unknown."""
+        """transformers' function for renaming stored tensors. It is needed only if a stored name is unknown."""
         return renaming_on_load(self.module)
 
     @functools.cached_property
     def source_names(self) -> dict[str, str]:
-        """transformers' name of a stored tensor -> its name in the source: a family may have an older layout."""
+        """transformers' name of a stored tensor -> its name in the files, which may be that of an older version."""
         return {part.hf_name: name for name, (_, part) in self.targets.items()}
 
     def file_name(self, hf_name: str) -> str:
-        """Return a tensor's name in an export: transformers', or the source's if tensors left out are exported too."""
+        """Return a tensor's name in an export: transformers' name, or the source's if modules were left out."""
         return self.source_names.get(hf_name, hf_name) if self.left_out else hf_name
 
     def read(self, hf_name: str, device: torch.device) -> Any:
-        """Read the whole stored tensor that transformers calls `hf_name`."""
+        """Read the whole stored tensor that has the name `hf_name` in transformers."""
         assert self.stored is not None
         return self.stored.read(self.source_names[hf_name], device)
 
     def left_out_of(self, names: Iterable[str]) -> list[str]:
-        """Return those of `names`, names of stored tensors, that belong to modules left out."""
+        """Return the stored tensors in `names` that belong to modules in `left_out`."""
         pattern = re.compile(rf"({'|'.join(map(re.escape, self.left_out))})(\.|$)")
         return [name for name in names if self.left_out and (pattern.match(name) or pattern.match(self._renamed(name)))]
 
     @functools.cached_property
     def left_out_tensors(self) -> dict[str, Tensor]:
-        """Stored tensors of modules left out, without memory, by name in the files; an export copies them."""
+        """Name in the files -> stored tensor (on "meta") of a module that was left out; an export copies it."""
         stored = self.stored
         return {} if stored is None else {name: stored.on_meta(name) for name in self.left_out_of(stored.stored)}
 
     def describe_left_out(self) -> str:
-        """Return the line for the start of a run, or "" if nothing is left out or weights are drawn."""
+        """Return a line to print at the start of a run, or "" if no module is left out or weights are random."""
         if not self.left_out or self.stored is None:
             return ""
         tensors = self.left_out_tensors.values()
@@ -161,14 +161,14 @@ class Model:
 
 
 def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the innermost model with the embedding: it maps input ids to the last hidden states."""
+    """Return the decoder, the innermost model that contains the embedding. It maps input ids to hidden states."""
     embedding = model.get_input_embeddings()
     models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     return [part for part in models if any(module is embedding for module in part.modules())][-1]
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the decoder layers in order; raise `UserError` for an architecture without a single list of layers."""
+    """Return the decoder layers in order. Raise `UserError` if the decoder has no list `layers` or `h`."""
     decoder = text_decoder(model)
     layers = getattr(decoder, "layers", getattr(decoder, "h", None))
     if not isinstance(layers, nn.ModuleList):
@@ -178,17 +178,17 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def is_adapter(name: str) -> bool:
-    """Return True if `name` is that of an adapter's parameter or module, PEFT's or the TE decoder's."""
+    """Return True if `name` is the name of a parameter or module of an adapter (PEFT's or the TE decoder's)."""
     return ".lora_A." in name or ".lora_B." in name or name.endswith(".adapters")
 
 
 def name_without_adapter(name: str) -> str:
-    """Return the name in the model without adapters; PEFT's is `...q_proj.base_layer.weight`."""
+    """Return the name in the model without adapters. PEFT inserts `base_layer`: `q_proj.base_layer.weight`."""
     return name.replace(".base_layer", "")
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name in the model without adapters; a tied parameter appears once."""
+    """Return parameters and persistent buffers, by their names without adapters. Tied parameters appear once."""
     tensors: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if not is_adapter(name)}
     for prefix, module in model.named_modules():
         if buffers := dict(module.named_buffers(recurse=False)):
@@ -198,14 +198,14 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 class _CopiesAreViews(TorchFunctionMode):
-    """A mode in which `Tensor.contiguous` returns the tensor unchanged."""
+    """Mode in which `Tensor.contiguous` returns the tensor itself."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
 def _part_of(name: str, view: Tensor, shape: tuple[int, ...]) -> Part | None:
-    """Return the part for `name`, a `view` of a contiguous tensor of `shape`; None if the view cuts across rows."""
+    """Return the `Part` for tensor `name`, a `view` of a contiguous tensor of `shape`, or None if it is no `Part`."""
     if view.shape == shape and view.is_contiguous():
         return Part(name, 0, shape[0] if shape else 1, shape)
     row, offset = math.prod(shape[1:]), int(view.storage_offset())

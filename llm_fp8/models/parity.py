@@ -1,15 +1,15 @@
-"""The parity check: the TE decoder must compute Hugging Face's function on this model's weights and this run's data.
+"""The parity check: a TE decoder must compute the same function as Hugging Face's, for a run's weights and data.
 
-1. The weights equal the checkpoint's bit for bit after the cast to the parameter's dtype.
+1. The weights equal the checkpoint's weights bit for bit, after the cast to the parameter's dtype.
 2. In fp32 the layers agree. From the same weights, input and output gradient, Hugging Face's and TE's output, input
    gradient and weight gradients differ by at most `FP32_LIMIT`. TF32 is off (tools/script.py), so only the order of
    summation differs. This test covers RoPE, softmax scale, epsilon, biases, windows and document boundaries.
-3. In the training dtype TE rounds no more than Hugging Face does. A tensor's error is its distance from Hugging Face in
-   fp32, and the ratio of TE's error to Hugging Face's is near 1. A single ratio proves nothing, so the test limits the
-   geometric mean over all tensors (`MEAN_LIMIT`) and the median within each layer (`LAYER_LIMIT`).
+3. In the training dtype TE's rounding errors are not larger than Hugging Face's. A tensor's error is its distance from
+   Hugging Face's in fp32, and the ratio of TE's error to Hugging Face's must be near 1. Single ratios scatter, so the
+   test limits the geometric mean over all tensors (`MEAN_LIMIT`) and the median within each layer (`LAYER_LIMIT`).
 
-The limits lie far above the effect of rounding and far below that of a wrong model. The data is the first sequence of
-the first batch. Only two Hugging Face layers are in memory at a time, so the check runs wherever training does.
+The limits are far above the effect of rounding and far below that of a wrong model. The data is the first sequence of
+the first batch. Only two Hugging Face layers are in memory at a time, so the check needs no more memory than training.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from te_llama import Part
 FP32_LIMIT = 4e-4
 MEAN_LIMIT = 1.25
 LAYER_LIMIT = 2.0
-SMALLEST_ERROR = 1e-4  # added to both errors of a ratio, because smaller differences mean nothing
-MAX_TOKENS = 2048  # tokens compared; TE's fp32 attention holds MAX_TOKENS² scores per head
+SMALLEST_ERROR = 1e-4  # added to both errors of a ratio, because smaller errors are insignificant
+MAX_TOKENS = 2048  # limit for the tokens compared, since TE's fp32 attention stores MAX_TOKENS² scores per head
 Tensors = dict[str, Tensor]
-Row = tuple[Tensor, Tensor, Tensor]  # `input_ids`, `position_ids` [1, n], `cu_seqlens` int32
+Row = tuple[Tensor, Tensor, Tensor]  # `input_ids` [1, n], `position_ids` [1, n], `cu_seqlens` int32 [documents + 1]
 _ADVICE = "Report this with config.json, or train without --use_te."
 
 
 class Comparison(NamedTuple):
-    """Relative distances of one layer's tensor from Hugging Face's in fp32."""
+    """Relative differences between versions of one tensor and Hugging Face's in fp32."""
 
     layer: int
     tensor: str
-    fp32: float  # of TE in fp32
-    te: float  # of TE in the training dtype
-    hf: float  # of Hugging Face in the training dtype
+    fp32: float  # TE in fp32
+    te: float  # TE in the training dtype
+    hf: float  # Hugging Face in the training dtype
 
 
 def judge(comparisons: Sequence[Comparison], dtype: torch.dtype) -> str:
-    """Judge tests 2 and 3 (`dtype`: the training dtype) and return a clause; raise `UserError` on a failure or NaN."""
+    """Evaluate tests 2 and 3 for the training dtype `dtype`. Return a summary; raise `UserError` on failure or NaN."""
     logarithms: dict[int, list[float]] = {}
     for tensor in comparisons:
         logarithm = math.log((tensor.te + SMALLEST_ERROR) / (tensor.hf + SMALLEST_ERROR))
@@ -82,7 +82,7 @@ def judge(comparisons: Sequence[Comparison], dtype: torch.dtype) -> str:
 
 
 def relative_difference(value: Tensor, reference: Tensor) -> float:
-    """Return ‖value − reference‖ / ‖reference‖ in fp32, or in fp64 if either is fp64; 0 if both are zero."""
+    """Return ‖value − reference‖ / ‖reference‖, or ‖value‖ if the reference is 0, in fp32 (fp64 if either is fp64)."""
     dtype = torch.promote_types(torch.promote_types(value.dtype, reference.dtype), torch.float32)
     value, reference = value.to(dtype), reference.to(dtype)
     norm, difference = reference.norm(), (value - reference).norm()
@@ -90,8 +90,8 @@ def relative_difference(value: Tensor, reference: Tensor) -> float:
 
 
 def first_row(batch: Batch, max_seq_length: int, num_slices: int) -> Row:
-    """Return the first sequence, cut to `MAX_TOKENS` real tokens. In one of `num_slices` slices of the batch, the part
-    of each document counts as a document.
+    """Return the first sequence of a batch, truncated to `MAX_TOKENS` tokens, without padding. If `batch` is one of
+    `num_slices` slices, the slice of each document is treated as a document.
     """
     if batch.cu_seqlens is None:
         assert batch.attention_mask is not None
@@ -101,7 +101,7 @@ def first_row(batch: Batch, max_seq_length: int, num_slices: int) -> Row:
         length = min(max_seq_length // num_slices, MAX_TOKENS)
         bounds = batch.cu_seqlens // num_slices
         starts = bounds[bounds < length]
-    # The last document may be cut: attention is causal.
+    # The last document may be truncated, since attention is causal.
     cu_seqlens = torch.cat((starts, starts.new_tensor([length])))
     offsets = torch.repeat_interleave(cu_seqlens[:-1].long(), cu_seqlens.diff().long())
     return batch.input_ids[:1, :length], (torch.arange(length, device=offsets.device) - offsets)[None], cu_seqlens
@@ -110,9 +110,9 @@ def first_row(batch: Batch, max_seq_length: int, num_slices: int) -> Row:
 def check_parity(
     model: Model, layers: Iterable[Any], batch: Batch, max_seq_length: int, dtype: torch.dtype, num_slices: int = 1
 ) -> str:
-    """Run the three tests on a TE decoder that computes in `dtype` and return a sentence about them; raise `UserError`
-    if one fails. `batch` is one of `num_slices` slices. A layer of `layers` needs its weights only until the next one
-    is requested. Collective.
+    """Run the three tests on a TE decoder that computes in `dtype`. Return a summary; raise `UserError` if one fails.
+    `layers` may free a layer's weights once the next layer is requested. For `num_slices` see `first_row`. All ranks
+    must call it.
     """
     entries = te_llama.parameter_map(model.module)
     outside, names = dict(entries), {module: name for name, module in model.module.named_modules()}
@@ -130,20 +130,20 @@ def check_parity(
 
 
 def check_weights(model: Model, entries: Mapping[str, tuple[Part, ...]]) -> None:
-    """Run test 1 on `entries` of the model's parameter map; raise `UserError` naming the first tensor that differs."""
+    """Run test 1 on `entries` of the model's parameter map. Raise `UserError` with the first tensor that differs."""
     for te_name, parts in entries.items():
         full = model.full_tensor(model.module.get_parameter(te_name))
         for part in parts:
             weight = model.read(part.hf_name, full.device)
             if weight.dtype != full.dtype == torch.bfloat16:
-                weight = split_master(weight.float())[0]  # as it was loaded
+                weight = split_master(weight.float())[0]  # the same rounding as in loading
             if not torch.equal(full[part.start : part.stop], weight.to(full)):
                 source = model.module.config.name_or_path
                 raise UserError(f"--use_te: {part.hf_name} is not the tensor in {source}. {_ADVICE}")
 
 
 def compare_layers(model: Model, layers: Iterable[Any], row: Row, dtype: torch.dtype) -> list[Comparison]:
-    """Compare both kinds of each layer, rebuilt with its weights, for tests 2 and 3; for `row` see `first_row`."""
+    """Rebuild each layer with its weights in TE and in Hugging Face, and compare both. For `row` see `first_row`."""
     input_ids, position_ids, cu_seqlens = row
     documents = {"cu_seq_lens_q": cu_seqlens, "max_length_q": int((cu_seqlens[1:] - cu_seqlens[:-1]).max())}
     config, full_tensor = text_decoder(model.module).config, model.full_tensor
@@ -152,11 +152,11 @@ def compare_layers(model: Model, layers: Iterable[Any], row: Row, dtype: torch.d
     pairs: dict[tuple[Any, torch.dtype], tuple[Any, Any]] = {}
     comparisons = []
     for number, layer in enumerate(layers):
-        if number == 0:  # by now the embedding has its weights too
+        if number == 0:  # loading the first layer has also loaded the embedding
             hidden = F.embedding(input_ids, full_tensor(embedding.weight).to(dtype))
             hidden = hidden * getattr(embedding, "embed_scale", 1)
             hidden = _first_layer_input(_one_layer_model(config, 0, dtype, hidden.device), hidden)
-        if not isinstance(layer, te_llama.TEDecoderLayer):  # a layer that stays Hugging Face's
+        if not isinstance(layer, te_llama.TEDecoderLayer):  # one of Hugging Face's layers: only compute its output
             reference: Any = _one_layer_model(config, number, dtype, hidden.device)
             reference.layers[0].load_state_dict({name: full_tensor(p) for name, p in layer.named_parameters()})
             hidden = _run(reference, hidden, torch.zeros_like(hidden), position_ids=position_ids)[0]["output"]
@@ -205,7 +205,7 @@ def _one_layer_model(config: PretrainedConfig, layer: int, dtype: torch.dtype, d
 
 @torch.no_grad()
 def _first_layer_input(model: Any, embeddings: Tensor) -> Tensor:
-    """Return what `model` passes to its first layer for `embeddings` [1, S, h]: some families scale them first."""
+    """Return the input [1, S, h] of the model's first layer for `embeddings` [1, S, h]: some families scale them."""
     inputs: list[Tensor] = []
     with model.layers[0].register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0])):
         model(inputs_embeds=embeddings, use_cache=False)
@@ -213,7 +213,7 @@ def _first_layer_input(model: Any, embeddings: Tensor) -> Tensor:
 
 
 def _run(module: nn.Module, hidden: Tensor, gradient: Tensor, **arguments: object) -> tuple[Tensors, Tensors]:
-    """Run forward and backward pass; return output and input gradient [1, S, h], and parameter gradients by name."""
+    """Run forward and backward pass. Return output and input gradient [1, S, h], and parameter gradients by name."""
     module.zero_grad(set_to_none=True)
     hidden = hidden.clone().requires_grad_()
     if isinstance(module, PreTrainedModel):
@@ -222,7 +222,7 @@ def _run(module: nn.Module, hidden: Tensor, gradient: Tensor, **arguments: objec
             output = module(inputs_embeds=hidden, use_cache=False, **arguments).last_hidden_state
     else:
         output = module(hidden, **arguments)
-    # A process's first backward pass runs in a thread without a CUDA context; cuBLAS then uses the device's.
+    # The first backward pass of a process runs in a thread without a CUDA context; cuBLAS then uses the device's.
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
     output.backward(gradient)
     gradients: dict[str, Any] = {name: parameter.grad for name, parameter in module.named_parameters()}
@@ -231,7 +231,7 @@ def _run(module: nn.Module, hidden: Tensor, gradient: Tensor, **arguments: objec
 
 
 def _joined(parts_of_layer: Mapping[str, Sequence[Part]], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients with the biases of q, k and v joined: the gradient of k's bias alone is only rounding."""
+    """Return the gradients, with those of q's, k's and v's biases concatenated, since k's alone is a rounding error."""
     joined = {}
     for parts in parts_of_layer.values():
         names = [part.hf_name for part in parts]

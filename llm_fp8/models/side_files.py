@@ -1,8 +1,8 @@
-"""The files beside the weights of an export: config, generation settings, files of tokenizer and processors.
+"""Files of an export other than weights: config, generation settings, and files of tokenizer and processors.
 
-They are copies of the source's files, with changes only for what training changed: dtype, EOS, chat template, and
-whether lm_head is tied. Older keys are written next to those of transformers 5: transformers 4 and the converters of
-vLLM and llama.cpp ignore the new keys (RoPE then has base 10,000) or fail. Checked with transformers 5.23 and 4.57.
+They are copies of the source's files, with updates of entries that training may change: dtype, EOS, chat template, and
+whether lm_head is tied. Keys of transformers 4 are added to those of transformers 5, since transformers 4 and the
+converters of vLLM and llama.cpp ignore the new keys (RoPE then has base 10,000) or fail (checked with 5.23 and 4.57).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _OF_TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken"),
     *("tekken.json", "*processor_config.json", "chat_template.json"),
 )
-_WITH_TWO_ROPES = ("gemma3", "olmo3")  # in transformers 4; later families would misread its keys
+_WITH_TWO_ROPES = ("gemma3", "olmo3")  # have two RoPE tables in transformers 4; later families do not use its keys
 
 
 @dataclass(frozen=True)
 class Origin:
-    """A model's source (`ModelSource.location`; "" if unknown) and the token ids that end the training documents."""
+    """Location of a model's source (`ModelSource.location`; "" if unknown), and ids of the training documents' EOS."""
 
     location: str
     eos_ids: tuple[int, ...] = ()
@@ -46,14 +46,14 @@ NO_SOURCE = Origin("")
 
 @functools.cache
 def source_folder(location: str) -> Path:
-    """Return the folder with a model's files; for a hub id, the cache's folder with the files that an export copies."""
+    """Return the folder of a model's files. For a hub id, download the files that an export copies to the cache."""
     if Path(location).exists():
         return Path(location) if Path(location).is_dir() else Path(location).parent
     with reading_model("files beside the weights", location):
         wanted = [CONFIG_NAME, GENERATION_CONFIG_NAME, *_OF_TOKENIZER]
         try:
             return Path(snapshot_download(location, allow_patterns=wanted))
-        except LocalEntryNotFoundError:  # offline; the cache may hold only the files that transformers read
+        except LocalEntryNotFoundError:  # offline; the cache may have only the files that transformers loaded
             return Path(hf_hub_download(location, CONFIG_NAME)).parent
 
 
@@ -64,7 +64,7 @@ def save_side_files(
     dtype: torch.dtype | None,
     origin: Origin = NO_SOURCE,
 ) -> None:
-    """Write all files but weights; without `dtype` (an adapter), no config.json. transformers writes missing files."""
+    """Write all files except weights. If `dtype` is None (for an adapter), do not write config.json."""
     _save_tokenizer(tokenizer, folder, has_config=dtype is not None)
     _copy(origin.location, (GENERATION_CONFIG_NAME, *([] if dtype is None else [CONFIG_NAME])), folder)
     if dtype is not None:
@@ -79,11 +79,11 @@ def save_side_files(
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, has_config: bool) -> None:
-    """Write the tokenizer's files in a form that transformers 4 reads too."""
+    """Write the tokenizer's files so that transformers 4 can load them too."""
     tokenizer.save_pretrained(folder)
     _copy(tokenizer.name_or_path, _OF_TOKENIZER, folder)
     if tokenizer.chat_template != tokenizer.init_kwargs.get("chat_template"):  # --chat_template
-        (folder / "chat_template.json").unlink(missing_ok=True)  # processors would prefer the old file
+        (folder / "chat_template.json").unlink(missing_ok=True)  # processors would use this old file
     with edited_json(folder / TOKENIZER_CONFIG) as settings:
         settings.pop("auto_map", None)
         if settings.get("tokenizer_class") == "TokenizersBackend":
@@ -92,38 +92,38 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, has_config
             settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
         if (template := folder / CHAT_TEMPLATE_FILE).is_file() and not (folder / CHAT_TEMPLATE_DIR).is_dir():
             settings["chat_template"] = template.read_text(encoding="utf-8")
-        if not has_config and getattr(tokenizer, "is_fast", False):  # a tokenizer class could apply rules of its own
+        if not has_config and getattr(tokenizer, "is_fast", False):  # a model's tokenizer class could change rules
             tokenizer.backend_tokenizer.save(str(folder / TOKENIZER_FILE))
             settings["model_input_names"] = tokenizer.model_input_names
             settings["padding_side"], settings["tokenizer_class"] = tokenizer.padding_side, "PreTrainedTokenizerFast"
 
 
 def _copy(location: str, patterns: tuple[str, ...], folder: Path) -> None:
-    """Copy files matching `patterns` from a model's `location`, if that is known, to `folder`."""
+    """Copy files that match `patterns` from a model's `location`, unless it is "", to `folder`."""
     paths = {path for pattern in patterns if location for path in source_folder(location).glob(pattern)}
     for path in filter(Path.is_file, paths):
         shutil.copyfile(path, folder / path.name)
 
 
 def _describe(model: PreTrainedModel, dtype: torch.dtype, config: dict[str, Any]) -> None:
-    """Update what a source's `config` says about its weights, and write older keys next to newer ones."""
+    """Update the entries about weights in a source's `config`, and add transformers 4's keys."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     facts: dict[str, Any] = dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))
     facts["tie_word_embeddings"] = getattr(head, "weight", None) is embedding.weight
-    if config.get("model_type") == model.config.model_type:  # else `model` is only the text part
-        config["architectures"] = [type(model).__name__.removeprefix("FSDP")]  # fully_shard's prefix
+    if config.get("model_type") == model.config.model_type:  # otherwise `model` is only the text part
+        config["architectures"] = [type(model).__name__.removeprefix("FSDP")]  # `fully_shard` adds the prefix
     config.setdefault("torch_dtype", None)
-    if not facts["tie_word_embeddings"]:  # some families tie by default
+    if not facts["tie_word_embeddings"]:  # the default of some families is True
         config.setdefault("tie_word_embeddings", False)
     add_older_keys(config)
     for part in _parts(config):
         part.pop("quantization_config", None)  # the weights were dequantised
-        part.pop("auto_map", None)  # the source's own code was not run and is not copied
+        part.pop("auto_map", None)  # the source's Python code was not run and is not copied
         part.update({key: value for key, value in facts.items() if key in part})
 
 
 def _put_eos_first(tokenizer: PreTrainedTokenizerBase, folder: Path, eos_ids: tuple[int, ...]) -> None:
-    """Make all files name `eos_ids` first, then the old ids. Unless the chat template writes EOS itself, the trained
+    """Put `eos_ids` before the old EOS ids in all files. Unless the chat template uses the tokenizer's EOS, the trained
     EOS also becomes the tokenizer's EOS, which vLLM and llama.cpp read.
     """
     for name in (GENERATION_CONFIG_NAME, CONFIG_NAME):
@@ -147,24 +147,24 @@ def _parts(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def add_older_keys(config: dict[str, Any]) -> None:
-    """Add transformers 4's entries to a config.json's `config` of transformers 5."""
+    """Add the entries of transformers 4 to `config`, the content of a config.json of transformers 5."""
     for part in _parts(config):
         renamed = {"dtype": "torch_dtype", "num_local_experts": "num_experts"}
         part.update({old: part[new] for new, old in renamed.items() if new in part})
         rope = part.get("rope_parameters") or {}
-        has_types = any(isinstance(value, dict) for value in rope.values())  # one table per type of layer
+        has_types = any(isinstance(value, dict) for value in rope.values())  # there is a table per type of layer
         if not rope or (has_types and not str(part.get("model_type")).startswith(_WITH_TWO_ROPES)):
             continue
         scaling = dict(rope["full_attention"] if has_types else rope)
         part.update({key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in scaling})
         if has_types:
             part["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-        part["rope_scaling"] = scaling if scaling.keys() - {"rope_type"} else None  # else gpt-oss assumes YaRN
+        part["rope_scaling"] = scaling if scaling.keys() - {"rope_type"} else None  # gpt-oss assumes YaRN if missing
 
 
 @contextlib.contextmanager
 def edited_json(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield a JSON file's object for editing. A missing file is not created, an unchanged object not written."""
+    """Yield a JSON file's object for editing, and write it if it changed. A missing file is not created."""
     before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     entries = copy.deepcopy(before)
     yield entries

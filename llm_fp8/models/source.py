@@ -1,4 +1,4 @@
-"""A model's source (hub id, folder, embedded): its config, tokenizer and safetensors, with checks of all three."""
+"""Load and check config, tokenizer and safetensors of a model, given a hub id, a folder or "embedded"."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from llm_fp8.utils.errors import UserError, reading
 if TYPE_CHECKING:
     from llm_fp8.models.fp8_checkpoint import Fp8Format
 
-RELOAD = "Fetch or export the model again."
+RELOAD = "Download or export the model again."
 _TIED = ("lm_head.weight", "embed_tokens.weight")
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """The place of a model's files: `location` is a local folder, a hub id, or a bundled config."""
+    """Source of a model."""
 
-    name: str
-    location: str
-    is_random: bool  # the weights are drawn, not loaded
+    name: str  # --model_name
+    location: str  # a local folder, a hub id, or the path of a bundled config
+    is_random: bool  # if True, the weights are random and not loaded
 
 
 def is_adapter_folder(folder: str | Path) -> bool:
-    """Return True if `folder` holds a PEFT adapter and no model."""
+    """Return True if `folder` contains a PEFT adapter and no model."""
     return (Path(folder) / "adapter_config.json").is_file() and not (Path(folder) / "config.json").is_file()
 
 
 def resolve_source(options: ModelConfig) -> ModelSource:
-    """Resolve --model_name. Raises `UserError` for a path that does not exist and for an adapter's folder."""
+    """Return the source for --model_name. Raise `UserError` for a missing path and for an adapter's folder."""
     name = options.model_name
     if name == EMBEDDED:
         return ModelSource(name, str(EMBEDDED_MODEL), is_random=True)
@@ -61,20 +61,20 @@ def resolve_source(options: ModelConfig) -> ModelSource:
 
 
 def bundled_name(name: str) -> str | None:
-    """Return the bundled architecture for a name or hub id (any case); None if there is none."""
-    # The 8B model has had both names on the hub; an instruction-tuned model has the architecture of its base.
+    """Return the key in `BUNDLED` for a name or hub id (in any case), or None if there is none."""
+    # The hub has used both prefixes for the 8B model. An instruct model has the architecture of its base model.
     plain = name.rpartition("/")[2].lower().replace("meta-llama", "llama").removesuffix("-instruct")
     return next((bundled for bundled in BUNDLED if bundled.lower() == plain), None)
 
 
 def reading_model(what: str, name: str | None) -> contextlib.AbstractContextManager[None]:
-    """Return the context `reading` for a part (`what`) of the model given by --model_name."""
+    """Return the context `reading` for the part `what` of the model in --model_name."""
     advice = "Give a model's folder (for a run: its final/) or a reachable hub id (if it is gated: 'hf auth login')."
     return reading("--model_name", name, f"the {what}", advice)
 
 
 def load_config(source: ModelSource) -> PretrainedConfig:
-    """Load the model's config; raise `UserError` if it cannot be read or describes an unknown quantisation."""
+    """Load the model's config. Raise `UserError` if it cannot be read or has an unsupported quantisation."""
     with reading_model("model's config.json", source.name):
         hf_config = AutoConfig.from_pretrained(source.location, trust_remote_code=False)
         text_config(hf_config)
@@ -83,7 +83,7 @@ def load_config(source: ModelSource) -> PretrainedConfig:
 
 
 def stored_fp8(hf_config: PretrainedConfig) -> Fp8Format | None:
-    """Return the fp8 format of stored weights, or None if not quantised; `UserError` for any other quantisation."""
+    """Return the stored weights' fp8 format, or None if unquantised. Raise `UserError` for another quantisation."""
     if getattr(hf_config, "quantization_config", None) is None:
         return None
     from llm_fp8.models.fp8_checkpoint import fp8_format
@@ -92,18 +92,18 @@ def stored_fp8(hf_config: PretrainedConfig) -> Fp8Format | None:
 
 
 def text_config(hf_config: PretrainedConfig) -> Any:
-    """Return the part of a model's config that describes its language model; for a text model, the config itself."""
+    """Return the part of a config that describes the language model. For a text model it is the whole config."""
     return hf_config.get_text_config(decoder=True)
 
 
 def stored_dtype(hf_config: PretrainedConfig, default: torch.dtype) -> torch.dtype:
-    """Return the dtype that the config states for the stored weights; `default` if it states none."""
+    """Return the dtype of the stored weights according to the config, or `default` if the config has none."""
     stated = (hf_config.dtype, text_config(hf_config).dtype)
     return next((dtype for dtype in stated if isinstance(dtype, torch.dtype)), default)
 
 
 def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTrainedTokenizerBase, str | None]:
-    """Return the model's tokenizer, with --chat_template, and a note if it is not the model's own tokenizer."""
+    """Return the model's tokenizer, with --chat_template, and a note if the embedded tokenizer is used instead."""
     note, location = None, source.location
     if source.is_random and source.location.endswith(".json"):
         note = f"--random_init {source.name}: using the embedded tokenizer, which is fine for random weights."
@@ -111,7 +111,7 @@ def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTraine
     with reading_model("tokenizer of tokenizer.json and tokenizer_config.json", options.model_name):
         tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False)
     if (template := options.chat_template) is not None:
-        if "{" not in template:  # every template that prints a message has a brace
+        if "{" not in template:  # a template always has a brace, so this is a path
             with reading("--chat_template", template, "the file", "Give a file, or the template itself."):
                 template = Path(template).expanduser().read_text(encoding="utf-8")
         tokenizer.chat_template = template
@@ -119,7 +119,7 @@ def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTraine
 
 
 def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `UserError` if model, tokenizer and options do not fit together."""
+    """Raise `UserError` if model, tokenizer and options are incompatible."""
     flag = f"--model_name {config.model.model_name}"
     decoder = text_config(hf_config)
     require_positions(hf_config, config.data.max_seq_length, config.model.model_name, "--max_seq_length")
@@ -133,29 +133,29 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
 
 
 def require_positions(hf_config: PretrainedConfig, num_tokens: int, name: str, flag: str) -> None:
-    """Raise `UserError` naming `flag` if rows of `num_tokens` are longer than the rotary table of model `name`."""
+    """Raise `UserError` about the option `flag` if `num_tokens` exceeds the number of positions of the model `name`."""
     limit = te_llama.num_positions(text_config(hf_config))
     if limit is not None and num_tokens > limit:
         raise UserError(f"{flag} {num_tokens} is more than the {limit} positions of {name}; lower it.")
 
 
 def checkpoint_of(source: ModelSource, hf_config: PretrainedConfig) -> StoredCheckpoint | None:
-    """Return the weights of `source`, downloaded if needed; None if they are drawn. As in transformers,
-    model.safetensors has priority over an index. Raises `UserError` for files that cannot be read.
+    """Return the weights of `source`, downloaded if necessary, or None if they are random. As in transformers,
+    model.safetensors has priority over an index. Raise `UserError` if the files cannot be read.
     """
     if source.is_random:
         return None
     with reading_model("weights as safetensors", source.name):
         try:
             files = [cached_file(source.location, SAFE_WEIGHTS_NAME)]
-        except OSError:  # no single file
+        except OSError:  # there is no single file
             index = cached_file(source.location, SAFE_WEIGHTS_INDEX_NAME)
             files, _ = get_checkpoint_shard_files(source.location, index)
     return StoredCheckpoint([Path(str(file)) for file in files], hf_config)
 
 
 def untie(hf_config: PretrainedConfig, checkpoint: StoredCheckpoint | None) -> list[str]:
-    """Untie lm_head and embedding in a config if the stored ones differ, as transformers 5 does; return warnings."""
+    """Untie lm_head and embedding in the config if the stored ones differ, as transformers 5 does. Return warnings."""
     ties = [part for part in (hf_config, text_config(hf_config)) if getattr(part, "tie_word_embeddings", False)]
     if not ties or checkpoint is None:
         return []
@@ -180,7 +180,7 @@ def weights_digest(files: Sequence[Path]) -> str:
 
 
 def finite(tensors: Iterable[tuple[str, Tensor]], where: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield `tensors` by name; raise `UserError`, starting with `where`, at a tensor that holds NaN or infinity."""
+    """Yield `tensors` unchanged. Raise `UserError`, which begins with `where`, at a tensor with NaN or infinity."""
     for name, tensor in tensors:
         if not tensor.isfinite().all():
             raise UserError(f"{where}: {name} holds NaN or infinity, so the model is unusable; give another.")
@@ -188,7 +188,7 @@ def finite(tensors: Iterable[tuple[str, Tensor]], where: str) -> Iterator[tuple[
 
 
 class StoredTensor(NamedTuple):
-    """A tensor's entry in the header of a safetensors file; `dtype` is "F32", "BF16", "F8_E4M3", ..."""
+    """Entry of a tensor in the header of a safetensors file. `dtype` is "F32", "BF16", "F8_E4M3", ..."""
 
     path: Path
     dtype: str
@@ -196,7 +196,7 @@ class StoredTensor(NamedTuple):
 
 
 class StoredCheckpoint:
-    """A model's safetensors `files`; fp8 tensors are read as fp32."""
+    """Weights in a model's safetensors `files`. fp8 tensors are read as fp32."""
 
     def __init__(self, files: list[Path], hf_config: PretrainedConfig) -> None:
         self.files, self.fp8 = files, stored_fp8(hf_config)
@@ -226,7 +226,7 @@ class StoredCheckpoint:
         return torch.empty(shape, dtype=read_as, device="meta")
 
     def rows(self, name: str, tensors: Any, device: torch.device | str) -> Any:
-        """Return tensor `name` of the open file `tensors`, unread: `[a:b]` reads rows a to b of dim 0."""
+        """Return tensor `name` of the open file `tensors` as an object whose `[a:b]` reads rows a to b."""
         rows, (_, dtype, shape) = tensors.get_slice(name), self.stored[name]
         if not dtype.startswith("F8"):
             return rows
@@ -239,6 +239,6 @@ class StoredCheckpoint:
 
 @contextlib.contextmanager
 def open_weights(path: Path, device: torch.device | str = "cpu") -> Iterator[Any]:
-    """Open a safetensors file that reads tensors to `device`; a failure in the block becomes a `UserError`."""
+    """Open a safetensors file to read tensors to `device`. Errors in the block are converted to `UserError`."""
     with reading("--model_name", path, "the weights", RELOAD), safe_open(path, "pt", device=str(device)) as tensors:
         yield tensors
