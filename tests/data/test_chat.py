@@ -1,8 +1,8 @@
-"""Conversations to tokens and mask: of real chat templates, in every form of rows, they are those that were recorded.
+"""Token ids and loss masks of conversations, for real chat templates and every form of rows, compared with goldens.
 
-`goldens.json` has, for each template and row of `rows.json`, the supervised texts, a hash of ids and mask and what of
-the row is not used, or "refused". It is written anew by `python -m tests.data.test_chat`; look at what changes. The
-templates are those that the models' publishers ship, without what these rows do not reach.
+`goldens.json` has, for each template and each row of `rows.json`, the supervised texts, a hash of ids and mask, and the
+parts of the row that are not used, or else "refused". `python -m tests.data.test_chat` rewrites the file; review its
+diff. The templates are those of the models' publishers, without the branches that these rows do not reach.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ EOS = {
     "gpt_oss": "<|return|>",
     "qwen25 base": "<|endoftext|>",
 }
-"""EOS of each template's tokenizer; "<|im_end|>" of those that are not here."""
+"""EOS of each template's tokenizer. The other templates have "<|im_end|>"."""
 
 ROWS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "rows.json").read_text())
-"""Rows of every form, and some that are refused."""
+"""Rows of every form by title. Some of them are refused."""
 
 
 def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
-    """The embedded tokenizer with a template, and the template's special tokens as single tokens."""
+    """Return the embedded tokenizer with this template, whose special tokens are single tokens."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     if name == "base":
         return tokenizer
@@ -66,13 +66,13 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
 
 
 def supervised_texts(encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The decoded supervised stretches."""
-    stretches = groupby(zip(*encoded, strict=True), key=lambda pair: pair[1])
-    return [str(tokenizer.decode([token for token, _ in run])) for supervised, run in stretches if supervised]
+    """Decode each contiguous span of supervised tokens."""
+    spans = groupby(zip(*encoded, strict=True), key=lambda pair: pair[1])
+    return [str(tokenizer.decode([token for token, _ in span])) for supervised, span in spans if supervised]
 
 
-def encoded_as(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | str:
-    """What is recorded of a row."""
+def golden_of(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | str:
+    """Return the entry of `goldens.json` for this row."""
     try:
         form = detect_columns(row)
         conversation = conversation_of(row, form)
@@ -89,14 +89,14 @@ NAMES = ["base", "qwen25 base", *sorted(path.stem for path in TEMPLATES.glob("*.
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ids_and_masks_are_those_recorded(name: str) -> None:
+def test_ids_and_masks_equal_the_goldens(name: str) -> None:
     tokenizer, goldens = tokenizer_of(name), json.loads(GOLDENS.read_text())[name]
-    assert {title: encoded_as(row, tokenizer) for title, row in ROWS.items()} == goldens
+    assert {title: golden_of(row, tokenizer) for title, row in ROWS.items()} == goldens
 
 
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"base", "deepseek_r1", "smollm3"}))
-def test_training_begins_where_generation_does(name: str) -> None:
-    """But for templates that are refused, or whose own marks begin with the role."""
+def test_supervision_begins_right_after_the_generation_prompt(name: str) -> None:
+    """Two templates differ: DeepSeek-R1's prompt opens a thought, and SmolLM3's marks include the turn's header."""
     tokenizer, row = tokenizer_of(name), ROWS["one turn"]
     prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True)["input_ids"]
     ids, mask = encode_batch([conversation_of(row, "messages")], "messages", tokenizer)[0]
@@ -104,7 +104,7 @@ def test_training_begins_where_generation_does(name: str) -> None:
     assert mask.index(True) == len(prompt) and (dated or ids[: len(prompt)] == prompt)
 
 
-NONE_SUCH = "template arguments that are none"
+BAD_KWARGS = "template arguments that are none"
 MARKED_CALLS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
     "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}"
@@ -113,8 +113,8 @@ MARKED_CALLS = (
 
 
 @pytest.mark.parametrize("template", [None, MARKED_CALLS], ids=["smollm3", "chatml"])
-def test_masks_are_those_of_transformers_where_a_template_marks(template: str | None) -> None:
-    tokenizer, compared = tokenizer_of("smollm3"), 0
+def test_masks_equal_those_of_transformers_if_a_template_has_generation_marks(template: str | None) -> None:
+    tokenizer, num_compared = tokenizer_of("smollm3"), 0
     tokenizer.chat_template = template or re.sub(r"strftime_now\([^)]*\)", "'today'", str(tokenizer.chat_template))
     for title, row in ROWS.items():
         form = detect_columns(row)
@@ -123,39 +123,37 @@ def test_masks_are_those_of_transformers_where_a_template_marks(template: str | 
             (document,) = encode_batch([conversation], form, tokenizer)
         except UserError:
             continue
-        # Of these the template is given something else, or two marked parts touch.
-        ours = ("a developer", "tools and arguments as text", "functions of 2023", "two answers in a row", NONE_SUCH)
-        if title not in ours and form not in UNTEMPLATED and document.input_ids and not conversation.excluded:
+        # In the following rows our code changes the template's input, or two spans with marks touch.
+        rows = ("a developer", "tools and arguments as text", "functions of 2023", "two answers in a row", BAD_KWARGS)
+        if title not in rows and form not in UNTEMPLATED and document.input_ids and not conversation.excluded:
             options: dict[str, Any] = {"tools": conversation.tools, **conversation.template_kwargs}
             whole = tokenizer.apply_chat_template(
                 conversation.messages, return_dict=True, return_assistant_tokens_mask=True, **options
             )
-            ids, marks, compared = whole["input_ids"], whole["assistant_masks"], compared + 1
-            # SmolLM3's marks have the line break after <|im_end|> too, which nothing generates.
-            marks = [
-                bool(mark) and before != tokenizer.eos_token_id
-                for mark, before in zip(marks, [0, *ids[:-1]], strict=True)
-            ]
+            ids, marks, num_compared = whole["input_ids"], whole["assistant_masks"], num_compared + 1
+            # SmolLM3 marks also the line break after <|im_end|>, which a model never generates.
+            after_eos = [False, *(token == tokenizer.eos_token_id for token in ids[:-1])]
+            marks = [bool(mark) and not after for mark, after in zip(marks, after_eos, strict=True)]
             length = len(document.input_ids)
             assert document.input_ids == ids[:length] and document.supervised == marks[:length], title
             assert not any(marks[length:])
-    assert compared > 10
+    assert num_compared > 10
 
 
-def test_the_end_that_is_taught() -> None:
-    """As the template ends an assistant's turn; rows that no template touches end with the tokenizer's EOS."""
+def test_trained_eos_is_the_templates_end_of_an_assistant_turn() -> None:
+    """Rows that do not go through a template end with the tokenizer's EOS."""
     ends = {"qwen25 base": "<|im_end|>", "phi3": "<|end|>", "base": "<|eos|>"}
     for name in NAMES:
         tokenizer = tokenizer_of(name)
-        for form, wanted in (("messages", ends.get(name, EOS.get(name, "<|im_end|>"))), ("text", tokenizer.eos_token)):
-            assert tokenizer.decode(trained_eos(tokenizer, form)) == wanted, (name, form)
+        expected = {"messages": ends.get(name, EOS.get(name, "<|im_end|>")), "text": tokenizer.eos_token}
+        assert {form: tokenizer.decode(trained_eos(tokenizer, form)) for form in expected} == expected, name
 
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-MARKED = CHATML.replace(
+CHATML_WITH_MARKS = CHATML.replace(
     "{{ m['content'] }}<|im_end|>",
     "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
     "{% else %}{{ m['content'] }}<|im_end|>{% endif %}",
@@ -182,19 +180,19 @@ def _encode(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, train_on_pr
     return encoded
 
 
-def test_columns() -> None:
+def test_form_follows_from_the_columns() -> None:
     def form_of(columns: str, mapped: Sequence[str] = ()) -> str:
         return detect_columns(dict.fromkeys(columns.split()), mapped)
 
     assert form_of("generated_solution problem text") == "problem_solution"
     assert form_of("instruction input output text") == "alpaca"
-    assert form_of("messages text", ["text"]) == "text", "what --columns names comes first"
+    assert form_of("messages text", ["text"]) == "text", "columns that --columns names take precedence"
     with pytest.raises(UserError, match=r"columns .*answer.*supported are: problem \+ .* Use --columns\.$"):
         form_of("input answer text", ["input"])
     assert {name for each in (*COLUMNS.values(), *OPTIONAL_COLUMNS.values()) for name in each} == set(COLUMN_NAMES)
 
 
-def test_the_problem_of_a_row() -> None:
+def test_problem_of_a_row_is_its_text_before_the_first_answer() -> None:
     def problem_of(row: dict[str, Any], form: Any) -> str:
         return conversation_of(row, form).problem()
 
@@ -209,7 +207,7 @@ def test_the_problem_of_a_row() -> None:
     assert problem_of({"conversations": shared}, "sharegpt") == "2 + 2?"
 
 
-@pytest.mark.parametrize("body", [CHATML, MARKED], ids=["spans", "marked"])
+@pytest.mark.parametrize("body", [CHATML, CHATML_WITH_MARKS], ids=["spans", "marked"])
 def test_tokens_do_not_depend_on_the_day(body: str) -> None:
     tokenizer = _tokenizer("Today: {{ strftime_now('%d %B %Y') }}\n" + body)
     assert str(tokenizer.decode(_encode(CHAT, tokenizer).input_ids)).startswith("Today: 01 January 2026\n")
@@ -217,12 +215,12 @@ def test_tokens_do_not_depend_on_the_day(body: str) -> None:
 
 @pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages[7].content.parts }}", "{% for %}", "{{ x.__mro__ }}"])
 @pytest.mark.parametrize("marks", ["", "{% generation %}{% endgeneration %}"], ids=["spans", "marked"])
-def test_a_template_that_fails_is_the_users_error(template: str, marks: str) -> None:
+def test_failing_template_is_a_user_error(template: str, marks: str) -> None:
     with pytest.raises(UserError, match="--model_name .*chat template"):
         _encode(CHAT, _tokenizer(template + marks))
 
 
-def test_the_reasoning_of_a_first_turn_is_supervised() -> None:
+def test_reasoning_of_a_first_turn_is_supervised() -> None:
     first = {"role": "assistant", "content": "<think>hm</think>hello"}
     row = {"messages": [first, QUESTION, {"role": "assistant", "content": "4"}]}
     tokenizer = _tokenizer(CHATML)
@@ -233,7 +231,7 @@ def test_bos_and_eos_are_not_doubled() -> None:
     tokenizer = _tokenizer()
     for text in ("1 + 1 = 2", "<|bos|>1 + 1 = 2<|eos|>", "1 + 1 = 2<|eos|><|eos|>\n"):
         assert tokenizer.decode(_encode({"text": text}, tokenizer).input_ids) == "<|bos|>1 + 1 = 2<|eos|>"
-    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # adds nothing, as Qwen's
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # adds no BOS, like Qwen's
     assert tokenizer.bos_token_id not in _encode(PROBLEM, tokenizer).input_ids
     tokenizer.eos_token = None
     with pytest.raises(UserError, match="no EOS token"):
@@ -248,16 +246,16 @@ MARKS: dict[str, tuple[Any, ...]] = {
     "space": (*BPE, NFC, pre_tokenizers.ByteLevel(), decoders.ByteLevel()),
     "##": (models.WordPiece, trainers.WordPieceTrainer, NFC, METASPACE("▁", "never"), decoders.WordPiece()),
 }
-"""What a tokenizer does to the beginning of a text, as Llama 2's, Mistral's and others do, or inside a word."""
+"""Tokenizers that mark the beginning of a text (as Llama 2's and Mistral's do), or pieces inside a word."""
 
 
 @pytest.mark.parametrize("mark", MARKS)
-def test_a_part_of_a_text_has_no_mark_of_its_own(mark: str, tmp_path: Path) -> None:
+def test_text_in_parts_has_the_tokens_of_the_whole_text(mark: str, tmp_path: Path) -> None:
     model, trainer, normalizer, pieces, decoder = MARKS[mark]
     backend = Tokenizer(model(unk_token="<unk>"))
     backend.normalizer, backend.pre_tokenizer, backend.decoder = normalizer, pieces, decoder
-    how = trainer(vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
-    backend.train_from_iterator([PROMPT_FORM, *PROBLEM.values()] * 5, how)
+    bpe_or_wordpiece = trainer(vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    backend.train_from_iterator([PROMPT_FORM, *PROBLEM.values()] * 5, bpe_or_wordpiece)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     whole = tokenizer("Problem:\nWhat is 7 * 8?\n\nSolution:\n7 * 8 = 56\nThe answer is \\boxed{56}.")["input_ids"]
     assert _encode(PROBLEM, tokenizer).input_ids == [*whole, tokenizer.eos_token_id]
@@ -270,14 +268,14 @@ def test_a_part_of_a_text_has_no_mark_of_its_own(mark: str, tmp_path: Path) -> N
     file.write_text('{"prompt": "The answer", "completion": " is"}\n{"prompt": "The ans", "completion": "wer is 56"}\n')
     options = ["--dataset_name", str(file), "--validation_fraction", "0", "--max_seq_length", "16"]
     description = prepare_data(parse_config(options), tokenizer).description
-    assert re.search(">>> +is", description.replace("▁", " ")), "the sample has the space that is trained"
+    assert re.search(">>> +is", description.replace("▁", " ")), "the printed sample includes the supervised space"
 
 
-def _write() -> None:
+def _write_goldens() -> None:
     goldens = {}
     for name in NAMES:
         tokenizer = tokenizer_of(name)
-        goldens[name] = {title: encoded_as(row, tokenizer) for title, row in ROWS.items()}
+        goldens[name] = {title: golden_of(row, tokenizer) for title, row in ROWS.items()}
     lines = (
         f" {json.dumps(name)}: {{\n"
         + ",\n".join(f"  {json.dumps(t)}: {json.dumps(v, ensure_ascii=False)}" for t, v in entries.items())
@@ -288,4 +286,4 @@ def _write() -> None:
 
 
 if __name__ == "__main__":
-    _write()
+    _write_goldens()

@@ -26,7 +26,7 @@ def test_packed_layout() -> None:
     assert {t.dtype for t in (batch.input_ids, batch.labels, batch.position_ids)} == {torch.int64}
     assert batch.attention_mask is None
     assert batch.cu_seqlens is not None and batch.cu_seqlens.dtype == torch.int32
-    # Row 0 is full; the rest of row 1 is a segment of its own; the missing row 2 is one.
+    # Row 0 is full. The padding of row 1 is a segment, and so is the missing row 2.
     assert batch.cu_seqlens.tolist() == [0, 5, 8, 12, 16, 24]
     assert batch.position_ids[0].tolist() == [*range(5), *range(3), *range(4), *range(4), *range(8)]
     assert batch.input_ids[0, :5].tolist() == rows[0][0].input_ids.tolist()
@@ -55,7 +55,7 @@ def test_padded_layout() -> None:
 
 
 @pytest.mark.parametrize("collate", [Layout(2, 128, PAD, packed=True), Layout(2, 128, PAD, packed=False)])
-def test_a_batch_without_sequences_teaches_nothing(collate: Layout) -> None:
+def test_batch_without_sequences_has_no_labels(collate: Layout) -> None:
     batch = collate([])
     assert batch.num_tokens == 256 and batch.num_real_tokens == 0 and batch.num_supervised_tokens == 0
     assert (batch.labels == IGNORE_INDEX).all() and batch.row_ids == ()
@@ -64,7 +64,7 @@ def test_a_batch_without_sequences_teaches_nothing(collate: Layout) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_document_is_packed_once_and_fits(seed: int) -> None:
+def test_each_document_is_packed_once_and_fits(seed: int) -> None:
     rng = np.random.default_rng(seed)
     capacity = int(rng.integers(50, 200))
     lengths = rng.integers(1, capacity // 3, size=400)
@@ -75,7 +75,7 @@ def test_every_document_is_packed_once_and_fits(seed: int) -> None:
     assert len(plan) == -(-lengths.sum() // capacity), "best fit fills every sequence but the last"
 
 
-def test_packing_is_deterministic_and_knows_edge_cases() -> None:
+def test_packing_is_deterministic_and_handles_edge_cases() -> None:
     lengths = np.random.default_rng(1).integers(1, 64, size=5000)
     first, second = pack(lengths, 64), pack(list(lengths), 64)
     np.testing.assert_array_equal(first.samples, second.samples)

@@ -1,4 +1,4 @@
-"""Batches reach the GPU without the host waiting for it, and hold there what they held on the host."""
+"""Batches are copied to the GPU without synchronisation, and are equal there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def no_synchronisation():
-    """Anything that waits for the GPU raises."""
+    """Make every operation that waits for the GPU raise an error."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     yield
@@ -25,9 +25,9 @@ def no_synchronisation():
 
 
 @pytest.mark.parametrize("packing", ["--packing", "--no_packing"])
-def test_a_pinned_batch_is_copied_without_waiting(packing, no_synchronisation):
-    words = ["--dataset_name=embedded", "--max_seq_length=512", "--batch_size=4", packing]
-    data = prepare_data(parse_config(words), AutoTokenizer.from_pretrained(MODEL_DIR), pin_memory=True)
+def test_pinned_batch_is_copied_without_synchronisation(packing, no_synchronisation):
+    options = ["--dataset_name=embedded", "--max_seq_length=512", "--batch_size=4", packing]
+    data = prepare_data(parse_config(options), AutoTokenizer.from_pretrained(MODEL_DIR), pin_memory=True)
     steps = iter(data.train)
     pairs = []
     for batch in (batch for step in islice(steps, 3) for batch in step):

@@ -1,4 +1,4 @@
-"""Datasets in: every form, and what a user is told when one cannot be read."""
+"""Reading datasets: files, folders, patterns, splits, the hub's cache, and the errors for unreadable ones."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ ROWS = [{"problem": f"p{i}", "generated_solution": f"s{i}"} for i in range(7)]
 
 
 def _read(name: Path | str, split: str = "train") -> list[dict[str, Any]]:
-    """The split's rows, after checking that the stream gives the same."""
+    """Return the rows of the split, after checking that streaming gives the same rows."""
     source = open_source(str(name)).with_split(split, "--split_name", ())
     rows = list(load_split(source))
     assert list(load_split(source, streaming=True)) == rows
     return [read_row(row[ROW]) if ROW in row else row for row in rows]
 
 
-def test_files(tmp_path: Path) -> None:
-    for first in "pq":  # other rows in files of the same name, size and time, as `cp -p` and `rsync -t` leave them
+def test_files_of_every_format_give_the_same_rows(tmp_path: Path) -> None:
+    for first in "pq":  # the second time, other rows in files of the same name, size and time, as `cp -p` leaves them
         rows = [{**row, "problem": f"{first}{i}"} for i, row in enumerate(ROWS)]
         dataset = Dataset.from_list(rows)
         dataset.to_parquet(tmp_path / "a.parquet")
@@ -49,22 +49,22 @@ def test_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["train.csv", "train.tsv", "train.csv.gz"])
-def test_cells_of_a_csv_file_are_text_as_they_stand(tmp_path: Path, name: str) -> None:
+def test_csv_cells_are_unchanged_text(tmp_path: Path, name: str) -> None:
     cells = ["42", "02139", "0.10", "", "None", "N/A", "null", "2024-01-31", '"a, ""b"""']
     text = "problem,generated_solution\n" + "".join(f"p{i},{cell}\n" for i, cell in enumerate(cells))
     text = text.replace(",", "\t").replace("a\t", "a,") if "tsv" in name else text
     (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
-    for place in (tmp_path, tmp_path / name) if name != "train.tsv" else (tmp_path,):
-        assert [row["generated_solution"] for row in _read(place)] == [*cells[:-1], 'a, "b"']
+    for source in (tmp_path, tmp_path / name) if name != "train.tsv" else (tmp_path,):
+        assert [row["generated_solution"] for row in _read(source)] == [*cells[:-1], 'a, "b"']
 
 
-def test_a_csv_row_with_more_cells_than_the_header_is_not_shifted(tmp_path: Path) -> None:
+def test_csv_row_with_more_cells_than_the_header_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("problem,generated_solution\n1, 2 or 3?,3\np,s\n")
     with pytest.raises(UserError, match=r"--dataset_name .*train\.csv: .*Expected 2 columns, got 3"):
         _read(tmp_path / "train.csv")
 
 
-def test_patterns(tmp_path: Path) -> None:
+def test_wildcards_match_files(tmp_path: Path) -> None:
     for part, rows in (("train-1", ROWS[:3]), ("train-2", ROWS[3:5]), ("deep/train-3", ROWS[5:]), ("valid", ROWS[:1])):
         write_jsonl(tmp_path / f"{part}.jsonl", rows)
     assert _read(tmp_path / "train-*.jsonl") == ROWS[:5]
@@ -77,7 +77,7 @@ def test_patterns(tmp_path: Path) -> None:
             open_source(str(tmp_path / pattern))
 
 
-def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_are_read_by_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, rows in (
         ("train-00000-of-00002", ROWS[:4]),
@@ -93,34 +93,34 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _read("[hub]*/data/train-?????-of-*.jsonl") == ROWS
     with pytest.raises(UserError, match=r"--dataset_name \[hub\]\*: .* rename it"):
         open_source("[hub]*")
-    for split, number in (("old", 3), ("test", 1)):  # each over what was saved there before
+    for split, number in (("old", 3), ("test", 1)):  # the second time overwrites the folders
         Dataset.from_list(ROWS * number).save_to_disk("one", num_shards=number)
         DatasetDict({"train": Dataset.from_list(ROWS), split: Dataset.from_list(ROWS[:1])}).save_to_disk("two")
     assert list(open_source("two").files) == ["train", "test"]
-    datasets.load_from_disk("one").map(lambda row: {"problem": "cached"})  # leaves a file beside the others
+    datasets.load_from_disk("one").map(lambda row: {"problem": "cached"})  # leaves a cache file in the folder
     assert _read("one") == ROWS and _read("two", "test") == ROWS[:1]
     assert len(_read("embedded", "validation")) == 300
 
 
-def test_splits(tmp_path: Path) -> None:
+def test_split_is_train_or_the_only_variant_or_the_users_choice(tmp_path: Path) -> None:
     for name in ("a/train", "b/train", "b/train_1M", "c/test"):
         Dataset.from_list(ROWS).to_parquet(tmp_path / f"{name}-00000-of-00001.parquet")
     splits = "".join(f"  - split: {s}\n    path: {s}-*\n" for s in ("train", "train_1M"))
     (tmp_path / "b" / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files:\n{splits}---\n")
 
-    def chosen(name: str, **options: Any) -> str:
+    def chosen_split(name: str, **options: Any) -> str:
         ((source,), _) = find_splits(DataConfig(dataset_name=str(tmp_path / name), **options))
         return source.split
 
-    assert (chosen("a"), chosen("b")) == ("train", "train_1M")
+    assert (chosen_split("a"), chosen_split("b")) == ("train", "train_1M")
     with pytest.raises(UserError, match="--split_name train_2M: .* train"):
-        chosen("a", split_name="train_2M")
+        chosen_split("a", split_name="train_2M")
     with pytest.raises(UserError, match="test; choose one with --split_name"):
-        chosen("c")
+        chosen_split("c")
 
 
-def test_configurations_and_several_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder laid out as the hub has openai/gsm8k: files of two configurations, which the card names."""
+def test_dataset_name_may_have_configurations_and_commas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is laid out like openai/gsm8k on the hub: its card lists the files of two configurations."""
     monkeypatch.chdir(tmp_path)
     card = ""
     for number, config in enumerate(("main", "socratic")):
@@ -150,7 +150,7 @@ def test_configurations_and_several_names(tmp_path: Path, monkeypatch: pytest.Mo
         splits_of("a.jsonl,")
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_unreadable_dataset_is_refused_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(ROWS, indent=1)[:-30])
     (tmp_path / "a.jsonl").write_text('{"problem": "p"}\n{"problem": \n')
     (tmp_path / "a.parquet").write_bytes(b"PAR1 no more than that")
@@ -174,18 +174,18 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
             open_source(name)
 
 
-def test_of_a_hub_dataset_only_the_files_of_the_split_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_files_of_the_split_are_loaded_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {split: [f"hf://datasets/own/math@0a1b/data/{split}-00000.parquet"] for split in ("train", "train_1M")}
     builder = SimpleNamespace(name="parquet", config=SimpleNamespace(data_files=files))
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda *name, **files: builder)
     monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: (names, options["data_files"]))
     ((source,), _) = find_splits(DataConfig(dataset_name="own/math:main"))
-    wanted = ("own/math", "main"), {"train_1M": ["data/train_1M-00000.parquet"]}
-    assert load_split(source) == load_split(source, streaming=True) == wanted
+    expected = ("own/math", "main"), {"train_1M": ["data/train_1M-00000.parquet"]}
+    assert load_split(source) == load_split(source, streaming=True) == expected
 
 
-def test_a_hub_dataset_without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One split is in the hub's cache, where `hf download` or an earlier run left it; the card names another too."""
+def test_hub_dataset_is_read_from_the_cache_when_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's cache has only one of the two splits that the dataset's card lists."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     folder, commit = tmp_path / "datasets--own--math", "a" * 40
     snapshot = folder / "snapshots" / commit

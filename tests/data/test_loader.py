@@ -1,4 +1,4 @@
-"""Global batches, their cut into ranks and micro-batches, the order, resuming, and the thread."""
+"""The loaders: global batches and their split into ranks and micro-batches, order, resuming, and the loading thread."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _ids(steps: list[list[Batch]]) -> list[list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_an_epoch_holds_every_sequence_once(packed: bool) -> None:
+def test_epoch_has_every_sequence_once(packed: bool) -> None:
     loader = _loader(batch_size=3, accumulate=2, packed=packed)
     first, second = _ids(next_steps(loader)), _ids(next_steps(loader))
     assert loader.epoch == 2.0 and first != second
@@ -49,19 +49,19 @@ def test_an_epoch_holds_every_sequence_once(packed: bool) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_global_batch_does_not_know_how_it_is_cut(packed: bool) -> None:
-    # 8 rows a step each time; 45 rows leave 5 for the last step of an epoch.
-    cuts = [(8, 1, 1), (1, 8, 1), (2, 4, 1), (2, 2, 2), (4, 1, 2), (1, 2, 4), (2, 1, 4), (1, 1, 8)]
-    by_cut = []
-    for batch_size, accumulate, world_size in cuts:
+def test_global_batch_does_not_depend_on_ranks_and_micro_batches(packed: bool) -> None:
+    # Every split has 8 rows a step. 45 rows leave 5 for the last step of an epoch.
+    splits = [(8, 1, 1), (1, 8, 1), (2, 4, 1), (2, 2, 2), (4, 1, 2), (1, 2, 4), (2, 1, 4), (1, 1, 8)]
+    by_split = []
+    for batch_size, accumulate, world_size in splits:
         ranks = [_loader(batch_size, accumulate, rank, world_size, packed) for rank in range(world_size)]
         assert ranks[0].steps_per_epoch == -(-_sequences(packed).num_sequences // 8)
         steps = list(zip(*(_ids(next_steps(loader, 9)) for loader in ranks), strict=True))
-        for of_ranks in steps:
-            assert len(set(map(len, of_ranks))) == 1, "every rank has as many micro-batches"
-            assert len(of_ranks[0]) <= accumulate
-        by_cut.append([sorted(row for mine in of_ranks for ids in mine for row in ids) for of_ranks in steps])
-    assert all(batches == by_cut[0] for batches in by_cut)
+        for step in steps:
+            assert len({len(micro_batches) for micro_batches in step}) == 1, "every rank has as many micro-batches"
+            assert len(step[0]) <= accumulate
+        by_split.append([sorted(row for rank_ids in step for ids in rank_ids for row in ids) for step in steps])
+    assert all(batches == by_split[0] for batches in by_split)
 
 
 def test_ranks_without_sequences_get_empty_micro_batches() -> None:
@@ -75,7 +75,7 @@ def test_ranks_without_sequences_get_empty_micro_batches() -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("done", [0, 1, 4, 5, 6, 11, 12, 13])
-def test_resuming_gives_the_steps_that_would_have_followed(packed: bool, done: int) -> None:
+def test_resumed_loader_continues_with_the_same_steps(packed: bool, done: int) -> None:
     whole = next_steps(_loader(packed=packed, batch_size=4), 20)
     first = _loader(packed=packed, batch_size=4)
     next_steps(first, done)
@@ -86,21 +86,21 @@ def test_resuming_gives_the_steps_that_would_have_followed(packed: bool, done: i
     assert_same_steps(next_steps(second, 20 - done), whole[done:])
 
 
-def test_the_state_is_that_of_the_consumer_not_of_the_thread() -> None:
+def test_state_does_not_count_batches_that_the_thread_loaded_ahead() -> None:
     loader = _loader()
     iterator = iter(loader)
     states = []
     for _ in range(4):
         next(iterator)
-        time.sleep(0.05)  # lets the thread run ahead as far as it may
+        time.sleep(0.05)  # lets the thread load ahead as far as it is allowed to
         states.append(loader.state_dict()["rows"]["next_row"])
     assert states == [4, 8, 12, 16]
-    # The same loader goes on where it was, with a new iterator too.
+    # A new iterator of the same loader continues at the same step.
     iterator.close()  # type: ignore[attr-defined]
     assert _ids(next_steps(loader, 2)) == _ids(next_steps(_loader(), 6)[4:])
 
 
-def test_resuming_with_another_cut_of_the_same_sequences() -> None:
+def test_resuming_may_change_ranks_and_micro_batches() -> None:
     whole = _ids(next_steps(_loader(batch_size=2, accumulate=4), 8))
     first = _loader(batch_size=2, accumulate=4)
     next_steps(first, 3)
@@ -119,7 +119,7 @@ def _eval(rank: int = 0, world_size: int = 1, batch_size: int = 4, max_batches: 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5, 16])
 @pytest.mark.parametrize("max_batches", [None, 3])
-def test_evaluation_sees_the_same_sequences_whatever_the_world_size(world_size: int, max_batches: int | None) -> None:
+def test_evaluation_has_the_same_sequences_for_every_world_size(world_size: int, max_batches: int | None) -> None:
     loaders = [_eval(rank, world_size, max_batches=max_batches) for rank in range(world_size)]
     batches = [list(loader) for loader in loaders]
     assert len({len(part) for part in batches}) == 1
@@ -127,7 +127,7 @@ def test_evaluation_sees_the_same_sequences_whatever_the_world_size(world_size: 
     assert rows == list(range(NUM_DOCUMENTS if max_batches is None else 12))
 
 
-def test_an_error_in_a_sequence_reaches_the_training_loop() -> None:
+def test_error_in_the_loading_thread_reaches_the_training_loop() -> None:
     loader = TrainLoader(_sequences(), Layout(2, 8, 0, packed=False), 1, Share())  # documents are longer than 8
     with pytest.raises(ValueError, match="shape"):
         for _ in loader:

@@ -1,4 +1,4 @@
-"""From options to loaders: what is trained on, held out and not used, mixes, and streams that go on exactly."""
+"""prepare_data: the rows that are trained on, held out or unused, several datasets, and streams that resume exactly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from llm_fp8.utils.errors import UserError
 from tests.support.batches import assert_same_steps, next_steps
 from tests.support.small import write_jsonl
 
-BOTH = pytest.mark.parametrize("streaming", [[], ["--streaming"]], ids=["prepared", "stream"])
+PREPARED_AND_STREAM = pytest.mark.parametrize("streaming", [[], ["--streaming"]], ids=["prepared", "stream"])
 PACKED_OR_NOT = pytest.mark.parametrize("packing", ["--packing", "--no_packing"])
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
@@ -48,20 +48,20 @@ def tokenizer() -> PreTrainedTokenizerBase:
 @pytest.fixture
 def prepare(tokenizer: PreTrainedTokenizerBase) -> Any:
     def call(name: Path | str, *options: str, **keywords: Any) -> PreparedData:
-        words = ["--dataset_name", str(name), "--max_seq_length", "128", *options]
+        arguments = ["--dataset_name", str(name), "--max_seq_length", "128", *options]
         if "--streaming" in options:
-            words += ["--max_steps", "1000"]
-        return prepare_data(parse_config(words), **{"tokenizer": tokenizer, **keywords})
+            arguments += ["--max_steps", "1000"]
+        return prepare_data(parse_config(arguments), **{"tokenizer": tokenizer, **keywords})
 
     return call
 
 
 @pytest.fixture(scope="module")
 def chat(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A tokenizer with a chat template."""
-    chat = copy.deepcopy(tokenizer)
-    chat.chat_template = TEMPLATE
-    return chat
+    """Return a tokenizer with a chat template."""
+    with_template = copy.deepcopy(tokenizer)
+    with_template.chat_template = TEMPLATE
+    return with_template
 
 
 @pytest.fixture
@@ -73,8 +73,8 @@ def _row(problem: str, solution: str) -> dict[str, str]:
     return {"problem": problem, "generated_solution": solution}
 
 
-def _repeated_problems(path: Path, num_problems: int = 60, each: int = 5) -> list[dict[str, Any]]:
-    """Each problem several times with other solutions and other spelling, as in OpenMathInstruct-2."""
+def _write_repeated_problems(path: Path, num_problems: int = 60, each: int = 5) -> list[dict[str, Any]]:
+    """Write each problem several times with different solutions and spelling, as in OpenMathInstruct-2."""
     rows = []
     for answer in range(each):
         for i in range(num_problems):
@@ -88,8 +88,8 @@ def _row_ids(steps: Iterable[Iterable[Batch]]) -> list[int]:
     return sorted(row for step in steps for batch in step for row in batch.row_ids)
 
 
-def test_no_problem_is_trained_on_and_evaluated_on(prepare: Any, tmp_path: Path) -> None:
-    rows = _repeated_problems(tmp_path / "train.jsonl")
+def test_training_and_held_out_rows_have_no_problem_in_common(prepare: Any, tmp_path: Path) -> None:
+    rows = _write_repeated_problems(tmp_path / "train.jsonl")
     data = prepare(tmp_path, "--validation_fraction", "0.2", "--packing")
     trained, held_out = _row_ids(next_steps(data.train)), _row_ids([data.eval])
     assert sorted(trained + held_out) == list(range(len(rows)))
@@ -102,8 +102,8 @@ def test_no_problem_is_trained_on_and_evaluated_on(prepare: Any, tmp_path: Path)
     assert prepare(tmp_path, "--validation_fraction", "0").eval is None
 
 
-def test_a_validation_split_without_the_problems_trained_on(prepare: Any, tmp_path: Path) -> None:
-    rows = _repeated_problems(tmp_path / "train.jsonl", num_problems=5)
+def test_validation_rows_with_training_problems_are_left_out(prepare: Any, tmp_path: Path) -> None:
+    rows = _write_repeated_problems(tmp_path / "train.jsonl", num_problems=5)
     others = [_row(f"What is {i} - 1?", f"{i - 1}") for i in range(10)]
     write_jsonl(tmp_path / "validation.jsonl", [*others, _row("WHAT IS 3 + 3?", "6"), _row("?", "")])
     write_jsonl(tmp_path / "test.jsonl", others[:3])
@@ -111,7 +111,7 @@ def test_a_validation_split_without_the_problems_trained_on(prepare: Any, tmp_pa
     assert data.report.num_eval_rows == 10 and list(data.report.eval_rows_left_out.values()) == [1, 1]
     assert _row_ids([data.eval]) == list(range(10)) and _row_ids(next_steps(data.train)) == list(range(len(rows)))
     few = ["--no_packing", "--batch_size=8", "--eval_batches=3"]
-    assert len(_row_ids([prepare(tmp_path, *few, eval_batch_size=2).eval])) == 6, "merged rows are not more of them"
+    assert len(_row_ids([prepare(tmp_path, *few, eval_batch_size=2).eval])) == 6, "3 batches of eval_batch_size rows"
     assert prepare(tmp_path, "--validation_split_name", "test").report.num_eval_rows == 3
     assert prepare(tmp_path, "--validation_fraction", "0.2").report.num_rows_held_out > 0
     for split in ("dev", "train"):
@@ -122,9 +122,9 @@ def test_a_validation_split_without_the_problems_trained_on(prepare: Any, tmp_pa
         prepare(tmp_path)
 
 
-@BOTH
-def test_a_dataset_to_evaluate_on(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
-    """Nothing is held out of what is trained on, and columns with other names count for both."""
+@PREPARED_AND_STREAM
+def test_eval_dataset_replaces_held_out_rows(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
+    """No training row is held out, and --columns applies to both datasets."""
     questions = [{"question": f"What is {i}?", "answer": str(i)} for i in range(9)]
     write_jsonl(tmp_path / "a" / "train.jsonl", [{**row, "question": f"{row['question']} Or?"} for row in questions])
     write_jsonl(tmp_path / "b" / "test.jsonl", questions)
@@ -136,7 +136,7 @@ def test_a_dataset_to_evaluate_on(prepare: Any, tmp_path: Path, streaming: list[
         prepare(tmp_path / "a", f"--eval_dataset_name={long}", columns, *streaming)
 
 
-def test_the_columns_that_an_error_advises_work(prepare: Any, tmp_path: Path) -> None:
+def test_columns_that_an_error_suggests_work(prepare: Any, tmp_path: Path) -> None:
     good = {"role": "assistant", "content": "good"}
     for row in (
         {"question": "q", "Answer": "good"},
@@ -161,18 +161,18 @@ MIXED = [
 ]
 
 
-@BOTH
-def test_every_row_is_counted(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
+@PREPARED_AND_STREAM
+def test_report_counts_every_row(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
     write_jsonl(tmp_path / "train.jsonl", MIXED)
     for overlong, dropped, truncated, used in (("drop", 1, 0, 2), ("truncate", 0, 1, 3)):
         data = prepare(tmp_path, "--validation_fraction", "0", "--overlong", overlong, *streaming)
         next_steps(data.train, 1)
         report = data.report
-        # A stream is read on and on to fill the batches, so its counts are a multiple.
-        times = report.num_rows_read // 5
-        assert times == 1 or (times > 1 and streaming)
+        # A stream starts again until the batches are full, so its counts are multiples.
+        passes = report.num_rows_read // 5
+        assert passes == 1 or (passes > 1 and streaming)
         counts = (report.num_rows_used, report.num_overlong_dropped, report.num_overlong_truncated, report.num_empty)
-        assert counts == (used * times, dropped * times, truncated * times, 2 * times)
+        assert counts == (used * passes, dropped * passes, truncated * passes, 2 * passes)
         assert "WARNING: " in data.description or streaming
     assert "Solution:\n    >>>2<|eos|><<<" in data.description
     write_jsonl(tmp_path / "train.jsonl", MIXED[1:4])
@@ -180,8 +180,8 @@ def test_every_row_is_counted(prepare: Any, tmp_path: Path, streaming: list[str]
         prepare(tmp_path, *streaming)
 
 
-@BOTH
-def test_what_cannot_be_used_is_named(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
+@PREPARED_AND_STREAM
+def test_unusable_dataset_is_refused_with_its_name(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
     files = {"columns": [{"question": "q", "answer": "a"}], "messages": [{"messages": "hello"}]}
     for name, rows in files.items():
         with pytest.raises(UserError, match=f"--dataset_name .*{name}.jsonl"):
@@ -195,89 +195,87 @@ def test_what_cannot_be_used_is_named(prepare: Any, tmp_path: Path, streaming: l
         prepare(tmp_path / "empty.csv", *streaming)
 
 
-@BOTH
-def test_columns_under_other_names(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
-    """The same batches as those of a dataset with our names; a column that stands in the way is not looked at."""
+@PREPARED_AND_STREAM
+def test_columns_option_maps_other_names(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
+    """The batches equal those of a dataset with the default names. A replaced column of a default name is ignored."""
     renamed = [
         {"question": r["problem"], "problem": "no", "answer": r["generated_solution"], "text": "x"} for r in MIXED
     ]
     swapped = [_row(row["generated_solution"], row["problem"]) for row in MIXED]
-    ours = next_steps(prepare(write_jsonl(tmp_path / "ours.jsonl", MIXED), *streaming).train, 1)
+    expected = next_steps(prepare(write_jsonl(tmp_path / "default.jsonl", MIXED), *streaming).train, 1)
     for rows, columns in (
         (renamed, "problem=question, generated_solution=answer"),
         (swapped, "problem=generated_solution,generated_solution=problem"),
     ):
-        theirs = prepare(write_jsonl(tmp_path / "theirs.jsonl", rows), f"--columns={columns}", *streaming)
-        assert_same_steps(ours, next_steps(theirs.train, 1))
+        data = prepare(write_jsonl(tmp_path / "mapped.jsonl", rows), f"--columns={columns}", *streaming)
+        assert_same_steps(expected, next_steps(data.train, 1))
     with pytest.raises(UserError, match="--columns problem=qestion: .* problem, generated_solution"):
-        prepare(tmp_path / "ours.jsonl", "--columns=problem=qestion", *streaming)
+        prepare(tmp_path / "default.jsonl", "--columns=problem=qestion", *streaming)
 
 
-def _mix(folder: Path, num_ours: int = 30, num_chats: int = 90) -> str:
-    """Names of two datasets of different columns: problems "a 0", "a 1", ... and conversations "b 0", ..."""
-    ours = [{"question": f"a {i}", "answer": f"= {i}"} for i in range(num_ours)]
-    chats = [
-        {"id": i, "conversations": [{"from": "human", "value": f"b {i}"}, {"from": "gpt", "value": f"= {i}"}]}
-        for i in range(num_chats)
-    ]
-    return f"{write_jsonl(folder / 'a.jsonl', ours)},{write_jsonl(folder / 'b.jsonl', chats)}"
+def _write_mix(folder: Path) -> str:
+    """Write 30 questions "a 0", "a 1", ... and 90 conversations "b 0", ... as two datasets. Return their names."""
+    questions = [{"question": f"a {i}", "answer": f"= {i}"} for i in range(30)]
+    turns = ([{"from": "human", "value": f"b {i}"}, {"from": "gpt", "value": f"= {i}"}] for i in range(90))
+    chats = [{"id": i, "conversations": conversation} for i, conversation in enumerate(turns)]
+    return f"{write_jsonl(folder / 'a.jsonl', questions)},{write_jsonl(folder / 'b.jsonl', chats)}"
 
 
-OF_THE_MIX = ("--columns=problem=question,generated_solution=answer", "--validation_fraction=0")
+MIX_OPTIONS = ("--columns=problem=question,generated_solution=answer", "--validation_fraction=0")
 
 
-def _counted(steps: list[list[Batch]], tokenizer: PreTrainedTokenizerBase) -> Counter[str]:
-    """How many documents of each problem ("a 3") the batches hold."""
+def _problem_counts(steps: list[list[Batch]], tokenizer: PreTrainedTokenizerBase) -> Counter[str]:
+    """Count the documents of each problem ("a 3") in the batches."""
     texts = (tokenizer.decode(batch.input_ids.flatten()) for step in steps for batch in step)
     return Counter(problem for text in texts for problem in re.findall(r"[ab] \d+(?=\n)", text))
 
 
-def test_several_datasets(prepare: Any, tmp_path: Path, tokenizer: Any) -> None:
-    """Whole, or in shares of the rows; those of another form are left alone by --columns."""
-    name = _mix(tmp_path)
-    for weights, num_ours, num_chats in (
+def test_several_datasets_are_mixed_whole_or_by_weights(prepare: Any, tmp_path: Path, tokenizer: Any) -> None:
+    """--columns changes only the dataset that has these columns."""
+    name = _write_mix(tmp_path)
+    for weights, num_questions, num_chats in (
         ((), 30, 90),
         (("--dataset_weights=3, 1.0",), 30, 10),
         (("--dataset_weights=1,9",), 10, 90),
     ):
-        data = prepare(name, *OF_THE_MIX, *weights)
-        wanted = [f"a {i}" for i in range(num_ours)] + [f"b {i}" for i in range(num_chats)]
-        assert _counted(next_steps(data.train), tokenizer) == Counter(wanted)
+        data = prepare(name, *MIX_OPTIONS, *weights)
+        problems = [f"a {i}" for i in range(num_questions)] + [f"b {i}" for i in range(num_chats)]
+        assert _problem_counts(next_steps(data.train), tokenizer) == Counter(problems)
         assert f"b.jsonl, split train: {num_chats} of 90 rows" in data.description
     with pytest.raises(UserError, match=r"--dataset_weights has 3 numbers for the 2 datasets of --dataset_name"):
-        prepare(name, *OF_THE_MIX, "--dataset_weights=1,2,3")
+        prepare(name, *MIX_OPTIONS, "--dataset_weights=1,2,3")
     with pytest.raises(UserError, match="--streaming reads the datasets .* add --dataset_weights"):
-        prepare(name, *OF_THE_MIX, "--streaming")
+        prepare(name, *MIX_OPTIONS, "--streaming")
 
 
 @pytest.mark.slow
-@BOTH
-def test_a_mix_resumes_exactly_and_only_as_itself(
+@PREPARED_AND_STREAM
+def test_mix_resumes_exactly_and_refuses_other_weights(
     prepare: Any, tmp_path: Path, streaming: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "STREAM_BUFFER_ROWS", 16)
 
     def fresh(weights: str) -> PreparedData:
-        options = [*OF_THE_MIX, "--batch_size=2", f"--dataset_weights={weights}", *streaming]
-        return prepare(_mix(tmp_path), *options)
+        options = [*MIX_OPTIONS, "--batch_size=2", f"--dataset_weights={weights}", *streaming]
+        return prepare(_write_mix(tmp_path), *options)
 
-    for done in (1, 20):  # within an epoch and beyond
-        whole, begun, resumed = (fresh("0.5,0.5") for _ in range(3))
-        wanted = next_steps(whole.train, done + 6)
-        next_steps(begun.train, done)
-        resumed.train.load_state_dict(json.loads(json.dumps(begun.train.state_dict())))
-        assert_same_steps(next_steps(resumed.train, 6), wanted[done:])
+    for done in (1, 20):  # within the first epoch and after it
+        whole, interrupted, resumed = (fresh("0.5,0.5") for _ in range(3))
+        expected = next_steps(whole.train, done + 6)
+        next_steps(interrupted.train, done)
+        resumed.train.load_state_dict(json.loads(json.dumps(interrupted.train.state_dict())))
+        assert_same_steps(next_steps(resumed.train, 6), expected[done:])
     with pytest.raises(UserError, match="--resume_from: the checkpoint was made with other training data"):
         fresh("0.4,0.6").train.load_state_dict(fresh("0.5,0.5").train.state_dict())
 
 
 @pytest.mark.slow
 @PACKED_OR_NOT
-def test_a_stream_holds_out_the_same_problems(
+def test_stream_holds_out_the_same_problems(
     prepare: Any, tmp_path: Path, packing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "STREAM_BUFFER_ROWS", 64)
-    rows = _repeated_problems(tmp_path / "train.jsonl")
+    rows = _write_repeated_problems(tmp_path / "train.jsonl")
     options = (packing, "--validation_fraction", "0.2", "--batch_size", "4")
     whole, stream = prepare(tmp_path, *options), prepare(tmp_path, *options, "--streaming")
     held_out = {i for i, row in enumerate(rows) if is_held_out(problem_key(row["problem"]), 0.2)}
@@ -288,18 +286,18 @@ def test_a_stream_holds_out_the_same_problems(
         trained.update(row for batch in step for row in batch.row_ids)
         if stream.train.epoch >= 2:
             break
-    # Two passes at least, and no more than the global batch that went over into the third.
+    # Every row was trained on twice. The global batch that ended the second pass may have rows of the third.
     assert set(trained) == set(range(len(rows))) - held_out
     assert set(trained.values()) <= {2, 3} and stream.report.num_rows_read >= 2 * len(rows)
 
 
 @pytest.mark.slow
 @PACKED_OR_NOT
-def test_a_stream_resumes_where_it_was(
+def test_stream_resumes_exactly_and_refuses_other_rows(
     prepare: Any, tmp_path: Path, packing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "STREAM_BUFFER_ROWS", 64)
-    rows = _repeated_problems(tmp_path / "train.jsonl")
+    rows = _write_repeated_problems(tmp_path / "train.jsonl")
     options = (packing, "--validation_fraction", "0.1", "--batch_size", "4", "--streaming", "--num_of_samples", "250")
 
     def fresh() -> PreparedData:
@@ -322,8 +320,8 @@ def test_a_stream_resumes_where_it_was(
 
 
 @PACKED_OR_NOT
-def test_the_filled_share_is_that_of_the_batches(prepare: Any, tmp_path: Path, packing: str) -> None:
-    """Padded batches are as wide as their longest row, in steps of 128 tokens."""
+def test_padding_efficiency_is_that_of_the_batches(prepare: Any, tmp_path: Path, packing: str) -> None:
+    """A padded batch is as wide as its longest row, rounded up to a multiple of 128 tokens."""
     path = write_jsonl(tmp_path / "rows.jsonl", [_row(f"{i}?", "one two " * (i % 90 + 1)) for i in range(101)])
     options = ("--max_seq_length=512", "--batch_size=4", "--validation_fraction=0", packing)
     data = prepare(path, *options)
@@ -332,29 +330,29 @@ def test_the_filled_share_is_that_of_the_batches(prepare: Any, tmp_path: Path, p
     assert data.report.padding_efficiency == real / positions > 0.3
 
 
-def _lines(data: PreparedData) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Token ids and labels of each row of an epoch of padded batches."""
+def _ids_and_labels(data: PreparedData) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Return row id -> token ids and labels, for one epoch of padded batches."""
     batches = [batch for step in next_steps(data.train) for batch in step]
     return {row: line for b in batches for row, *line in zip(b.row_ids, b.input_ids, b.labels, strict=False)}
 
 
 def _text(data: PreparedData, tokenizer: PreTrainedTokenizerBase, row: int) -> str:
-    return str(tokenizer.decode(_lines(data)[row][0]))
+    return str(tokenizer.decode(_ids_and_labels(data)[row][0]))
 
 
 def _supervised(data: PreparedData, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The supervised text of each row, in the order of the rows."""
-    labels = [labels for _, (_, labels) in sorted(_lines(data).items())]
+    """Return the supervised text of each row, in the order of the rows."""
+    labels = [labels for _, (_, labels) in sorted(_ids_and_labels(data).items())]
     return [str(tokenizer.decode(line[line != IGNORE_INDEX])) for line in labels]
 
 
-def _chat(number: int, **further: Any) -> dict[str, Any]:
+def _chat(number: int, **extra: Any) -> dict[str, Any]:
     turns = [{"role": "user", "content": f"q{number}", "id": number}, {"role": "assistant", "content": f"a{number}"}]
-    return {"messages": turns, **further}
+    return {"messages": turns, **extra}
 
 
-def test_what_is_not_used_is_named_with_its_count(prepare_chats: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    """Also by several processes, from the cache, and of a stream, whose rows are read again and again."""
+def test_unused_columns_and_files_are_counted(prepare_chats: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """The counts are the same if several processes tokenise, with a cache, and (times the passes) in a stream."""
     monkeypatch.setattr(tokenise, "ROWS_PER_WORKER", 10)
     monkeypatch.setattr(tokenise, "cores_of_job", lambda: 2)
     rows = [_chat(i, source="s", **({"late": 1} if i == 11 else {})) for i in range(12)]
@@ -362,27 +360,27 @@ def test_what_is_not_used_is_named_with_its_count(prepare_chats: Any, tmp_path: 
     path = write_jsonl(tmp_path / "train.jsonl", rows)
     for name in (others := ("train.jsonl.filepart", "train-1.jsonl~", "train.csv")):
         write_jsonl(tmp_path / name, rows)
-    wanted = {"column 'source'": 12, "column 'late'": 1, "entry 'id'": 12, "turn after the last that is supervised": 1}
+    unused = {"column 'source'": 12, "column 'late'": 1, "entry 'id'": 12, "turn after the last that is supervised": 1}
     for options in ([], [], ["--streaming"]):
         data = prepare_chats(path, "--validation_fraction=0", *options)
         if data.train.steps_per_epoch is None:
             next(iter(data.train))
             times = data.report.num_rows_read // 12
-            assert data.report.unused == {what: times * number for what, number in wanted.items()}
+            assert data.report.unused == {what: times * number for what, number in unused.items()}
         else:
-            assert data.report.unused == wanted
-            assert all(f"{what} ({number})" in data.description for what, number in wanted.items())
+            assert data.report.unused == unused
+            assert all(f"{what} ({number})" in data.description for what, number in unused.items())
     data = prepare_chats(tmp_path, "--validation_fraction=0")
     assert data.report.num_rows_read == 12 and all(data.report.unused[f"file '{name}'"] == 1 for name in others)
 
 
-def test_text_and_nulls_stay_as_the_file_has_them(prepare_chats: Any, chat: Any, tmp_path: Path) -> None:
+def test_text_and_nulls_are_unchanged(prepare_chats: Any, chat: Any, tmp_path: Path) -> None:
     cells = ['"2024-05-01"', '"02134"', '"None"', "12345678901234567890123", "1.50", "true", '"é\u2028\u00a0"', "NaN"]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f'{{"prompt": "{i}: ", "completion": {cell}}}\n' for i, cell in enumerate(cells)))
     data = prepare_chats(path, "--validation_fraction=0")
     assert _supervised(data, chat) == [cell.strip('"') + "<|eos|>" for cell in cells[:-1]]
-    assert data.report.num_empty == 1, "NaN is no text"
+    assert data.report.num_empty == 1, "NaN counts as an empty answer"
     rows = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": CALL}]}] * 2
     (tmp_path / "b.json").write_text(json.dumps(rows, indent=1))
     Dataset.from_list(rows).to_parquet(tmp_path / "c.parquet")
@@ -396,14 +394,14 @@ def test_text_and_nulls_stay_as_the_file_has_them(prepare_chats: Any, chat: Any,
         assert first == second and '{"city": "Paris"' + argument + "}" in first, name
 
 
-def test_a_csv_file_has_a_system_prompt_and_lists_as_json(prepare_chats: Any, chat: Any, tmp_path: Path) -> None:
+def test_csv_cells_may_have_system_prompts_and_json_lists(prepare_chats: Any, chat: Any, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('input,output,system,history\nq,a,Be brief.,"[[""1"",""2""]]"\nr,b,,\n')
     data = prepare_chats(tmp_path / "a.csv", "--validation_fraction=0", "--columns=instruction=input")
     assert "[user] r<|eos|>" in _text(data, chat, 1)
     assert _supervised(data, chat) == ["2<|eos|>a<|eos|>", "b<|eos|>"] and "[system] Be brief." in data.description
 
 
-def test_a_document_in_the_system_prompt_makes_another_problem(prepare: Any, tmp_path: Path) -> None:
+def test_rows_with_different_system_prompts_are_different_problems(prepare: Any, tmp_path: Path) -> None:
     same = [{"instruction": "Summarise.", "output": f"s{i}"} for i in range(30)]
     apart = [{**row, "system": f"Document {i}"} for i, row in enumerate(same)]
     assert prepare(write_jsonl(tmp_path / "apart.jsonl", apart)).report.num_rows_held_out == 3
@@ -415,8 +413,8 @@ def test_a_document_in_the_system_prompt_makes_another_problem(prepare: Any, tmp
             prepare(path, "--validation_fraction=0.00001", *streaming)
 
 
-def test_the_ends_of_the_documents_are_what_the_export_lists(prepare: Any, chat: Any, tmp_path: Path) -> None:
-    """Also where the template refuses the conversation that it is asked for its end."""
+def test_eos_ids_are_the_ends_of_documents_and_of_turns(prepare: Any, chat: Any, tmp_path: Path) -> None:
+    """The template may refuse the conversation with which prepare_data looks for the end of a turn."""
     other = copy.deepcopy(chat)
     needed = "{% if messages[0].role != 'system' %}{{ raise_exception('a system prompt') }}{% endif %}"
     other.chat_template = needed + TEMPLATE.replace("<|eos|>", "<|pad|>")
@@ -428,23 +426,23 @@ def test_the_ends_of_the_documents_are_what_the_export_lists(prepare: Any, chat:
     assert prepare(path, tokenizer=other).eos_ids == (other.pad_token_id, other.eos_token_id)
 
 
-def test_the_template_and_its_arguments_are_options(prepare: Any, tmp_path: Path) -> None:
-    """A template as text and in a file; a row's arguments come before those of all rows."""
+def test_chat_template_and_its_arguments_are_options(prepare: Any, tmp_path: Path) -> None:
+    """The template is text or a file. A row's own arguments override --chat_template_kwargs."""
     path = write_jsonl(tmp_path / "a.jsonl", [_chat(0), _chat(1, chat_template_kwargs={"brief": False})])
     template = TEMPLATE.replace("{{ m.content }}", "{% if brief %}Briefly: {% endif %}{{ m.content }}")
     (tmp_path / "t.jinja").write_text(template)
     for text_or_file in (template, str(tmp_path / "t.jinja")):
         options = ModelConfig(chat_template=text_or_file)
         tokenizer, _ = load_tokenizer(options, resolve_source(options))
-        how = ("--validation_fraction=0", '--chat_template_kwargs={"brief": true}')
-        data = prepare(path, *how, tokenizer=tokenizer)
+        more = ("--validation_fraction=0", '--chat_template_kwargs={"brief": true}')
+        data = prepare(path, *more, tokenizer=tokenizer)
         assert _supervised(data, tokenizer) == ["a0<|eos|>", "a1<|eos|>"] and "Briefly: q0" in data.description
         assert "Briefly" not in _text(data, tokenizer, 1)
         tokenizer.save_pretrained(tmp_path / "saved")
         assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == template
-    for wrong in ("[1]", "{brief}"):
+    for invalid in ("[1]", "{brief}"):
         with pytest.raises(UserError, match="--chat_template_kwargs"):
-            prepare(path, f"--chat_template_kwargs={wrong}")
+            prepare(path, f"--chat_template_kwargs={invalid}")
     path = write_jsonl(tmp_path / "text.jsonl", [{"text": "as it stands"}])
     with pytest.raises(UserError, match="--chat_template"):
         prepare(path, f"--chat_template={template}", "--validation_fraction=0")
@@ -453,19 +451,19 @@ def test_the_template_and_its_arguments_are_options(prepare: Any, tmp_path: Path
         load_tokenizer(options, resolve_source(options))
 
 
-def test_spelling_does_not_make_another_problem() -> None:
+def test_problem_key_ignores_case_spaces_and_unicode_forms() -> None:
     assert problem_key("What is  2 + 2?\n") == problem_key("what is 2 + 2?")
     assert problem_key("x² = 4") == problem_key("X2 = 4")
     assert problem_key("What is 2 + 2?") != problem_key("What is 2 + 3?")
     assert problem_key(" A\tb ") == problem_key("a b")
 
 
-def test_keys_are_fixed_for_good() -> None:
-    # A checkpoint's held-out problems must stay held out in the next version.
+def test_problem_key_never_changes() -> None:
+    # The next version must hold out the same problems when it resumes a checkpoint.
     assert problem_key("What is 2 + 2?") == 7901968567399691251
 
 
-def test_the_share_is_about_the_fraction_and_grows_with_it() -> None:
+def test_held_out_share_is_near_the_fraction_and_grows_with_it() -> None:
     keys = np.array([problem_key(f"problem {i}") for i in range(20_000)])
     small, large = held_out_mask(keys, 0.01), held_out_mask(keys, 0.1)
     assert 0.008 < small.mean() < 0.012 and 0.09 < large.mean() < 0.11
@@ -474,7 +472,7 @@ def test_the_share_is_about_the_fraction_and_grows_with_it() -> None:
     assert not held_out_mask(keys, 0.0).any()
 
 
-def test_the_default_share_is_enough_to_evaluate_on() -> None:
+def test_default_share_holds_out_a_tenth_or_less_of_many_problems() -> None:
     def held_out(num_problems: int, each: int = 1) -> npt.NDArray[np.bool_]:
         keys = np.array([problem_key(f"problem {i}") for i in range(num_problems)] * each)
         mask = held_out_mask(keys, None)

@@ -1,4 +1,4 @@
-"""The tokenised dataset: what becomes of each row, and when its cache is used."""
+"""The tokenised dataset: the outcome of each row, the cache, and tokenising in several processes."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def _outcomes(tokenizer: PreTrainedTokenizerBase, **changes: Any) -> list[Outcom
     )
 
 
-def test_outcomes(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_outcome_says_whether_a_row_is_used_overlong_truncated_or_empty(tokenizer: PreTrainedTokenizerBase) -> None:
     assert _outcomes(tokenizer) == [Outcome.USED, Outcome.OVERLONG, Outcome.EMPTY, Outcome.OVERLONG]
-    # Of the last row nothing supervised is left.
+    # Truncation leaves no supervised token of the last row.
     truncated = [Outcome.USED, Outcome.TRUNCATED, Outcome.EMPTY, Outcome.EMPTY]
     assert _outcomes(tokenizer, overlong="truncate") == truncated
     tokenised = tokenise(Dataset.from_list(ROWS), tokenizer, OPTIONS)
@@ -63,21 +63,21 @@ def test_outcomes(tokenizer: PreTrainedTokenizerBase) -> None:
     assert (length, tokenised["num_supervised"][0]) == (len(document.input_ids), document.supervised.sum())
 
 
-def test_a_second_run_reads_the_cache(
+def test_second_run_reads_the_cache(
     tokenizer: PreTrainedTokenizerBase, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls, original, dataset = [], module.encode_batch, Dataset.from_list(ROWS)
     monkeypatch.setattr(module, "encode_batch", lambda rows, *rest: calls.append(len(rows)) or original(rows, *rest))
     first = tokenise(dataset, tokenizer, OPTIONS)
-    tokenizer(["a", "b b"], padding=True, truncation=True, max_length=3)  # leaves settings in the tokenizer
-    again = tokenise(dataset, AutoTokenizer.from_pretrained(MODEL_DIR), OPTIONS)
-    assert first[:] == again[:] == tokenise(dataset, tokenizer, OPTIONS)[:]
+    tokenizer(["a", "b b"], padding=True, truncation=True, max_length=3)  # changes the state of the tokenizer
+    second = tokenise(dataset, AutoTokenizer.from_pretrained(MODEL_DIR), OPTIONS)
+    assert first[:] == second[:] == tokenise(dataset, tokenizer, OPTIONS)[:]
     assert calls == [4] and len(list(cache.glob("*.arrow"))) == 1
     tokenise(dataset, tokenizer, dataclasses.replace(OPTIONS, max_seq_length=65))
     assert calls == [4, 4] and len(list(cache.glob("*.arrow"))) == 2
 
 
-def test_everything_that_shapes_the_tokens_changes_the_key(
+def test_cache_key_depends_on_everything_that_changes_the_tokens(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = {cache_key("d", tokenizer, OPTIONS), cache_key("e", tokenizer, OPTIONS)}
@@ -98,7 +98,7 @@ def test_everything_that_shapes_the_tokens_changes_the_key(
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("max 100000", 64), ("350000 100000", 4)])
-def test_the_cores_of_a_job(quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_quota_limits_cores_of_job(quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     monkeypatch.setattr(module, "CPU_QUOTA", tmp_path / "cpu.max")
     assert module.cores_of_job() == 64
@@ -107,10 +107,10 @@ def test_the_cores_of_a_job(quota: str, cores: int, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow
-def test_documents_are_those_of_the_rows_wherever_they_lie(
+def test_document_reader_finds_rows_in_pieces_and_files(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the file's pieces of 1,000 rows, in the files of several processes, and beside rows that hold no token."""
+    """An Arrow file has pieces of 1,000 rows, several processes write several files, and some rows have no token."""
     one = tokenise(Dataset.from_list(ROWS * 300), tokenizer, OPTIONS)
     datasets.config.HF_DATASETS_CACHE = str(tmp_path / "other")
     monkeypatch.setattr(module, "ROWS_PER_WORKER", 1_000)
@@ -125,11 +125,11 @@ def test_documents_are_those_of_the_rows_wherever_they_lie(
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_several_processes_tokenise(tmp_path: Path) -> None:
+def test_ctrl_c_ends_tokenising_in_several_processes(tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "a.jsonl", ROWS * 20_000)
     command = [sys.executable, "train_fp8.py", "--dry_run", "--random_init", f"--dataset_name={rows}"]
-    how: dict[str, Any] = {"env": {**os.environ, "HF_DATASETS_CACHE": str(tmp_path)}, "start_new_session": True}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **how)
+    new_session: dict[str, Any] = {"env": {**os.environ, "HF_DATASETS_CACHE": str(tmp_path)}, "start_new_session": True}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **new_session)
     while not any((tmp_path / "llm_fp8").glob("*")):
         assert process.poll() is None
         time.sleep(0.1)
