@@ -1,1 +1,1 @@
-"""AdamW in three storage formats, gradient clipping, the learning-rate schedule and optimizer state."""
+"""Optimizers, gradient clipping, the learning-rate schedule and optimizer state."""
