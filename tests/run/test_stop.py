@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from llm_fp8.run import plan as plan_module
 from llm_fp8.run import timeline as timeline_module
 from llm_fp8.run.graceful_stop import SIGNALS, GracefulStop
 from llm_fp8.run.run_dir import explained_failures
+from llm_fp8.settle import plan as plan_module
 from llm_fp8.utils.errors import UserError, reading
 from tests.support.processes import exit_code, run_ranks, start_training, wait_until
 from tests.support.small import assert_same_bits, final_weights, steps, summary_json, train
