@@ -48,11 +48,9 @@ from llm_fp8.optim.optimizers import OPTIMIZERS
 MODES_COUNTED = ("single", "ddp", "fsdp_grad", "fsdp_full")
 RECIPES_COUNTED = [name for name, row in RECIPES.items() if row.saved_bytes_per_element is not None]
 
-
 Amount: TypeAlias = float | Literal["auto"]  # a value of --gradient_checkpointing
 STATE, CASTS, ACTIVATIONS, HEAD = "weights, gradients, optimizer", "fp8 casts of weights", "activations", "lm_head"
 _BF16, _FP32 = 2, 4
-_FROZEN_WEIGHT_BYTES, _ACCUMULATED_GRADIENT_BYTES = 2, 4
 _SHARDS_WITHOUT_ROOM = 0.4  # share of gradient shards: the most in recorded one-micro-batch runs that fill half a GPU
 
 
@@ -126,11 +124,11 @@ def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config)
         return 0.0
     if config.trains_adapters:
         if row.engine != "fsdp":  # ZeRO 3 shards frozen weights too, which is not counted
-            return _FROZEN_WEIGHT_BYTES
-        return _FROZEN_WEIGHT_BYTES / num_shards + row.unsharded_bytes
+            return _BF16
+        return _BF16 / num_shards + row.unsharded_bytes
     if row.engine == "copies":
         return optimizer.total_bytes - config.optim.offload_optimizer * optimizer.state_bytes
-    gradients = _ACCUMULATED_GRADIENT_BYTES if keeps_unsharded_gradients(mode, config) else 0
+    gradients = _FP32 if keeps_unsharded_gradients(mode, config) else 0
     return (row.sharded_bytes or optimizer.total_bytes) / num_shards + row.unsharded_bytes + gradients
 
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from llm_fp8.models.export import export_adapter, export_hf
-from llm_fp8.models.side_files import Origin
+from llm_fp8.data.prepare import PreparedData
+from llm_fp8.models.export import export_adapter, export_hf, export_size_bytes
+from llm_fp8.models.side_files import Origin, save_side_files
 from llm_fp8.observability.metrics import GIB, describe_full_gpu
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.optim.optimizers import bytes_on_host, effective_warmup_steps
 from llm_fp8.run.setup import TrainingSetup
 from llm_fp8.run.timeline import RunResults, Timeline
+from llm_fp8.utils.errors import UserError, existing_part, reading
 from llm_fp8.utils.json_files import read_json, write_json_atomic
 
 
@@ -81,6 +85,22 @@ def record_stream(timeline: Timeline) -> None:
         record = read_json(path := timeline.state.folder / "run.json")
         [record, *record.get("resumes", ())][-1]["data"] = dict(vars(report))
         write_json_atomic(path, record)
+
+
+def check_export(setup: TrainingSetup, folder: Path, data: PreparedData, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `UserError` now if the export, hours later, would not fit on the disk or could not write its side files."""
+    plan = setup.plan
+    if not (plan.config.run.export and plan.accelerator.is_main_process):
+        return
+    needed_bytes = export_size_bytes(setup.model, plan.export_dtype, adapters_only=setup.exports_adapter)
+    free_bytes = shutil.disk_usage(existing_part(folder)).free
+    if free_bytes < needed_bytes:
+        problem = f"final/ needs {needed_bytes / GIB:.3g} GiB, and {free_bytes / GIB:.3g} GiB are free"
+        raise UserError(f"--output_dir {folder}: {problem}; choose another folder or add --no_export.")
+    advice = "Correct its files, or train with --no_export."
+    with reading("--model_name", plan.source.name, "what an export writes", advice), TemporaryDirectory() as trial:
+        origin = Origin(plan.source.location, data.eos_ids)
+        save_side_files(setup.model.module, tokenizer, Path(trial), plan.export_dtype, origin)
 
 
 def export_final(timeline: Timeline, tokenizer: PreTrainedTokenizerBase, step: int, tokens_seen: int) -> Path:

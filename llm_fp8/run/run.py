@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,8 +19,6 @@ from transformers import PreTrainedTokenizerBase
 from llm_fp8.config.options import Config
 from llm_fp8.data.prepare import PreparedData, prepare_data
 from llm_fp8.distributed.process_group import end_process_group, start_process_group
-from llm_fp8.models.export import export_size_bytes
-from llm_fp8.models.side_files import Origin, save_side_files
 from llm_fp8.models.source import check_model, load_tokenizer
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.reporter import RunReporter, quiet_libraries
@@ -29,14 +26,13 @@ from llm_fp8.optim.optimizers import bytes_on_host, effective_warmup_steps
 from llm_fp8.run import run_dir
 from llm_fp8.run.checkpoint import Checkpoint, CheckpointManager
 from llm_fp8.run.graceful_stop import GracefulStop
-from llm_fp8.run.records import closing_words, export_final, record_run, record_stream, summary_of
-from llm_fp8.run.setup import TrainingSetup, build_setup, build_stepper
+from llm_fp8.run.records import check_export, closing_words, export_final, record_run, record_stream, summary_of
+from llm_fp8.run.setup import build_setup, build_stepper
 from llm_fp8.run.timeline import RunResults, Timeline
 from llm_fp8.run.train_state import EvalHistory, RunState
 from llm_fp8.settle import resume
 from llm_fp8.settle.plan import announce, plan_run
 from llm_fp8.settle.settle import Settled
-from llm_fp8.utils.errors import reading
 from llm_fp8.utils.ranks import LaunchRanks
 
 
@@ -53,7 +49,7 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
         claimed, resume_from = run_dir.claim_folder(config, ranks, stack)
         folder = claimed or Path("runs")
         resumed = run_dir.find_checkpoint(folder, resume_from, ranks)
-        plan = plan_run(config, ranks, resumed)
+        plan = plan_run(config, ranks, None if resumed is None else resumed.meta)
         phase_ends("devices")
 
         stack.enter_context(run_dir.explained_failures(lambda: folder))
@@ -62,7 +58,7 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
         plan.say(note)
         check_model(config, plan.hf_config, tokenizer)
         if resumed is not None:
-            resume.check_compatible(resumed, resume.run_fingerprint(plan, plan.strategy.saved_by, plan.stored))
+            resume.check_compatible(resumed, resume.run_fingerprint(plan))
         phase_ends("config_and_tokenizer")
 
         data = load_data(plan, tokenizer, plan.strategy.context_group)
@@ -95,8 +91,7 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
         checkpoints = CheckpointManager(folder, plan.config.run.save_total_limit, ranks.rank == 0, engine)
         if ranks.rank == 0:
             run_dir.begin_in(folder)  # nothing is written there before
-        fingerprint = resume.run_fingerprint(plan, plan.strategy.saved_by, plan.stored)
-        state = RunState(setup, data, folder, checkpoints, fingerprint, options)
+        state = RunState(setup, data, folder, checkpoints, resume.run_fingerprint(plan), options)
         timeline = build_timeline(state, resumed, results)
         phase_ends("optimizer")
 
@@ -122,29 +117,18 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
 
 def load_data(settled: Settled, tokenizer: PreTrainedTokenizerBase, context: Any = None) -> PreparedData:
     """Prepare the run's data. Ranks of a `ContextGroup` share sequences."""
-    ranks, on_gpu = settled.machine.ranks, torch.cuda.is_available()
+    config, ranks, on_gpu = settled.config, settled.machine.ranks, torch.cuda.is_available()
+    rows_in_step = config.data.batch_size * config.optim.gradient_accumulation_steps
     return prepare_data(
-        settled.config,
+        config,
         tokenizer,
         rank=ranks.rank,
         world_size=ranks.world_size,
         pin_memory=on_gpu,
         main_process_first=PartialState(cpu=not on_gpu).local_main_process_first,
         split_batch=None if context is None else context.split,
-        eval_batch_size=settled.requested_batch_size,
+        eval_batch_size=rows_in_step // settled.num_requested_micro_batches,  # before micro-batches were merged
     )
-
-
-def check_export(setup: TrainingSetup, folder: Path, data: PreparedData, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `UserError` if the disk has no room for the export or its side files cannot be written."""
-    plan, config = setup.plan, setup.plan.config
-    if config.run.export and plan.accelerator.is_main_process:
-        adapters_only = setup.exports_adapter
-        run_dir.check_free_space(folder, export_size_bytes(setup.model, plan.export_dtype, adapters_only=adapters_only))
-        advice = "Correct its files, or train with --no_export."
-        with reading("--model_name", plan.source.name, "what an export writes", advice), TemporaryDirectory() as trial:
-            origin = Origin(plan.source.location, data.eos_ids)
-            save_side_files(setup.model.module, tokenizer, Path(trial), plan.export_dtype, origin)
 
 
 def build_timeline(state: RunState, resumed: Checkpoint | None, results: RunResults) -> Timeline:

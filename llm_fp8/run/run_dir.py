@@ -14,7 +14,6 @@ from pathlib import Path
 
 from llm_fp8.config.options import Config, RunConfig
 from llm_fp8.distributed.process_group import decided_by_main, gathered, is_loss_of_a_peer
-from llm_fp8.observability.metrics import GIB
 from llm_fp8.run.checkpoint import Checkpoint, CheckpointManager
 from llm_fp8.settle.plan import RunPlan
 from llm_fp8.settle.resume import LATEST
@@ -137,15 +136,6 @@ def begin_in(folder: Path) -> None:
     for path in folder.glob(_UNFINISHED):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     _sign(folder)
-
-
-def check_free_space(folder: Path, needed_bytes: int) -> None:
-    """Raise `UserError` now if the export, hours later, would not fit on `folder`'s disk."""
-    free_bytes = shutil.disk_usage(existing_part(folder)).free
-    if free_bytes < needed_bytes:
-        needed, free = f"{needed_bytes / GIB:.3g} GiB", f"{free_bytes / GIB:.3g} GiB"
-        problem = f"final/ needs {needed}, and {free} are free"
-        raise UserError(f"--output_dir {folder}: {problem}; choose another folder or add --no_export.")
 
 
 @contextlib.contextmanager

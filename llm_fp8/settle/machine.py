@@ -33,10 +33,6 @@ class Machine:
     def has_fp8(self) -> bool:
         return self.capability >= MIN_FP8_CAPABILITY
 
-    @property
-    def has_bf16(self) -> bool:
-        return self.capability >= (8, 0)
-
 
 def look(precision: PrecisionConfig, ranks: LaunchRanks, asks_te: bool = True) -> Machine:
     """Return the machine of this launch. If the run may use fp8, ask Transformer Engine which recipes the GPU runs;

@@ -4,7 +4,7 @@ that everything else is built with.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ from llm_fp8.precision.context import with_recipe
 from llm_fp8.precision.te import prepare_te_decoder
 from llm_fp8.settle.machine import look
 from llm_fp8.settle.probe import probe
-from llm_fp8.settle.resume import SavedRun
 from llm_fp8.settle.settle import Settled, settle
 from llm_fp8.step.loss_model import PackedForm
 from llm_fp8.utils.output import say as print_line
@@ -73,16 +72,15 @@ class RunPlan(Settled):
         return {"sharding_mode": self.strategy.mode, "num_processes": self.accelerator.num_processes}
 
 
-def plan_run(config: Config, ranks: LaunchRanks, resumed: SavedRun | None = None) -> RunPlan:
-    """Settle the run on this machine and build everything that precedes its model. Raise `UserError` if the machine,
-    its packages or its memory do not allow the run. Collective.
+def plan_run(config: Config, ranks: LaunchRanks, resumed: Mapping[str, Any] | None = None) -> RunPlan:
+    """Settle the run on this machine (see `settle`) and build everything that precedes its model. Raise `UserError` if
+    the machine, its packages or its memory do not allow the run. Collective.
     """
     device = device_of_process()
     source = sources.resolve_source(config.model)
     hf_config = sources.load_config(source)
     machine = look(config.precision, ranks)
-    meta = None if resumed is None else resumed.meta
-    settled = settle(config, hf_config, machine, meta)
+    settled = settle(config, hf_config, machine, resumed)
     precision = with_recipe(settled.precision, settled.config.precision, device)
     if ranks.rank == 0 and config.run.trackers:  # only this process uses trackers
         from llm_fp8.observability.trackers import require_trackers
@@ -95,7 +93,7 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: SavedRun | None = None
         packed_form = probe(settled.config, hf_config, device, precision.compute_dtype)
     stored = sources.checkpoint_of(source, hf_config)  # after whatever refuses a run, since it may download
     if untied := sources.untie(hf_config, stored):
-        settled = settle(config, hf_config, machine, meta)  # the head's parameters count too
+        settled = settle(config, hf_config, machine, resumed)  # the head's parameters count too
     strategy = build_strategy(settled.mode, settled.config, ranks, precision)
     values = vars(settled) | {"precision": precision, "notes": (*settled.notes, *untied)}
 

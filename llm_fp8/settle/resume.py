@@ -11,8 +11,8 @@ from typing import Any
 
 from llm_fp8.config.options import RESUME, SETTINGS, Config, names_in
 from llm_fp8.data.prepare import PreparedData
-from llm_fp8.models.source import StoredCheckpoint, text_config, weights_digest
-from llm_fp8.settle.settle import Settled
+from llm_fp8.models.source import text_config, weights_digest
+from llm_fp8.settle.plan import RunPlan
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_json
 
@@ -38,19 +38,16 @@ class SavedRun:
         return int(self.meta["step"])
 
 
-def run_fingerprint(settled: Settled, saved_by: str, stored: StoredCheckpoint | None) -> dict[str, Any]:
-    """Collect the entries that a checkpoint and the run that continues it must share.
-
-    `saved_by`: the strategy's entry. `stored`: the weights to start from; None if they are drawn.
-    """
-    config, lora, precision = settled.config, settled.config.lora, settled.precision
-    decoder = text_config(settled.hf_config)
+def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
+    """Collect the entries that a checkpoint and the run that continues it must share."""
+    config, lora, precision, stored = plan.config, plan.config.lora, plan.precision, plan.stored
+    decoder = text_config(plan.hf_config)
     entries = decoder.to_dict()  # read as entries, since an attribute that differs between layers cannot be read
     shared = {
         **{key: entries.get(decoder.attribute_map.get(key, key)) for key in ARCHITECTURE_KEYS},
         "layout": "te" if config.model.use_te else "hf",
-        "optimizer": settled.optimizer_kind,
-        "saved by": saved_by,
+        "optimizer": plan.optimizer_kind,
+        "saved by": plan.strategy.saved_by,
         "precision": precision.name if precision.effective == "fp8" else precision.effective,
         "max_seq_length": config.data.max_seq_length,
         "packing": config.packing,

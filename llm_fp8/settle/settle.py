@@ -63,12 +63,6 @@ class Settled:
         return torch.bfloat16 if self.precision.compute_dtype == torch.bfloat16 else torch.float32
 
     @property
-    def requested_batch_size(self) -> int:
-        """Rows per micro-batch before micro-batches were merged."""
-        in_step = self.config.data.batch_size * self.config.optim.gradient_accumulation_steps
-        return in_step // self.num_requested_micro_batches
-
-    @property
     def certifies(self) -> bool:
         """True if the run records a step and judges its kernels (--certify)."""
         wanted = self.config.run.certify
@@ -195,7 +189,7 @@ def num_shards(mode: str, ranks: LaunchRanks) -> int:
 def resolve_precision(config: Config, machine: Machine) -> PrecisionPlan:
     """Return the precision to run, and why if it differs from `config`. Raise `UserError` if none can run."""
     options = config.precision
-    requested = options.mixed_precision or ("bf16" if machine.has_bf16 else "no")
+    requested = options.mixed_precision or ("bf16" if machine.capability >= (8, 0) else "no")
     if requested != "fp8":
         if requested == "fp16" and machine.gpu is None:
             raise UserError("--mixed_precision fp16 needs a CUDA GPU; use bf16 or no (fp32) on the CPU.")
