@@ -89,7 +89,7 @@ def prepare_data(
 ) -> PreparedData:
     """Load, tokenise, split and pack a run's data. Raise `UserError` if a dataset cannot be found, read or used.
 
-    With context parallelism, `num_slices` consecutive ranks get the same sequences, and `split_batch` returns a rank's
+    With --context_parallel_size n, n consecutive ranks get the same sequences, and `split_batch` returns a rank's
     slice of a batch. --eval_batches counts batches of `eval_batch_size` (default: the batch size of `config`), so that
     merging micro-batches does not change the evaluation rows. In accelerate's context `main_process_first`, the other
     processes wait until the main process has filled the cache.

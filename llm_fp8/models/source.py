@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -165,18 +164,6 @@ def untie(hf_config: PretrainedConfig, checkpoint: StoredCheckpoint | None) -> l
     for part in ties:
         part.tie_word_embeddings = False
     return [f"WARNING: config.json ties {head} to {embedding}, but both are stored and differ; they stay untied"]
-
-
-def weights_digest(files: Sequence[Path]) -> str:
-    """Return a 16-digit hex digest of each file's size, first MiB and last MiB."""
-    digest = hashlib.sha256()
-    for path in files:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            digest.update(size.to_bytes(8, "big") + file.read(2**20))
-            file.seek(max(0, size - 2**20))
-            digest.update(file.read())
-    return digest.hexdigest()[:16]
 
 
 def finite(tensors: Iterable[tuple[str, Tensor]], where: str) -> Iterator[tuple[str, Tensor]]:

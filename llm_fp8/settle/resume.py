@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llm_fp8.config.options import RESUME, SETTINGS, Config, names_in
 from llm_fp8.data.prepare import PreparedData
-from llm_fp8.models.source import text_config, weights_digest
+from llm_fp8.models.source import text_config
 from llm_fp8.settle.plan import RunPlan
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_json
@@ -56,6 +57,18 @@ def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
         shared["lora"] = [rank, lora.scaling, lora.lora_dropout, *sorted(lora.targets)]
         shared["frozen_model"] = f"seed {config.optim.seed}" if stored is None else weights_digest(stored.files)
     return shared
+
+
+def weights_digest(files: Sequence[Path]) -> str:
+    """Return a 16-digit hex digest of each file's size, first MiB and last MiB."""
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            digest.update(size.to_bytes(8, "big") + file.read(2**20))
+            file.seek(max(0, size - 2**20))
+            digest.update(file.read())
+    return digest.hexdigest()[:16]
 
 
 def run_options(config: Config, data: PreparedData, num_steps: int) -> dict[str, Any]:
