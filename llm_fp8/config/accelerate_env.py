@@ -85,8 +85,7 @@ def _not_supported(setting: str) -> UserError:
 
 def apply_launch_settings(config: Config, environ: MutableMapping[str, str], user_options: Collection[str]) -> Config:
     """Return `config` with the settings of `accelerate launch` applied but not yet checked; remove them from `environ`.
-    Raise `UserError` for an unsupported setting, and for one that contradicts an option that the user set
-    (`user_options`).
+    Raise `UserError` for an unsupported setting, and for one that contradicts one of the user's `user_options`.
     """
     ranks = LaunchRanks.from_environment(environ)
     is_ddp = "ACCELERATE_DYNAMO_BACKEND" in environ and ranks.world_size > 1  # the launcher always sets it

@@ -51,11 +51,10 @@ def option(
     is 'single' on one GPU. ` and ` or ` or ` joins conditions; one may test the option's own value. The option has no
     effect unless all of `needs` hold, and cannot be combined with a condition in `excludes`, which gives the reason.
     `alias` is the option's name in transformers, if the meaning is exactly the same. `bare` is the value of a numeric
-    option whose flag has no number. `bounds` are at_least, at_most, above and below.
-    `resume` says what a change means for a resumed run, which refuses it unless --allow_changed names the option.
-    'same': the result changes. 'scales': the meaning of delayed scaling's histories changes too. 'total_steps' and
-    'global_batch_size': the run compares this setting, which the option helps to decide, instead of the option.
-    'evaluation': the change is only reported.
+    option whose flag has no number. `bounds` are at_least, at_most, above and below. `resume` says what a change means
+    for a resumed run, which refuses it unless --allow_changed names the option. 'same': the result changes. 'scales':
+    the meaning of delayed scaling's histories changes too. 'total_steps' and 'global_batch_size': the run compares this
+    setting, which the option helps to decide, instead of the option. 'evaluation': the change is only reported.
     """
     declared = {"help": help, "aliases": [f"--{alias}"] if alias else [], "bare": bare, "bounds": bounds}
     return field(default=default, metadata={**declared, "needs": needs, "excludes": excludes or {}, "resume": resume})
@@ -68,9 +67,7 @@ class ModelConfig:
     model_name: str = option(
         EMBEDDED, "Hub id or folder of a Llama, Qwen or Mistral model, or 'embedded'.", alias="model_name_or_path"
     )
-    use_te: bool = option(
-        False, "Build decoder layers from Transformer Engine modules (te_llama.py), on an NVIDIA GPU."
-    )
+    use_te: bool = option(False, "Build the decoder of Transformer Engine modules (te_llama.py), on an NVIDIA GPU.")
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = option(
         "auto",
         "Attention kernels; auto: flash-attn 2 if installed, else sdpa.",
@@ -286,9 +283,7 @@ class RunConfig:
     wandb_project: str | None = option(
         None, "Project in W&B and other trackers (default: WANDB_PROJECT, else llm-fp8).", needs=("use_wandb",)
     )
-    wandb_run_name: str | None = option(
-        None, "Name of the run in trackers (default: the tracker chooses one).", needs=("use_wandb",)
-    )
+    wandb_run_name: str | None = option(None, "Name of the run in trackers (default: theirs).", needs=("use_wandb",))
 
     @property
     def trackers(self) -> tuple[str, ...]:
@@ -348,14 +343,13 @@ class Mode:
 
     engine: Literal["copies", "fsdp", "deepspeed"]  # every GPU has a copy, or FSDP2 or DeepSpeed shards it
     unsharded_bytes: int = 0  # on every GPU, in addition to its shard
-    sharded_bytes: int | None = None
-    """Bytes to divide by N if the engine keeps master weights and optimizer state; None: --optimizer sets them."""
+    sharded_bytes: int = 0  # to divide by N if the engine keeps master weights and optimizer state, else --optimizer's
     on_host: bool = False  # weights and optimizer state are in host memory
 
     @property
     def holds_masters(self) -> bool:
         """True if the engine keeps fp32 master weights in addition to the model's parameters."""
-        return self.sharded_bytes is not None
+        return self.sharded_bytes > 0
 
 
 MODES = {  # 'single' for one process
@@ -442,11 +436,6 @@ class Config:
             for name, section in vars(self).items()
         }
         return Config(**sections)
-
-    @property
-    def always_graphs(self) -> bool:
-        """True if --cuda_graphs is on, so that the run captures graphs whether or not the GPU would be idle."""
-        return bool(self.model.cuda_graphs)
 
     @property
     def packing(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -18,10 +17,6 @@ from llm_fp8.utils.ranks import LaunchRanks, end_with_parent
 T = TypeVar("T")
 
 TIMEOUT = datetime.timedelta(minutes=30)  # ranks wait while the main one tokenises a large dataset
-_LOST_PEER = (
-    "connection (closed|reset) by peer|connection refused|broken pipe|socket closed|remote process exited|timed out "
-    "waiting|watchdog caught collective|nccl communicator was aborted"
-)
 
 
 def start_process_group(ranks: LaunchRanks) -> None:
@@ -81,24 +76,17 @@ def decided_by_main(decide: Callable[[], T], group: dist.ProcessGroup | None = N
     """Call `decide` on rank 0 and return its result on every rank. If it raises, rank 0 raises the same exception and
     the other ranks a `UserError`. Collective.
     """
-    result: Any = None
-    reason: str | None = None
+    outcome: tuple[Any, str | None] = None, None  # result, and reason of the failure
     failure: BaseException | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            result = decide()
+            outcome = decide(), None
         except BaseException as error:  # raised below, once the others know
             failure = error
-            reason = str(error) if isinstance(error, UserError) else f"the main process failed: {error!r}"
-    result, reason = gathered((result, reason), group)[0]
+            outcome = None, str(error) if isinstance(error, UserError) else f"the main process failed: {error!r}"
+    result, reason = gathered(outcome, group)[0]
     if failure is not None:
         raise failure
     if reason is not None:
         raise UserError(reason)
     return result
-
-
-def is_loss_of_a_peer(error: BaseException) -> bool:
-    """Return True if the error's text shows that a collective failed because another process is gone."""
-    is_raised_by_torch = dist.is_initialized() and isinstance(error, RuntimeError)
-    return is_raised_by_torch and re.search(_LOST_PEER, str(error), re.IGNORECASE) is not None

@@ -262,7 +262,7 @@ class RunSize:
         all_gradients = 0.0 if unsharded else gradient_bytes / shards * trained
         if unsharded:
             state -= gradient_bytes / num_gpus * trained  # gradient shards appear only with the reduction
-        if mode == "ddp" and not config.always_graphs:
+        if mode == "ddp" and not config.model.cuda_graphs:
             state += gradient_bytes * trained  # buckets
         # fp8 weights replace two-byte frozen weights, or exist beside their masters.
         state += (-1 if self.adapted else 1) * fp8_weights / num_gpus
@@ -271,7 +271,7 @@ class RunSize:
         state += _FP32 * (te_llama.num_positions(text_config(self.hf_config)) or 0) * spec.head_dim  # RoPE's angles
         gathered = outermost + (1 if fp8_weights else _BF16) * layer_linear if mode == "fsdp_full" else 0.0
 
-        graphs = config.always_graphs
+        graphs = config.model.cuda_graphs
         copies = 2 if graphs and not self.sharded else 1  # for the graphs and for an eager micro-batch
         peaks = [(state + gathered, copies * activations, copies * head)]
         if graphs and self.sharded:

@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch.distributed as dist
+
 from llm_fp8.config.options import Config, RunConfig
-from llm_fp8.distributed.process_group import decided_by_main, gathered, is_loss_of_a_peer
+from llm_fp8.distributed.process_group import decided_by_main, gathered
 from llm_fp8.run.checkpoint import Checkpoint, CheckpointManager
 from llm_fp8.settle.plan import RunPlan
 from llm_fp8.settle.resume import LATEST
@@ -26,6 +28,10 @@ LOCK = ".lock"  # locked by a run's main process; empty until the run begins to 
 _SAVED = ("summary.json", "final", "checkpoints/step-*")  # without any of these a later run may start over there
 _WRITTEN = ("run.json", "metrics.jsonl", "certificate.json", "certificate_after_fp8.json", "checkpoints")
 """Other files that a run writes or deletes. A run refuses a folder in which such files may belong to something else."""
+_LOST_PEER = (
+    "connection (closed|reset) by peer|connection refused|broken pipe|socket closed|remote process exited|timed out "
+    "waiting|watchdog caught collective|nccl communicator was aborted"
+)
 _UNFINISHED = ".*.[0-9]*.tmp"  # unfinished files of a killed process (`write_text_atomic`, `export_hf`)
 
 
@@ -138,6 +144,12 @@ def begin_in(folder: Path) -> None:
     _sign(folder)
 
 
+def _lost_peer(error: BaseException) -> bool:
+    """Return True if the error's text shows that a collective failed because another process is gone."""
+    is_raised_by_torch = dist.is_initialized() and isinstance(error, RuntimeError)
+    return is_raised_by_torch and re.search(_LOST_PEER, str(error), re.IGNORECASE) is not None
+
+
 @contextlib.contextmanager
 def explained_failures(folder_of_run: Callable[[], Path]) -> Iterator[None]:
     """Turn a full disk or the loss of another process into a `UserError`."""
@@ -147,7 +159,7 @@ def explained_failures(folder_of_run: Callable[[], Path]) -> Iterator[None]:
         if isinstance(error, OSError) and (reason := errors.reason_not_written(error)):
             named = isinstance(error.filename, str)  # errors of libraries' caches name no file
             problem = f"{error.filename if named else folder_of_run()} (--output_dir, HF_HOME or TMPDIR): {reason}"
-        elif is_loss_of_a_peer(error) and not errors.is_out_of_memory(error):
+        elif _lost_peer(error) and not errors.is_out_of_memory(error):
             problem = f"another process of this run is gone (see its output): {str(error).splitlines()[0][:200]}"
         elif reason := errors.lost_worker(error):
             raise UserError(f"{reason}.") from error
