@@ -1,4 +1,4 @@
-"""Verdicts on made-up steps with the kernel names of real ones, and what a run does with a verdict."""
+"""The certificate: verdicts on made-up steps with real kernel names, and the consequences of a verdict in a run."""
 
 from __future__ import annotations
 
@@ -52,25 +52,25 @@ BF16_STEP = {
     "_update_kernel": (98, 0.006691),
 }
 RENAMED = {f"some_new_gemm_{number}": times for number, times in enumerate(FP8_GEMMS.values())} | HEAD_GEMMS | OTHERS
-"""That fp8 step with kernels to which the next cuBLAS gives names of another kind."""
-NO_RULE = {f"device_kernel_{number}": times for number, times in enumerate(FP8_GEMMS.values())} | HEAD_GEMMS | OTHERS
-"""That step with names that do not even show GEMMs."""
+"""The fp8 step as if a later cuBLAS gave its GEMM kernels other names."""
+OPAQUE = {f"device_kernel_{number}": times for number, times in enumerate(FP8_GEMMS.values())} | HEAD_GEMMS | OTHERS
+"""The fp8 step with kernel names that do not even show that the kernels are GEMMs."""
 
 DELAYED = ExpectedKernels("fp8 delayed", "bf16", "delayed", num_fp8_gemms=192, fp8_linear_flop_share=0.787)
 NVFP4 = dataclasses.replace(DELAYED, precision="fp8 nvfp4", scenario="nvfp4")
 BF16 = ExpectedKernels("bf16", "bf16")
 IN_FP8 = ModuleState(48, 48, recipes={"DelayedScaling": 48})
 NOT_IN_FP8 = ModuleState(num_modules=48)
-BY_NVFP4 = ModuleState(48, 48, recipes={"NVFP4BlockScaling": 48})
+IN_NVFP4 = ModuleState(48, 48, recipes={"NVFP4BlockScaling": 48})
 FP4_STEP = {"nvjet_sm100_ootst_128x128_256x7_4x1_2cta_v_bx_Avec16UE4M3_Bvec16UE4M3_TNT": (384, 0.02)} | HEAD_GEMMS
-"""GEMMs of NVFP4 have such names in cuBLAS on a B200."""
+"""A step in NVFP4, with the names that cuBLAS's GEMM kernels have on a B200."""
 
 
 def judge(expected=DELAYED, kernels=FP8_STEP, state=IN_FP8, num_micro_batches=2, **more):
     return certify(expected, kernels, state, num_micro_batches=num_micro_batches, **more)
 
 
-def test_a_step_that_is_what_was_asked_for():
+def test_fp8_step_is_certified():
     certificate = judge(attention="fused (cuDNN)")
     assert certificate.verdict == "certified" and not certificate.reasons and not certificate.remarks
     assert (certificate.num_fp8_gemm_kernels, certificate.num_expected_fp8_gemm_kernels) == (384, 384)
@@ -81,27 +81,27 @@ def test_a_step_that_is_what_was_asked_for():
     assert stored["verdict"] == "certified" and stored["modules"]["num_in_fp8"] == 48
 
 
-def test_a_bf16_step():
+def test_bf16_step_is_certified():
     certificate = judge(BF16, BF16_STEP, NOT_IN_FP8, attention="fused (cuDNN)")
     assert certificate.verdict == "certified"
     assert "none of 390" in certificate.describe()
     plain = judge(BF16, BF16_STEP, ModuleState(), attention="sdpa (cuDNN)")
-    assert plain.verdict == "certified", "a model without Transformer Engine has no such modules to ask"
+    assert plain.verdict == "certified", "a model without Transformer Engine has no module states"
 
 
 ONE_FP8_KERNEL = {"nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_TNT": (1, 1e-5)}
 FAILURES = {
-    "fp8 asked for, nothing converted": dict(kernels=BF16_STEP, state=ModuleState()),
-    "fp8 asked for, autocast lost": dict(kernels=BF16_STEP, state=NOT_IN_FP8),
+    "fp8 requested, nothing converted": dict(kernels=BF16_STEP, state=ModuleState()),
+    "fp8 requested, autocast lost": dict(kernels=BF16_STEP, state=NOT_IN_FP8),
     "a layer outside fp8": dict(kernels=FP8_STEP | {"nvjet_sm90_qqtst_256x128_128x4_1x2_h_bz_coopA_TNT": (72, 0.004)}),
     "recomputed outside fp8": dict(expected=dataclasses.replace(DELAYED, num_fp8_gemms=256)),
     "one micro-batch outside fp8": dict(num_micro_batches=4),
-    "fp4 asked for, and fp8 ran": dict(expected=NVFP4, state=BY_NVFP4),
-    "fp8 asked for, and fp4 ran": dict(kernels=FP4_STEP),
+    "fp4 requested, and fp8 ran": dict(expected=NVFP4, state=IN_NVFP4),
+    "fp8 requested, and fp4 ran": dict(kernels=FP4_STEP),
     "too few unknown GEMMs to be the missing ones": dict(kernels=BF16_STEP | {"a_gemm": (40, 0.001)}),
-    "unknown GEMMs, and the modules deny it": dict(kernels=RENAMED, state=NOT_IN_FP8),
-    "unknown kernels, and the modules deny it": dict(kernels=NO_RULE, state=NOT_IN_FP8),
-    "unknown kernels, and no module to ask": dict(kernels=NO_RULE, state=ModuleState()),
+    "unknown GEMMs, modules not in fp8": dict(kernels=RENAMED, state=NOT_IN_FP8),
+    "unknown kernels, modules not in fp8": dict(kernels=OPAQUE, state=NOT_IN_FP8),
+    "unknown kernels, no modules": dict(kernels=OPAQUE, state=ModuleState()),
     "unknown kernels, too short to be the missing ones": dict(kernels=BF16_STEP | {"a_tiny_kernel": (900, 0.0005)}),
     "another recipe": dict(state=dataclasses.replace(IN_FP8, recipes={"Float8CurrentScaling": 48})),
     "another format": dict(
@@ -111,7 +111,7 @@ FAILURES = {
     "an empty amax history": dict(state=dataclasses.replace(IN_FP8, num_without_amax=3)),
     "fp8 left on in a bf16 run": dict(expected=BF16, kernels=FP8_STEP, state=IN_FP8),
     "one fp8 kernel in a bf16 run": dict(expected=BF16, kernels=BF16_STEP | ONE_FP8_KERNEL, state=NOT_IN_FP8),
-    "the same beside unknown ones": dict(expected=BF16, kernels=NO_RULE | ONE_FP8_KERNEL, state=ModuleState()),
+    "one fp8 and unknown ones in bf16": dict(expected=BF16, kernels=OPAQUE | ONE_FP8_KERNEL, state=ModuleState()),
     "a module in fp8 in a bf16 run": dict(
         expected=BF16, kernels=BF16_STEP, state=dataclasses.replace(NOT_IN_FP8, num_in_fp8=1)
     ),
@@ -122,76 +122,76 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("case", FAILURES)
-def test_what_fails(case):
+def test_step_fails(case):
     certificate = judge(**FAILURES[case])
     assert certificate.verdict == "failed" and certificate.reasons and "FAILED" in certificate.describe()
 
 
-def test_a_failure_names_numbers():
+def test_failure_names_expected_and_actual_numbers():
     reason = judge(**FAILURES["recomputed outside fp8"]).reasons[0]
     assert "at least 512 fp8 GEMM kernels, but 384 ran (all GEMM kernels: 6 bf16, 384 fp8)" in reason
 
 
-def test_renamed_kernels_are_unknown_and_never_bf16():
+def test_renamed_gemm_kernels_are_undetermined():
     certificate = judge(kernels=RENAMED)
     assert certificate.verdict == "undetermined"
     assert certificate.gemm_kernels_by_type == {"unknown": 384, "bf16": 6} and len(certificate.unknown_gemm_names) == 5
     assert "384 GEMM kernels of unknown type" in certificate.reasons[0]
-    # Of a bf16 run short ones are a remark; those of a layer could be fp8, and were all of them unknown, nothing would
-    # show that it is one.
+    # In a bf16 run, short unknown GEMMs are only a remark. Longer ones could be a layer in fp8, and if all GEMMs are
+    # unknown, nothing shows that the run is in bf16.
     short = judge(BF16, BF16_STEP | {"a_gemm": (3, 0.0005)}, NOT_IN_FP8)
     assert short.verdict == "certified" and short.remarks == ["3 GEMM kernels of unknown type"]
     assert judge(BF16, BF16_STEP | {"a_gemm": (3, 0.001)}, NOT_IN_FP8).verdict == "undetermined"
     assert judge(BF16, {"a_gemm": (390, 0.1)}, NOT_IN_FP8).verdict == "undetermined"
 
 
-def test_kernels_that_no_rule_knows_may_be_gemms():
-    certificate = judge(kernels=NO_RULE)
+def test_long_unrecognised_kernels_are_undetermined():
+    certificate = judge(kernels=OPAQUE)
     assert certificate.verdict == "undetermined" and certificate.gemm_kernels_by_type == {"bf16": 6}
     assert certificate.unrecognised_time_share == pytest.approx(34.547 / 50.253, rel=1e-3)
-    half = {f"some_gemm{name}" if number % 2 else name: times for number, (name, times) in enumerate(NO_RULE.items())}
-    assert judge(kernels=half).verdict == "undetermined", "of both kinds together"
+    half = {f"some_gemm{name}" if number % 2 else name: times for number, (name, times) in enumerate(OPAQUE.items())}
+    assert judge(kernels=half).verdict == "undetermined", "unknown GEMMs and unrecognised kernels count together"
     without_gemms = judge(kernels={"a_kernel<" + 200 * "x": (390, 0.1)})
     assert without_gemms.verdict == "undetermined" and len(without_gemms.reasons[0]) < 400
-    # Outside fp8 nothing else would show them.
-    assert judge(BF16, NO_RULE, ModuleState()).verdict == judge(BF16, NO_RULE, NOT_IN_FP8).verdict == "undetermined"
+    # In a bf16 run nothing else would show that these kernels are fp8 GEMMs.
+    assert judge(BF16, OPAQUE, ModuleState()).verdict == judge(BF16, OPAQUE, NOT_IN_FP8).verdict == "undetermined"
     assert judge(BF16, BF16_STEP | {"a_short_kernel": (900, 0.0005)}, ModuleState()).verdict == "certified"
-    # A step with all the fp8 kernels that were expected is what was asked for, whatever else runs in it.
-    beside = judge(kernels=FP8_STEP | {"a_kernel": (10, 0.01)})
-    assert beside.verdict == "certified" and beside.remarks[0].startswith("10 kernels that no rule knows (16.6% of")
+    # A step with all expected fp8 kernels is certified, whatever else runs in it.
+    with_all = judge(kernels=FP8_STEP | {"a_kernel": (10, 0.01)})
+    assert with_all.verdict == "certified" and with_all.remarks[0].startswith("10 kernels that no rule knows (16.6% of")
 
 
-def test_what_leaves_the_question_open():
-    nothing = judge(kernels={})
-    assert nothing.verdict == "undetermined" and "CUPTI" in nothing.reasons[0] and nothing.fp8_gemm_time_share is None
-    assert "none of 0" not in nothing.describe() and "0 of 0 GEMM kernels" in nothing.describe()
+def test_missing_kernels_or_contradicting_modules_are_undetermined():
+    empty = judge(kernels={})
+    assert empty.verdict == "undetermined" and "CUPTI" in empty.reasons[0] and empty.fp8_gemm_time_share is None
+    assert "none of 0" not in empty.describe() and "0 of 0 GEMM kernels" in empty.describe()
     contradiction = judge(state=dataclasses.replace(IN_FP8, num_in_fp8=47))
     assert contradiction.verdict == "undetermined" and "47 say they computed in fp8" in contradiction.reasons[0]
-    # Without kernels the modules' account still counts, against fp8 and not for it.
+    # Without kernels, the states of the modules can fail a step but not certify it.
     assert judge(kernels={}, state=NOT_IN_FP8).verdict == judge(BF16, {}, IN_FP8).verdict == "failed"
     assert judge(BF16, {}, NOT_IN_FP8).verdict == "undetermined"
     without_recipe = ModuleState(num_modules=48, num_in_fp8=24, num_recipe_unreadable=24)
-    assert judge(state=without_recipe).verdict == "undetermined", "24 deny it"
+    assert judge(state=without_recipe).verdict == "undetermined", "24 modules are not in fp8"
 
 
-def test_nvfp4_is_told_from_fp8():
-    assert judge(NVFP4, FP4_STEP, BY_NVFP4).verdict == "certified"
+def test_nvfp4_step_is_certified():
+    assert judge(NVFP4, FP4_STEP, IN_NVFP4).verdict == "certified"
 
 
-def test_the_worst_of_all_ranks_speaks():
+def test_worst_certificate_of_all_ranks_counts():
     good, open_, bad = judge(), judge(kernels=RENAMED), judge(kernels=BF16_STEP, state=NOT_IN_FP8)
     assert worst([good, good]) is good and worst([good, open_]) is open_ and worst([open_, bad, good]) is bad
 
 
-# --- Transformer Engine's own account ---------------------------------------------------------------------------------
+# --- The states of Transformer Engine's modules -----------------------------------------------------------------------
 
 
 class DelayedScaling:
-    """Stands for Transformer Engine's class of this name."""
+    """Stand in for Transformer Engine's class of this name."""
 
 
 def te_linear(in_fp8: bool, largest: float = 2.0) -> nn.Linear:
-    """A linear layer with the attributes that Transformer Engine's have after a step with delayed scaling."""
+    """Return a linear layer with the attributes of a TE module after a step with delayed scaling."""
     module = nn.Linear(4, 4)
     module.fp8, module.fp8_meta = in_fp8, {}
     if in_fp8:
@@ -201,12 +201,12 @@ def te_linear(in_fp8: bool, largest: float = 2.0) -> nn.Linear:
     return module
 
 
-def test_reading_the_modules():
+def test_module_state_counts_modules_in_fp8_and_without_amax():
     state = TEBackend().state([te_linear(True), te_linear(True, largest=0.0), te_linear(False)])
     assert state == ModuleState(3, 2, 0, {"DelayedScaling": 2}, num_without_amax=1)
 
 
-def test_a_run_without_fp8_asks_all_linear_modules_of_transformer_engine():
+def test_bf16_run_reads_the_state_of_all_te_linear_modules():
     model = nn.Sequential(te_linear(True), nn.Linear(4, 4), te_linear(False))
     precision = Precision(PrecisionPlan("bf16", "bf16"), PrecisionConfig(), torch.device("cpu"), torch.bfloat16)
     precision.attach(model, nn.ModuleList())
@@ -214,11 +214,11 @@ def test_a_run_without_fp8_asks_all_linear_modules_of_transformer_engine():
     assert (state.num_modules, state.num_in_fp8, precision.fp8_modules) == (2, 1, frozenset())
 
 
-# --- in a run ---------------------------------------------------------------------------------------------------------
+# --- In a run ---------------------------------------------------------------------------------------------------------
 
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, tuple[int, float]]) -> None:
-    """Let a run on the CPU record these kernels, as if they were those of its step."""
+    """Make a run on the CPU record these kernels as those of its step."""
     profile = StepProfile(span_s=0.1, work_s=0.1, kernels=kernels)
 
     @contextlib.contextmanager
@@ -230,12 +230,12 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, tuple[int, f
 
 
 def options(model: str, rows: str, folder, *more: str) -> list[str]:
-    how = "--max_seq_length=192 --batch_size=4 --mixed_precision=bf16 --log_every=100 --no_export"
-    return short_run(model, rows, folder, *how.split(), *more)
+    common = "--max_seq_length=192 --batch_size=4 --mixed_precision=bf16 --log_every=100 --no_export"
+    return short_run(model, rows, folder, *common.split(), *more)
 
 
 @pytest.mark.slow
-def test_a_certified_run_says_so(tiny_model, rows, tmp_path, monkeypatch, capsys):
+def test_certified_run_prints_and_stores_its_certificate(tiny_model, rows, tmp_path, monkeypatch, capsys):
     pretend_gpu(monkeypatch, BF16_STEP)
     assert run_training(parse_config(options(tiny_model, rows, tmp_path / "run", "--max_steps=7"))) == 0
     assert "certificate: bf16" in capsys.readouterr().out
@@ -246,30 +246,32 @@ def test_a_certified_run_says_so(tiny_model, rows, tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.slow
-def test_a_failed_certificate_ends_the_run_with_code_1(tiny_model, rows, tmp_path, monkeypatch, capsys):
+def test_failed_certificate_ends_the_run_with_code_1(tiny_model, rows, tmp_path, monkeypatch, capsys):
     pretend_gpu(monkeypatch, FP8_STEP)
     config = parse_config(options(tiny_model, rows, tmp_path / "run", "--max_steps=9"))
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as stopped:
         run_script(lambda: run_training(config))
-    assert ended.value.code == 1
+    assert stopped.value.code == 1
     printed = capsys.readouterr()
     assert str(tmp_path / "run" / "certificate.json") in printed.err and "Traceback" not in printed.err
     summary = summary_json(tmp_path / "run")
     assert summary["certificate"]["verdict"] == "failed" and summary["failed"] in printed.err
-    assert len(steps(tmp_path / "run")) == 5, "what was trained is reported"
+    assert len(steps(tmp_path / "run")) == 5, "the steps before the failure are recorded"
 
 
-def _break_rank_1() -> None:
-    """In a rank's process: pretend a GPU whose kernels are right on rank 0 and wrong on rank 1."""
+def _pretend_fp8_on_rank_1() -> None:
+    """Make this rank's bf16 run record fp8 kernels if it is rank 1."""
     import os
 
     pretend_gpu(pytest.MonkeyPatch(), FP8_STEP if os.environ["RANK"] == "1" else BF16_STEP)
 
 
 @pytest.mark.slow
-def test_one_wrong_rank_ends_all(tiny_model, rows, tmp_path):
+def test_failed_certificate_of_one_rank_ends_all_ranks(tiny_model, rows, tmp_path):
     log = tmp_path / "log"
-    processes = start_ranks(2, log, *options(tiny_model, rows, tmp_path / "run", "--max_steps=6"), first=_break_rank_1)
+    processes = start_ranks(
+        2, log, *options(tiny_model, rows, tmp_path / "run", "--max_steps=6"), first=_pretend_fp8_on_rank_1
+    )
     assert [exit_code(process) for process in processes] == [1, 1], log.read_text()
     assert "the GPU does not run what was asked for" in log.read_text()
     stored = json.loads((tmp_path / "run" / "certificate.json").read_text())

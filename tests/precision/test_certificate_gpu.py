@@ -1,4 +1,4 @@
-"""Every precision is certified on a GPU, and set-ups that are broken on purpose are caught."""
+"""The certificate on a GPU: every precision is certified, and deliberately broken set-ups fail."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from tests.support.small import steps, summary_json
 pytestmark = pytest.mark.gpu
 
 
-def certified(model, precision, coverage, device, recomputed=()) -> Certificate:
-    """The certificate of a step."""
+def certify_third_step(model, precision, coverage, device, recomputed=()) -> Certificate:
     kernels = third_step_kernels(model, precision, device)
     return certify(
         ExpectedKernels.of_model(precision, coverage, recomputed),
@@ -41,29 +40,29 @@ def test_every_scenario_is_certified(scenario, use_te, every, device, record_pro
         uses_te = use_te or scenario is not None
         recomputed = enable_gradient_checkpointing(decoder_layers(model.model), every, uses_te)
     model.train()
-    certificate = certified(model, precision, coverage, device, recomputed)
+    certificate = certify_third_step(model, precision, coverage, device, recomputed)
     record_property("certificate", certificate.to_dict())
     assert certificate.verdict == "certified", certificate.reasons
     assert certificate.num_unknown_gemm_kernels == 0, certificate.unknown_gemm_names
     if scenario is None:
         assert certificate.num_fp8_gemm_kernels == 0
     else:
-        # One kernel for each GEMM: less than this bound is caught, and nothing outside it runs in fp8.
+        # Every expected GEMM is one kernel, so a missing one would fail the check. No other GEMM runs in fp8.
         assert certificate.num_fp8_gemm_kernels == certificate.num_expected_fp8_gemm_kernels > 0
         assert certificate.modules.num_in_fp8 == certificate.modules.num_modules > 0 and not certificate.remarks
 
 
 @pytest.mark.parametrize(("patterns", "num_weights"), [("layers.0,layers.-1", 4), ("qkv,0.mlp", 3 * 4 - 3 - 2)])
-def test_what_stays_in_bf16_is_not_expected_in_fp8(patterns, num_weights, device):
+def test_modules_kept_in_bf16_are_not_expected_in_fp8(patterns, num_weights, device):
     model, precision, coverage = build(fp8(fp8_bf16_modules=patterns), device)
-    certificate = certified(model, precision, coverage, device)
+    certificate = certify_third_step(model, precision, coverage, device)
     assert certificate.verdict == "certified", certificate.reasons
     expected = MICRO_BATCHES * 3 * num_weights
     assert certificate.num_fp8_gemm_kernels == certificate.num_expected_fp8_gemm_kernels == expected
 
 
-def test_autocast_around_plain_linear_layers_is_caught(device, record_property):
-    """The common mistake: fp8 is switched on around a model that has no layer which could use it."""
+def test_autocast_around_plain_linear_layers_fails(device, record_property):
+    """A common mistake is an fp8 autocast around a model without layers that support fp8."""
     import transformer_engine.pytorch as te
 
     plan = build(fp8(), device, use_te=False)[1].plan
@@ -84,7 +83,7 @@ import contextlib
 from llm_fp8.precision.te import TEBackend
 TEBackend.autocast = lambda *_, **__: contextlib.nullcontext()
 """
-ONE_LAYER_LOST = """
+ONE_LAYER_IN_BF16 = """
 import functools
 from llm_fp8.precision.context import Precision as P
 original = P.attach
@@ -94,7 +93,7 @@ def attach(self, model, layers, *more):
     return reasons
 P.attach = attach
 """
-LEFT_ON = """
+AUTOCAST_IN_BF16_RUN = """
 import contextlib
 from llm_fp8.precision.context import Precision as P
 from llm_fp8.utils.te_internals import require_te
@@ -105,48 +104,48 @@ def context(self, first_microbatch):
         yield
 P.context = context
 """
-BROKEN = {
+BROKEN_RUNS = {
     "autocast not entered": (LOST_AUTOCAST, ["--mixed_precision=fp8", "--fp8_scenario=current"], "but 0 ran"),
-    "one layer of three not in fp8": (ONE_LAYER_LOST, ["--mixed_precision=fp8"], "at least 72 fp8 GEMM kernels"),
-    "fp8 left on in a bf16 run": (LEFT_ON, ["--mixed_precision=bf16"], "expected no fp8 GEMM kernel"),
+    "one layer of three not in fp8": (ONE_LAYER_IN_BF16, ["--mixed_precision=fp8"], "at least 72 fp8 GEMM kernels"),
+    "fp8 left on in a bf16 run": (AUTOCAST_IN_BF16_RUN, ["--mixed_precision=bf16"], "expected no fp8 GEMM kernel"),
 }
 
 
-@pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_run_ends_with_code_1(case, model_folder, tmp_path, record_property):
-    patch, options, words = BROKEN[case]
-    done = train_patched(patch, *training_options(model_folder, tmp_path / "run", *options, "--max_steps", "50"))
-    assert done.returncode == 1, done.stdout + done.stderr
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("error: the GPU does not run what was asked for") and words in last
+@pytest.mark.parametrize("case", BROKEN_RUNS)
+def test_broken_run_ends_with_code_1(case, model_folder, tmp_path, record_property):
+    patch, options, message = BROKEN_RUNS[case]
+    run = train_patched(patch, *training_options(model_folder, tmp_path / "run", *options, "--max_steps", "50"))
+    assert run.returncode == 1, run.stdout + run.stderr
+    last = run.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: the GPU does not run what was asked for") and message in last
     stored = certificate_of(tmp_path / "run")
     record_property("certificate", stored)
     assert stored["verdict"] == "failed"
     assert summary_json(tmp_path / "run")["certificate"] == stored
     recorded = [step["step"] for step in steps(tmp_path / "run")]
-    assert recorded == [1, 2, 3, 4, 5], "it ended right after the recorded step"
+    assert recorded == [1, 2, 3, 4, 5], "the run ends right after the step that was recorded"
 
 
-def test_a_run_prints_its_certificate(model_folder, tmp_path, record_property):
-    done = train(*training_options(model_folder, tmp_path / "run", "--mixed_precision", "fp8", "--max_steps", "12"))
-    assert done.returncode == 0, done.stderr
+def test_run_prints_its_certificate(model_folder, tmp_path, record_property):
+    run = train(*training_options(model_folder, tmp_path / "run", "--mixed_precision", "fp8", "--max_steps", "12"))
+    assert run.returncode == 0, run.stderr
     stored = certificate_of(tmp_path / "run")
-    # Three layers of four weights in two micro-batches.
+    # Three GEMMs for each of four weights in three layers, in two micro-batches.
     assert stored["num_fp8_gemm_kernels"] == 72 and list(stored["modules"]["recipes"]) == ["DelayedScaling"]
     assert (stored["verdict"], stored["precision"]) == ("certified", "fp8 delayed")
-    assert stored["attention"] == "fused (cuDNN)" and "certificate: fp8 delayed" in done.stdout
+    assert stored["attention"] == "fused (cuDNN)" and "certificate: fp8 delayed" in run.stdout
     assert summary_json(tmp_path / "run")["recorded_step"]["time_s_by_class"]["gemm"] > 0
 
 
-def test_unfused_attention_shows_in_the_certificate(model_folder, tmp_path, record_property):
+def test_unfused_attention_is_a_remark_of_the_certificate(model_folder, tmp_path, record_property):
     environment = {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0"}
-    done = train(
+    run = train(
         *training_options(
             model_folder, tmp_path / "run", "--mixed_precision", "fp8", "--no_packing", "--max_steps", "2"
         ),
         environment=environment,
     )
-    assert done.returncode == 0, done.stderr
+    assert run.returncode == 0, run.stderr
     stored = certificate_of(tmp_path / "run")
     record_property("certificate", stored)
     assert (stored["verdict"], stored["attention"]) == ("certified", "unfused")

@@ -1,4 +1,4 @@
-"""Frozen weights in fp8 without transposes, of a stand-in for Transformer Engine's module."""
+"""Frozen fp8 weights without stored transposes. A stand-in replaces Transformer Engine's module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llm_fp8.precision.frozen import keep_no_transposes
 
 
 class Weight:
-    """Stands for Float8Tensor, whose transpose is used as it is once it exists."""
+    """Stand in for Float8Tensor, which uses an existing transpose without checking it."""
 
     def __init__(self):
         self.data, self.transpose, self.usages, self._quantizer = torch.randn(4, 4), None, {}, self
@@ -50,29 +50,29 @@ class Module(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_transposes_exist_during_dgrad_alone(reentrant):
+def test_transposes_exist_only_during_dgrad(reentrant):
     first, second = Module(), Module()
     layer = nn.Sequential(first, nn.ReLU(), second)
     assert first.weight.usages == {"rowwise": True, "columnwise": False} and first.weight.transpose is None
     inputs = torch.randn(2, 4, requires_grad=True)
-    seen = []
-    middle = layer[1].register_full_backward_hook(lambda *_: seen.append(second.weight.transpose))
+    transposes = []
+    hook = layer[1].register_full_backward_hook(lambda *_: transposes.append(second.weight.transpose))
     for _ in range(2):
         outputs = layer(inputs) if reentrant is None else checkpoint(layer, inputs, use_reentrant=reentrant)
         outputs.sum().backward()
         assert first.weight.transpose is None and second.weight.transpose is None
-    middle.remove()
-    assert seen == [None, None], "dropped as soon as its dgrad is done"
+    hook.remove()
+    assert transposes == [None, None], "the transpose is dropped right after the dgrad of its module"
 
 
-def test_what_a_failed_pass_left_is_not_used():
+def test_transpose_left_by_a_failed_pass_is_not_used():
     module, inputs = Module(), torch.randn(2, 4, requires_grad=True)
-    module.weight.transpose = torch.full((4, 4), torch.nan)  # as memory of a capture that failed
+    module.weight.transpose = torch.full((4, 4), torch.nan)  # as if a graph capture had failed
     module(inputs).sum().backward()
     assert inputs.grad.isfinite().all() and module.weight.transpose is None
 
 
-def test_no_hook_stays_where_no_dgrad_comes():
+def test_no_hook_is_registered_if_inputs_need_no_gradient():
     module, inputs = Module(), torch.randn(2, 4)
     module(inputs)
     assert not inputs._backward_hooks

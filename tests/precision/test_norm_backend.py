@@ -1,4 +1,4 @@
-"""Norms go to cuDNN where Transformer Engine has no kernel tuned for their width, and nowhere else."""
+"""Norms use cuDNN only if Transformer Engine has no kernel tuned for their width."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from llm_fp8.precision.te import VARIABLES, choose_norm_backend
 
 
 @pytest.mark.parametrize(
-    ("width", "major", "before", "after"),
+    ("width", "major", "environ", "expected"),
     [
         (3072, 9, {}, dict.fromkeys(VARIABLES, "1")),
         (5120, 9, {}, dict.fromkeys(VARIABLES, "1")),
@@ -18,6 +18,6 @@ from llm_fp8.precision.te import VARIABLES, choose_norm_backend
         (3072, 9, {VARIABLES[0]: "0"}, {VARIABLES[0]: "0", VARIABLES[1]: "1"}),
     ],
 )
-def test_widths_without_a_tuned_kernel_on_hopper(width, major, before, after):
-    choose_norm_backend(width, major, before)
-    assert before == after
+def test_widths_without_a_tuned_kernel_use_cudnn_on_hopper(width, major, environ, expected):
+    choose_norm_backend(width, major, environ)
+    assert environ == expected

@@ -1,4 +1,4 @@
-"""Requests that a machine without an fp8 GPU must answer."""
+"""Precision on a machine without an fp8 GPU: the plan, refusals, and modules that stay in bf16."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_default_on_the_cpu_is_fp32():
     assert (plan.effective, plan.compute_dtype, plan.recipe) == ("no", torch.float32, None)
 
 
-def test_fp8_without_a_gpu_says_what_was_found():
+def test_fp8_without_a_gpu_is_refused():
     with pytest.raises(UserError, match="compute capability 8.9.*no CUDA GPU.*bf16"):
         precision_on(PrecisionConfig(mixed_precision="fp8"), CPU)
 
@@ -44,13 +44,13 @@ def test_bf16_with_fp32_parameters_computes_in_bf16():
 
 
 def install_te(monkeypatch):
-    """The stand-in, with what Transformer Engine's linear modules have in common where it has that."""
+    """Install the stand-in for TE, and set `fp8_meta` on the base class of its linear modules, as TE does."""
     stand_in_te.install_stand_in(monkeypatch)
     monkeypatch.setattr(stand_in_te._LinearModule, "fp8_meta", {}, raising=False)
 
 
 def te_precision(scenario: str = "delayed", inner: int = 96, **options):
-    """A TE decoder with MLPs of width `inner`, and the precision of a run in fp8, not yet attached to it."""
+    """Return a TE decoder with MLPs of width `inner`, and the precision of an fp8 run before it is attached."""
     model = te_llama.build_te_model(tiny_config(hidden_size=64, intermediate_size=inner), torch.bfloat16, CPU)
     plan = PrecisionPlan("fp8", "fp8", effective_scenario=scenario, recipe=object(), backend="te")
     return model, Precision(plan, PrecisionConfig(mixed_precision="fp8", **options), CPU, torch.bfloat16)
@@ -65,7 +65,7 @@ def te_precision(scenario: str = "delayed", inner: int = 96, **options):
         ("delayed", 40, {"mlp": "size 40 x 64 is not a multiple of 16"}),
     ],
 )
-def test_te_modules_of_sizes_that_the_recipe_cannot_take_stay_in_bf16(scenario, inner, misfits, monkeypatch):
+def test_te_modules_of_unsupported_sizes_stay_in_bf16(scenario, inner, misfits, monkeypatch):
     """Transformer Engine would raise in the first step."""
     install_te(monkeypatch)
     entered = []
@@ -80,14 +80,14 @@ def test_te_modules_of_sizes_that_the_recipe_cannot_take_stay_in_bf16(scenario, 
         assert entered == [False] * len(misfits)
 
 
-def test_modules_that_leave_nothing_in_fp8_are_named(monkeypatch):
+def test_fp8_bf16_modules_that_leave_nothing_in_fp8_are_refused(monkeypatch):
     install_te(monkeypatch)
     model, precision = te_precision(fp8_bf16_modules="qkv,output,mlp")
     with pytest.raises(UserError, match="--fp8_bf16_modules qkv,output,mlp keeps every linear layer in bf16"):
         precision.attach(model, model.model.layers)
 
 
-def test_linears_of_sizes_that_the_recipe_cannot_take_are_not_swapped(monkeypatch):
+def test_linear_layers_of_unsupported_sizes_are_not_swapped(monkeypatch):
     install_te(monkeypatch)
     reason = "size 48 x 64 is not a multiple of 32"
     model = torch.nn.ModuleDict({"fits": torch.nn.Linear(64, 32), "other": torch.nn.Linear(48, 64)})
@@ -96,16 +96,14 @@ def test_linears_of_sizes_that_the_recipe_cannot_take_are_not_swapped(monkeypatc
 
 
 @pytest.mark.parametrize("recast", [False, True])
-def test_no_cast_is_kept_with_fp8_recast_weights(recast, monkeypatch):
-    """Neither for other micro-batches nor, as Transformer Engine does it for weights that FSDP2 shards, for the
-    backward pass.
-    """
+def test_fp8_recast_weights_stores_no_cast(recast, monkeypatch):
+    """Casts are not reused in later micro-batches, nor in the backward pass. TE behaves so for weights of FSDP2."""
     install_te(monkeypatch)
     monkeypatch.setattr(TEBackend, "autocast", lambda *_, **__: contextlib.nullcontext())
     model, precision = te_precision(fp8_recast_weights=recast)
     linears = [module for module in model.modules() if isinstance(module, stand_in_te._LinearModule)]
     for linear in linears:
-        linear._is_fsdp2 = False  # what a module of one GPU finds out by itself
+        linear._is_fsdp2 = False  # as a module on one GPU sets it
     precision.attach(model, model.model.layers)
     with precision.context(first_microbatch=True):
         assert {layer.is_first_microbatch for layer in model.model.layers} == {None if recast else True}
@@ -113,11 +111,11 @@ def test_no_cast_is_kept_with_fp8_recast_weights(recast, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("environment", "chosen"),
+    ("environment", "is_set"),
     [({}, True), ({"CUDNN_HOME": "", "CUDNN_PATH": ""}, True), ({"CUDNN_HOME": "/mine"}, False)],
     ids=["none", "empty", "the user's"],
 )
-def test_transformer_engine_is_pointed_at_torchs_cudnn(environment, chosen, tmp_path, monkeypatch):
+def test_cudnn_home_is_torchs_cudnn_unless_the_user_set_it(environment, is_set, tmp_path, monkeypatch):
     (tmp_path / "nvidia" / "cudnn").mkdir(parents=True)
     (tmp_path / "nvidia" / "cudnn" / "__init__.py").touch()
     nvidia = ModuleType("nvidia")
@@ -126,9 +124,9 @@ def test_transformer_engine_is_pointed_at_torchs_cudnn(environment, chosen, tmp_
     monkeypatch.delitem(sys.modules, "nvidia.cudnn", raising=False)
     monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
     for name in ("CUDNN_HOME", "CUDNN_PATH"):
-        monkeypatch.setenv(name, "")  # restored at the end
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it at the end
         monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     prefer_torchs_cudnn()
-    assert os.environ["CUDNN_HOME"] == (str(tmp_path / "nvidia" / "cudnn") if chosen else "/mine")
+    assert os.environ["CUDNN_HOME"] == (str(tmp_path / "nvidia" / "cudnn") if is_set else "/mine")

@@ -1,4 +1,4 @@
-"""An fp8 run is fp8, a bf16 run is not, and the autocast context does what it says on a real GPU."""
+"""Precision on a GPU: recipes and their options, evaluation, recomputation, and the state of the scales."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.small import precision_on
 pytestmark = pytest.mark.gpu
 
 
-def test_a_recipe_this_gpu_lacks_falls_back_or_is_refused(device):
+def test_unsupported_recipe_falls_back_or_is_refused(device):
     if torch.cuda.get_device_capability(device) >= (10, 0):
         pytest.skip("this GPU has MXFP8")
     plan = precision_on(fp8(fp8_scenario="mxfp8"), device)
@@ -34,9 +34,9 @@ def test_options_reach_the_recipe(device):
 
 
 def test_block_scales_are_fp32_numbers_on_hopper(device):
-    """Powers of two leave the largest value of a block inexact."""
+    """Scales restricted to powers of two would lose precision."""
     if torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("Hopper's GEMMs take such scales")
+        pytest.skip("only Hopper's GEMMs support fp32 block scales")
     model, precision, _ = build(fp8(fp8_scenario="block"), device)
     step(model, precision, packed_batch(device))
     quantizers = [q for module in precision.fp8_modules for q in module.quantizers["scaling_fwd"] if q is not None]
@@ -44,8 +44,8 @@ def test_block_scales_are_fp32_numbers_on_hopper(device):
 
 
 @pytest.mark.parametrize("scenario", ["current", "block"])
-def test_cached_weight_casts_change_nothing(scenario, device):
-    """Micro-batches that reuse the casts of the first give the loss of one that casts anew."""
+def test_cached_weight_casts_give_the_same_loss(scenario, device):
+    """Micro-batches that reuse the casts of the first one have the loss of a micro-batch that casts again."""
     model, precision, _ = build(fp8(fp8_scenario=scenario), device)
     batch = packed_batch(device)
     losses = []
@@ -56,7 +56,7 @@ def test_cached_weight_casts_change_nothing(scenario, device):
 
 
 @pytest.mark.parametrize("scenario", [*SCENARIOS, None])
-def test_evaluation_of_odd_shapes(scenario, device):
+def test_evaluation_of_packed_and_padded_batches_does_not_change_the_scales(scenario, device):
     model, precision, _ = build(BF16 if scenario is None else fp8(fp8_scenario=scenario), device)
     packed, padded = packed_batch(device), padded_batch(device)
     step(model, precision, packed)
@@ -69,7 +69,7 @@ def test_evaluation_of_odd_shapes(scenario, device):
                 losses.append(float(model(batch)[0]) / batch.num_supervised_tokens)
     assert losses[0] == pytest.approx(losses[1], rel=2e-3)
     after = precision.state_tensors()
-    assert all(torch.equal(after[name], state[name]) for name in state), "evaluation must not move the scales"
+    assert all(torch.equal(after[name], state[name]) for name in state), "evaluation must not change the scales"
 
 
 @pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
@@ -93,18 +93,16 @@ def test_gradient_checkpointing_gives_the_same_gradients(scenario, use_te, devic
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
-def test_recomputation_leaves_the_scales_as_they_are_without(use_te, every, reentrant, device, monkeypatch):
-    """Each micro-batch leaves one row in every history, and all-reduces its amax after the forward pass and after
-    the backward pass.
-    """
+def test_recomputation_does_not_change_the_scales(use_te, every, reentrant, device, monkeypatch):
+    """Each micro-batch writes one row of every amax history, and each of its two passes all-reduces the amax."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    exchanges: list[bool] = []
-    exchange = FP8GlobalStateManager.reduce_and_update_fp8_tensors
+    reductions: list[bool] = []
+    reduce_amax = FP8GlobalStateManager.reduce_and_update_fp8_tensors
     monkeypatch.setattr(
         FP8GlobalStateManager,
         "reduce_and_update_fp8_tensors",
-        lambda forward=True: (exchanges.append(forward), exchange(forward=forward)),
+        lambda forward=True: (reductions.append(forward), reduce_amax(forward=forward)),
     )
     states = []
     for interval in (0, every):
@@ -112,24 +110,24 @@ def test_recomputation_leaves_the_scales_as_they_are_without(use_te, every, reen
         if interval:
             enable_gradient_checkpointing(decoder_layers(model.model), interval, uses_te=True, reentrant=reentrant)
         model.train()
-        exchanges.clear()
+        reductions.clear()
         for _ in range(3):
             step(model, precision, packed_batch(device), num_micro_batches=2)
         states.append({name: tensor.clone() for name, tensor in precision.state_tensors().items()})
-        assert reentrant or exchanges == [True, False] * 6
+        assert reentrant or reductions == [True, False] * 6
     without, recomputed = states
     assert without.keys() == recomputed.keys() and without
     for name, tensor in without.items():
         if "scaling_fwd" in name:
             assert torch.equal(recomputed[name], tensor), name
-        else:  # attention's backward pass adds in any order
+        else:  # attention's backward pass sums in a varying order
             assert torch.allclose(recomputed[name], tensor, rtol=2e-2), name
         if name.endswith("amax_history"):
             assert ((recomputed[name] > 0).sum(dim=0) == (tensor > 0).sum(dim=0)).all(), name
 
 
-def test_scales_survive_a_restart(device):
-    """Delayed scaling continues from saved scales and histories as if nothing had happened."""
+def test_restored_scales_give_the_same_losses(device):
+    """Delayed scaling continues from saved scales and amax histories. Without them the losses differ."""
     batch = packed_batch(device)
     model, precision, _ = build(fp8(), device)
     for _ in range(3):

@@ -25,7 +25,7 @@ class Float8CurrentScaling:
 @pytest.mark.parametrize(
     ("option", "default", "expected"), [(None, None, "HYBRID"), ("E4M3", None, "E4M3"), (None, "E4M3", "E4M3")]
 )
-def test_the_format_comes_from_the_option_or_the_row(monkeypatch, option, default, expected):
+def test_format_comes_from_the_option_or_the_recipes_row(monkeypatch, option, default, expected):
     modules = {"transformer_engine": {}, "transformer_engine.common": {}}
     members = {"Format": Format, "Float8CurrentScaling": Float8CurrentScaling}
     install_modules(monkeypatch, {**modules, "transformer_engine.common.recipe": members})

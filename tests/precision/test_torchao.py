@@ -1,6 +1,4 @@
-"""--fp8_backend torchao: emulated on the CPU, where operands are rounded to fp8 as on a GPU and multiplied in a
-wider type.
-"""
+"""--fp8_backend torchao, emulated on the CPU: operands are rounded to fp8 and multiplied in high precision."""
 
 from __future__ import annotations
 
@@ -47,8 +45,8 @@ def losses(folder: Path) -> list[float]:
     return [step["loss"] for step in steps(folder)]
 
 
-def converted(scenario: str, **changes: object) -> tuple[nn.Module, Precision]:
-    """A small bf16 model whose layers are torchao's, and the precision attached to it."""
+def convert_model(scenario: str, **changes: object) -> tuple[nn.Module, Precision]:
+    """Return a small bf16 model with torchao's layers, and the precision attached to it."""
     options = PrecisionConfig(mixed_precision="fp8", fp8_backend="torchao", fp8_scenario=scenario)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(**changes), dtype=torch.bfloat16)
@@ -57,30 +55,31 @@ def converted(scenario: str, **changes: object) -> tuple[nn.Module, Precision]:
     return model, precision
 
 
-# --- a training -------------------------------------------------------------------------------------------------------
+# --- Training ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_every_recipe_trains_close_to_bf16(tiny_model, rows, tmp_path):
-    loss_of = {}
+    by_recipe = {}
     for scenario in ("bf16", "default", "rowwise", "rowwise_with_gw_hp"):
         precision = ["--mixed_precision=bf16"] if scenario == "bf16" else [*FP8, f"--fp8_scenario={scenario}"]
         train(*options(tiny_model, rows, tmp_path / scenario, "--batch_size=4", *precision, "--no_export"))
-        loss_of[scenario] = losses(tmp_path / scenario)
+        by_recipe[scenario] = losses(tmp_path / scenario)
         if scenario == "bf16":
             continue
-        assert loss_of[scenario] == pytest.approx(loss_of["bf16"], rel=5e-3) and loss_of[scenario] != loss_of["bf16"]
+        fp8, bf16 = by_recipe[scenario], by_recipe["bf16"]
+        assert fp8 == pytest.approx(bf16, rel=5e-3) and fp8 != bf16
         record = run_json(tmp_path / scenario)["precision"]
         assert (record["effective"], record["backend"], record["emulated"]) == ("fp8", "torchao", True)
         assert record["effective_scenario"] == ("tensorwise" if scenario == "default" else scenario)
         assert set(record["coverage"]["converted"].values()) == {2}
         assert record["coverage"]["skipped"] == {"lm_head": "1 bf16 (lm_head)"}
-    assert loss_of["bf16"][-1] < loss_of["bf16"][0] - 0.02, "training must move the loss for this to mean anything"
+    assert by_recipe["bf16"][-1] < by_recipe["bf16"][0] - 0.02, "training must move the loss for this to mean anything"
 
 
 @pytest.mark.slow
-def test_it_resumes_and_recomputes_exactly(tiny_model, rows, tmp_path):
-    """With packed rows, bf16 parameters with their remainders, and a layer left in bf16."""
+def test_training_resumes_and_recomputes_bit_for_bit(tiny_model, rows, tmp_path):
+    """With packed rows, bf16 parameters with their remainders, and a layer that stays in bf16."""
     shared = ["--batch_size=2", *FP8, "--packing", "--optimizer=adamw_master", "--fp8_bf16_modules=layers.-1"]
     whole, again, resumed = tmp_path / "whole", tmp_path / "again", tmp_path / "resumed"
     train(*options(tiny_model, rows, whole, *shared, "--save_every=2"))
@@ -95,7 +94,7 @@ def test_it_resumes_and_recomputes_exactly(tiny_model, rows, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_last_steps_are_in_bf16_and_a_run_resumes_on_either_side(tiny_model, rows, tmp_path):
+def test_fp8_until_ends_in_bf16_and_resumes_before_and_after_the_switch(tiny_model, rows, tmp_path):
     small = ["--batch_size=2", "--validation_fraction=0.2"]
     shared = [*small, *FP8, "--save_every=1", "--save_total_limit=9", "--fp8_until=0.6"]
     whole, fp8, bf16 = tmp_path / "whole", tmp_path / "fp8", tmp_path / "bf16"
@@ -103,10 +102,10 @@ def test_the_last_steps_are_in_bf16_and_a_run_resumes_on_either_side(tiny_model,
     num_fp8 = run_json(whole)["effective"]["fp8_steps"]
     assert num_fp8 == round(0.6 * len(losses(whole)))
     train(*options(tiny_model, rows, fp8, *small, *FP8, "--no_export"))
-    same = [one == other for one, other in zip(losses(whole), losses(fp8), strict=True)]
-    assert same[:num_fp8] == [True] * num_fp8 and not any(same[num_fp8:])
-    shares = [step["fp8_linear_flop_share"] > 0 for step in steps(whole)]
-    assert shares == [True] * num_fp8 + [False] * (len(shares) - num_fp8)
+    equal = [loss == fp8_loss for loss, fp8_loss in zip(losses(whole), losses(fp8), strict=True)]
+    assert equal[:num_fp8] == [True] * num_fp8 and not any(equal[num_fp8:])
+    in_fp8 = [step["fp8_linear_flop_share"] > 0 for step in steps(whole)]
+    assert in_fp8 == [True] * num_fp8 + [False] * (len(in_fp8) - num_fp8)
     for step in (num_fp8 - 1, num_fp8):
         resumed = tmp_path / str(step)
         checkpoint = whole / "checkpoints" / f"step-{step:08}"
@@ -114,17 +113,17 @@ def test_the_last_steps_are_in_bf16_and_a_run_resumes_on_either_side(tiny_model,
         assert losses(resumed) == losses(whole)[step:]
     unchanged = [*small, "--mixed_precision=bf16", "--learning_rate=0", "--no_export"]
     train(*options(whole / "final", rows, bf16, *unchanged))
-    evaluated = [[record["eval_loss"] for record in records(run) if "eval_loss" in record] for run in (whole, bf16)]
-    assert evaluated[0][-1] == evaluated[1][-1], "the last evaluation is bf16's too"
+    eval_losses = [[record["eval_loss"] for record in records(run) if "eval_loss" in record] for run in (whole, bf16)]
+    assert eval_losses[0][-1] == eval_losses[1][-1], "the last evaluation is in bf16 too"
     with pytest.raises(UserError, match="fp8_until"):
         train(*options(tiny_model, rows, whole, *shared[:-1], f"--resume_from={whole / 'checkpoints/step-00000002'}"))
 
 
-# --- several processes ------------------------------------------------------------------------------------------------
+# --- Several processes ------------------------------------------------------------------------------------------------
 
 
-def say_what_is_gathered() -> None:
-    """Let a process print the types of the weights that torchao hands to FSDP2."""
+def print_gathered_dtypes() -> None:
+    """Make this process print the dtypes of the weights that torchao passes to FSDP2."""
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Weight
 
     gather = Weight.fsdp_pre_all_gather
@@ -138,7 +137,7 @@ def say_what_is_gathered() -> None:
 
 
 @pytest.fixture(scope="module")
-def one_process(tiny_model, rows, tmp_path_factory):
+def losses_of_one_process(tiny_model, rows, tmp_path_factory):
     folder = tmp_path_factory.mktemp("one")
     train(*options(tiny_model, rows, folder, "--batch_size=4", "--gradient_accumulation_steps=2", *FP8, "--no_export"))
     return losses(folder)
@@ -146,34 +145,34 @@ def one_process(tiny_model, rows, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
-def test_two_processes_take_the_steps_of_one(mode, tiny_model, rows, one_process, tmp_path):
+def test_two_processes_have_the_losses_of_one(mode, tiny_model, rows, losses_of_one_process, tmp_path):
     cut = ["--batch_size=2", "--gradient_accumulation_steps=2", f"--sharding_mode={mode}", "--no_export"]
     run_ranks(2, tmp_path / "two", *options(tiny_model, rows, tmp_path / "two", *cut, *FP8))
-    # Other micro-batches have other scales, and FSDP hands weights over in bf16.
-    assert losses(tmp_path / "two") == pytest.approx(one_process, rel=3e-3)
+    # The micro-batches differ, and so do their scales. FSDP also passes the weights to torchao in bf16.
+    assert losses(tmp_path / "two") == pytest.approx(losses_of_one_process, rel=3e-3)
 
 
 @pytest.mark.slow
-def test_weights_are_gathered_in_fp8_and_a_resumed_run_goes_on(tiny_model, rows, one_process, tmp_path):
+def test_fp8_params_gathers_fp8_weights_and_resumes_exactly(tiny_model, rows, losses_of_one_process, tmp_path):
     cut = ["--batch_size=4", "--sharding_mode=fsdp_full", "--fp8_params", *FP8]
-    two, again = tmp_path / "two", tmp_path / "again"
-    log = run_ranks(2, two, *options(tiny_model, rows, two, *cut, "--save_every=2"), first=say_what_is_gathered)
-    assert losses(two) == pytest.approx(one_process, rel=3e-3)
+    two, resumed = tmp_path / "two", tmp_path / "resumed"
+    log = run_ranks(2, two, *options(tiny_model, rows, two, *cut, "--save_every=2"), first=print_gathered_dtypes)
+    assert losses(two) == pytest.approx(losses_of_one_process, rel=3e-3)
     assert set(re.findall("gathers (.*)", log)) == {"torch.float8_e4m3fn"}
     checkpoint = two / "checkpoints" / "step-00000002"
-    run_ranks(2, again, *options(tiny_model, rows, again, *cut, f"--resume_from={checkpoint}"))
-    assert_same_continuation(two, again, completed=2)
-    # A checkpoint holds plain rows: one process without the option goes on from it.
+    run_ranks(2, resumed, *options(tiny_model, rows, resumed, *cut, f"--resume_from={checkpoint}"))
+    assert_same_continuation(two, resumed, completed=2)
+    # The checkpoint has unquantised weights, so one process without the option can resume from it.
     alone = options(tiny_model, rows, tmp_path / "alone", "--batch_size=4", "--gradient_accumulation_steps=2", *FP8)
     train(*alone, f"--resume_from={checkpoint}", "--no_export")
     assert losses(tmp_path / "alone") == pytest.approx(losses(two)[2:], rel=3e-3)
 
 
-# --- which layers -----------------------------------------------------------------------------------------------------
+# --- The converted layers ---------------------------------------------------------------------------------------------
 
 
-class Odd(nn.Module):
-    """Layers that stay out, and one that does not."""
+class MixedLayers(nn.Module):
+    """One layer that is converted, and three that are not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,11 +180,11 @@ class Odd(nn.Module):
         self.lm_head, self.score = nn.Linear(32, 64), nn.Linear(32, 16)
 
 
-def test_the_filter_and_the_coverage():
-    model, backend = Odd(), TorchaoBackend(build_config("rowwise", emulate=True))
-    left = backend.convert(model)
-    assert left == {"odd": "size 24 x 32 is not a multiple of 16", "lm_head": "lm_head", "score": "lm_head"}
-    coverage = measure_coverage(model, backend.linears_of(model).values(), "bf16", left)
+def test_conversion_skips_unsupported_sizes_and_heads():
+    model, backend = MixedLayers(), TorchaoBackend(build_config("rowwise", emulate=True))
+    skipped = backend.convert(model)
+    assert skipped == {"odd": "size 24 x 32 is not a multiple of 16", "lm_head": "lm_head", "score": "lm_head"}
+    coverage = measure_coverage(model, backend.linears_of(model).values(), "bf16", skipped)
     assert coverage.converted == {"q_proj": 1} and len(coverage.skipped) == 3
     assert coverage.skipped["odd"] == "1 bf16 (size 24 x 32 is not a multiple of 16)"
 
@@ -201,7 +200,7 @@ PATTERNS = {
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_layers_and_modules_that_stay_in_bf16(pattern):
+def test_fp8_bf16_modules_selects_layers_and_modules(pattern):
     model = AutoModelForCausalLM.from_config(tiny_config())
     names = {module: name for name, module in model.named_modules()}
     modules = bf16_modules(PrecisionConfig(fp8_bf16_modules=pattern), model, decoder_layers(model))
@@ -209,7 +208,7 @@ def test_layers_and_modules_that_stay_in_bf16(pattern):
 
 
 @pytest.mark.parametrize("pattern", ["qkv", "layers.7", "layers.5:"])
-def test_a_pattern_that_names_nothing_is_refused(pattern):
+def test_pattern_without_a_match_is_refused(pattern):
     model = AutoModelForCausalLM.from_config(tiny_config())
     with pytest.raises(UserError, match=f"--fp8_bf16_modules {pattern}: "):
         bf16_modules(PrecisionConfig(fp8_bf16_modules=pattern), model, decoder_layers(model))
@@ -217,10 +216,10 @@ def test_a_pattern_that_names_nothing_is_refused(pattern):
 
 @pytest.mark.slow
 def test_layers_share_their_compiled_code(monkeypatch):
-    """All decoder layers, recomputed too, are one graph: many would reach torch.compile's limit and run uncompiled."""
+    """All decoder layers share one compiled graph. Many graphs would reach torch.compile's limit and run uncompiled."""
     from torch._dynamo.utils import counters
 
-    model, _ = converted("rowwise", num_hidden_layers=3)
+    model, _ = convert_model("rowwise", num_hidden_layers=3)
     layers = decoder_layers(model)
     enable_gradient_checkpointing(layers, 1, uses_te=False)
     names = [name for name, _ in model.named_parameters()]
@@ -236,7 +235,7 @@ def test_layers_share_their_compiled_code(monkeypatch):
 
     expected_loss, expected_gradient = loss_and_gradient()
     counters.clear()
-    # Not monkeypatch, which would delete the entry afterwards, for every later test of this process.
+    # monkeypatch would delete the entry at the end of the test, and break later tests of this process.
     with torch._dynamo.config.patch(optimize_ddp=True):
         TorchaoBackend(build_config("rowwise", emulate=False)).compile_layers(layers, recomputed=True)
         loss, gradient = loss_and_gradient()
@@ -247,26 +246,26 @@ def test_layers_share_their_compiled_code(monkeypatch):
     assert [name for name, _ in model.named_parameters()] == names
 
 
-# --- the certificate --------------------------------------------------------------------------------------------------
+# --- The certificate --------------------------------------------------------------------------------------------------
 
 FP8_KERNEL = "nvjet_sm90_qqtst_128x256_128x6_2x1_v_bz_coopA_TNT"
 BF16_KERNEL = "nvjet_sm90_ttt_128x256_64x4_2x1_v_bz_coopA_TNT"
 
 
-def on_hardware(model: nn.Module, scenario: str) -> None:
-    """Let the modules be set up as on a GPU."""
+def pretend_hardware(model: nn.Module, scenario: str) -> None:
+    """Give the modules the configuration that they have on a GPU."""
     for module in TorchaoBackend().linears_of(model).values():
         module.config = build_config(scenario, emulate=False)
 
 
 @pytest.mark.parametrize(("scenario", "num_gemms"), [("tensorwise", 3), ("rowwise", 3), ("rowwise_with_gw_hp", 2)])
-def test_the_certificate_counts_the_gemms_of_the_recipe(scenario, num_gemms):
-    model, precision = converted(scenario)
+def test_certificate_expects_the_gemms_of_the_recipe(scenario, num_gemms):
+    model, precision = convert_model(scenario)
     all_in_fp8 = measure_coverage(model, precision.fp8_modules, "bf16", {}).fp8_linear_flop_share
     coverage = measure_coverage(model, precision.fp8_modules, "bf16", {}, most_in_fp8=row_of(scenario).gemms_in_fp8)
     assert coverage.fp8_linear_flop_share == pytest.approx(all_in_fp8 * num_gemms / 3)
     expected = ExpectedKernels.of_model(precision, coverage, recomputed=decoder_layers(model))
-    assert expected.num_fp8_gemms == num_gemms * 14, "what torch.compile recomputes is not counted"
+    assert expected.num_fp8_gemms == num_gemms * 14, "GEMMs that torch.compile recomputes are not expected"
     num_expected = 2 * expected.num_fp8_gemms
 
     def verdict(num_fp8: int, name: str = FP8_KERNEL):
@@ -274,22 +273,22 @@ def test_the_certificate_counts_the_gemms_of_the_recipe(scenario, num_gemms):
         return certify(expected, kernels, precision.module_state(), num_micro_batches=2)
 
     assert verdict(0).verdict == "failed" and precision.module_state().num_in_fp8 == 0, "emulated GEMMs are not fp8"
-    on_hardware(model, scenario)
+    pretend_hardware(model, scenario)
     state = precision.module_state()
     assert (state.library, state.num_modules, state.num_in_fp8, state.recipes) == ("torchao", 14, 14, {scenario: 14})
     assert verdict(num_expected).verdict == "certified" and not verdict(num_expected).remarks
     assert json.loads(json.dumps(verdict(num_expected).to_dict()))["modules"]["library"] == "torchao"
     assert verdict(num_expected - 1).verdict == "failed"
     assert verdict(num_expected, "some_new_gemm").verdict == "undetermined"
-    # One module whose forward function something replaced denies it.
+    # One module whose forward function was replaced does not count as fp8.
     model.model.layers[0].mlp.up_proj.forward = lambda x: x
     assert verdict(num_expected).verdict == "undetermined"
     assert verdict(num_expected, "some_new_gemm").verdict == "failed"
 
 
-def test_another_recipe_and_torchao_in_a_bf16_run_are_failures():
-    model, precision = converted("rowwise")
-    on_hardware(model, "rowwise")
+def test_wrong_recipe_and_torchao_in_a_bf16_run_fail():
+    model, precision = convert_model("rowwise")
+    pretend_hardware(model, "rowwise")
     kernels = {FP8_KERNEL: (42, 0.1), BF16_KERNEL: (3, 0.1)}
     expected = ExpectedKernels("fp8 tensorwise", "bf16", "tensorwise", num_fp8_gemms=3 * 14)
     certificate = certify(expected, kernels, precision.module_state(), num_micro_batches=1)

@@ -1,6 +1,4 @@
-"""--fp8_backend torchao on a GPU: real fp8 kernels, compiled layers, certified, resumed and diagnosed. Real
-processes, as a user runs them.
-"""
+"""--fp8_backend torchao on a GPU, run as a user runs it: real fp8 kernels, compiled layers, and their certificate."""
 
 from __future__ import annotations
 
@@ -20,12 +18,12 @@ pytestmark = [
 
 MICRO_BATCHES = 2
 NUM_WEIGHTS = 3 * 7
-"""Three layers of seven weights."""
+"""The model has three layers of seven weights."""
 FP8 = ["--mixed_precision", "fp8", "--fp8_backend", "torchao"]
 
 
-def plain(model: Path, folder: Path, *more: str) -> list[str]:
-    """Options of a run with the Hugging Face decoder and packed rows."""
+def hf_options(model: Path, folder: Path, *more: str) -> list[str]:
+    """Return the options of a run with the Hugging Face decoder and packed rows."""
     options = [option for option in training_options(model, folder, *more) if option != "--use_te"]
     return [*options, "--packing", "--attn_implementation", "sdpa"]
 
@@ -33,8 +31,8 @@ def plain(model: Path, folder: Path, *more: str) -> list[str]:
 @pytest.fixture(scope="module")
 def bf16_losses(model_folder, tmp_path_factory) -> list[float]:
     folder = tmp_path_factory.mktemp("bf16") / "run"
-    done = train(*plain(model_folder, folder, "--mixed_precision", "bf16", "--max_steps", "12"))
-    assert done.returncode == 0, done.stderr
+    run = train(*hf_options(model_folder, folder, "--mixed_precision", "bf16", "--max_steps", "12"))
+    assert run.returncode == 0, run.stderr
     assert certificate_of(folder)["num_fp8_gemm_kernels"] == 0
     return losses(folder)
 
@@ -45,8 +43,8 @@ def bf16_losses(model_folder, tmp_path_factory) -> list[float]:
 @pytest.mark.parametrize("scenario", recipe_names("torchao"))
 def test_every_recipe_is_certified(scenario, more, model_folder, bf16_losses, tmp_path, record_property):
     folder = tmp_path / "run"
-    done = train(*plain(model_folder, folder, *FP8, "--fp8_scenario", scenario, "--max_steps", "12", *more))
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run = train(*hf_options(model_folder, folder, *FP8, "--fp8_scenario", scenario, "--max_steps", "12", *more))
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     certificate = certificate_of(folder)
     record_property("certificate", certificate)
     assert certificate["verdict"] == "certified" and not certificate["remarks"], certificate["reasons"]
@@ -54,10 +52,10 @@ def test_every_recipe_is_certified(scenario, more, model_folder, bf16_losses, tm
     expected = RECIPES[scenario].gemms_in_fp8 * NUM_WEIGHTS * MICRO_BATCHES
     assert certificate["num_expected_fp8_gemm_kernels"] == expected <= certificate["num_fp8_gemm_kernels"]
     if not more:
-        assert certificate["num_fp8_gemm_kernels"] == expected, "one kernel for each GEMM, and nothing else in fp8"
+        assert certificate["num_fp8_gemm_kernels"] == expected, "each GEMM is one kernel, and no other runs in fp8"
     modules = certificate["modules"]
     assert modules["library"] == "torchao" and modules["recipes"] == {scenario: NUM_WEIGHTS}
-    assert f"certificate: fp8 {scenario}" in done.stdout and "recompile_limit" not in done.stdout + done.stderr
+    assert f"certificate: fp8 {scenario}" in run.stdout and "recompile_limit" not in run.stdout + run.stderr
     precision = run_json(folder)["precision"]
     assert (precision["backend"], precision["emulated"]) == ("torchao", False)
     assert precision["effective_scenario"] == scenario
@@ -68,13 +66,13 @@ def test_every_recipe_is_certified(scenario, more, model_folder, bf16_losses, tm
     assert fp8_losses == pytest.approx(bf16_losses, rel=1e-2) and fp8_losses[-1] < fp8_losses[0] - 0.05
 
 
-def test_layers_that_lost_their_fp8_are_caught(model_folder, tmp_path):
-    """The modules are torchao's, and something makes them multiply in bf16: the kernels tell."""
+def test_torchao_layers_that_compute_in_bf16_fail(model_folder, tmp_path):
+    """The modules are torchao's, but a patch makes them multiply in bf16. The recorded kernels show it."""
     patch = """
 import torch
 from torchao.float8.float8_linear import Float8Linear
 Float8Linear.forward = lambda self, x: torch.nn.functional.linear(x, self.weight, self.bias)
 """
-    done = train_patched(patch, *plain(model_folder, tmp_path / "run", *FP8, "--max_steps", "12"))
-    assert done.returncode == 1 and "the GPU does not run what was asked for" in done.stderr, done.stderr[-3000:]
+    run = train_patched(patch, *hf_options(model_folder, tmp_path / "run", *FP8, "--max_steps", "12"))
+    assert run.returncode == 1 and "the GPU does not run what was asked for" in run.stderr, run.stderr[-3000:]
     assert certificate_of(tmp_path / "run")["verdict"] == "failed"
