@@ -104,15 +104,15 @@ def test_what_a_run_comes_to(words, machine, precision, mode, optimizer):
 def test_auto_measures_both_and_keeps_its_micro_batches():
     words = "--mixed_precision auto --use_te --batch_size 2 --gradient_accumulation_steps 4 --max_seq_length 1024"
     model = load_config(resolve_source(parse_config(["--model_name=Llama-3.2-1B", "--random_init"]).model))
-    asked = parse_config(words.split())
-    open_run = settle(asked, model, ONE)
+    requested = parse_config(words.split())
+    open_run = settle(requested, model, ONE)
     assert open_run.measures_precision and open_run.precision.requested == "auto"
     for measured, name in (("bf16", "bf16"), ("fp8", "fp8 delayed")):
-        run = settle(asked, model, ONE, measured=measured)
+        run = settle(requested, model, ONE, measured=measured)
         assert not run.measures_precision and run.precision.name == name
         assert run.config.data == open_run.config.data and run.config.optim == open_run.config.optim
         resumed = {"fingerprint": {"precision": name}, "options": {"batch_size": 2}}
-        run = settle(asked, model, ONE, resumed)
+        run = settle(requested, model, ONE, resumed)
         assert not run.measures_precision and run.precision.name == name
         assert (run.config.data.batch_size, run.config.optim.gradient_accumulation_steps) == (2, 4)
-    assert asked == parse_config(words.split()), "nothing rewrites what was asked"
+    assert requested == parse_config(words.split()), "nothing rewrites the options"

@@ -1,4 +1,4 @@
-"""Runs of a size: the options and the launch whose memory tests estimate."""
+"""Runs whose memory tests estimate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def hf_config(model: str):
 
 
 def run_size(row: dict[str, Any], model_config: PretrainedConfig) -> RunSize:
-    """A run with the options of `row` and what it says of the machine."""
+    """Return a run with the options in `row`, and with its recipe, mode and num_gpus."""
     config = Config().with_options(**{"use_te": True, "mixed_precision": "fp8", **row})
     launch = {"recipe": "delayed", "mode": "single", "num_gpus": 1}
     launch |= {name: row[name] for name in launch if name in row}
@@ -27,5 +27,6 @@ def run_size(row: dict[str, Any], model_config: PretrainedConfig) -> RunSize:
 
 
 def parts(model: str = "Llama-3.1-8B", **row: Any) -> MemoryEstimate:
+    """Return the estimate of a run with the options in `row`."""
     row = {"batch_size": 8, "gradient_accumulation_steps": 4, **row}
     return run_size(row, hf_config(model)).estimate()

@@ -58,9 +58,9 @@ def models() -> list[TrainingModel]:
 
 def test_a_failed_run_leaves_no_model_behind(options, tmp_path):
     others = models()  # what earlier tests of this process have left
-    with pytest.raises(UserError, match="--learning_rate") as kept:
+    with pytest.raises(UserError, match="--learning_rate") as failure:
         fine_tune(**options, output_dir=tmp_path / "run", learning_rate=1e20, lr_scheduler="constant")
-    assert kept.tb is not None and all(any(each is other for other in others) for each in models())
+    assert failure.tb is not None and all(any(each is other for other in others) for each in models())
 
 
 def test_an_interrupt_is_raised_after_a_checkpoint_is_saved(options, tmp_path, monkeypatch):
