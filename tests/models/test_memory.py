@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from transformers import GemmaConfig
 
-from llm_fp8.models.memory import ACTIVATIONS, CASTS, HEAD, STATE, saved_bytes
+from llm_fp8.config.parser import parse_config
+from llm_fp8.models.memory import ACTIVATIONS, CASTS, HEAD, STATE, resolve_optimizer, saved_bytes, state_bytes
 from te_llama import decoder_sizes
 from tests.support.run_sizes import hf_config, parts, run_size
 
@@ -109,3 +110,37 @@ def test_what_hugging_faces_decoder_took_is_below_the_upper_bound(model, num_gpu
     row |= dict(gradient_accumulation_steps=steps, optimizer="adamw_fp32")
     bound = run_size(row, hf_config(model)).estimate(upper_bound=True).total_gib
     assert measured_gib < bound < 1.5 * measured_gib
+
+
+@pytest.mark.parametrize(
+    ("options", "where", "kind"),
+    [
+        ("", ("ddp", "bf16"), "adamw_master"),
+        ("", ("ddp", "bf16", "cpu"), "adamw_fp32"),
+        ("", ("single", "fp32"), "adamw_fp32"),
+        ("", ("fsdp_grad", "bf16"), "adamw_master"),
+        ("", ("fsdp_full", "bf16", "cpu"), "adamw_fp32"),
+        ("", ("fsdp_offload", "bf16"), "adamw_fp32"),
+        ("", ("deepspeed_1", "bf16"), "adamw_fp32"),
+        ("--sync_every_micro_batch", ("fsdp_full", "bf16"), "adamw_fp32"),
+        ("--sync_every_micro_batch", ("ddp", "bf16"), "adamw_master"),
+        ("--fp8_params --mixed_precision=fp8 --use_te", ("fsdp_full", "bf16"), "adamw_fp32"),
+        ("--lora_rank=8", ("fsdp_full", "bf16"), "adamw_fp32"),
+        ("--optimizer=adamw_master", ("fsdp_full", "bf16", "cpu"), "adamw_master"),
+    ],
+)
+def test_the_optimizer_of_auto(options, where, kind):
+    assert resolve_optimizer(parse_config(options.split(), parallel=True), *where) == kind
+
+
+def test_bytes_of_every_mode():
+    once, accumulated, offloaded = (
+        parse_config(words, parallel=True)
+        for words in ([], ["--gradient_accumulation_steps=2"], ["--offload_optimizer=0.75"])
+    )
+    assert state_bytes("single", "adamw_master", 1, once) == state_bytes("ddp", "adamw_master", 8, accumulated) == 12
+    assert state_bytes("single", "adamw_master", 1, offloaded) == 6
+    assert [state_bytes("fsdp_full", "adamw_fp32", 8, each) for each in (once, accumulated)] == [2, 6]
+    assert state_bytes("fsdp_grad", "adamw_fp32", 8, once) == 4
+    assert state_bytes("fsdp_hybrid", "adamw_fp32", 4, once) == 4
+    assert [state_bytes(f"deepspeed_{stage}", "adamw_fp32", 8, once) for stage in (1, 2, 3)] == [5.5, 3.75, 2]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from llm_fp8.observability.kernel_trace import (
+    StepProfile,
+    covered_s,
     gemm_kernels,
     gemm_kind,
     kernel_class,
@@ -163,3 +165,9 @@ def test_of_a_profile_only_what_the_gpu_ran_counts():
     )
     assert kernel_times(profile) == {"Memset (Device)": (2, pytest.approx(15e-6))}
     assert kernel_intervals(profile)[1] == ("Memset (Device)", pytest.approx((20e-6, 25e-6)))
+
+
+def test_intervals_and_communication():
+    assert covered_s([(5, 6), (0, 2), (1, 3), (3, 4), (1, 2)]) == 5
+    profile = StepProfile(span_s=2.0, communication_s=1.0, exposed_communication_s=0.5)
+    assert profile.figures()["communication_share"] == 0.5 and profile.figures()["exposed_communication_share"] == 0.25

@@ -1,4 +1,4 @@
-"""What a machine, a launch or a model does not allow, and what a run comes to on machines that are assumed."""
+"""Runs on assumed machines: their sharding mode, what is decided for them, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from llm_fp8.config.parser import parse_config
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.settle.machine import Machine, assume
-from llm_fp8.settle.settle import Settled, check_te_decoder, settle
+from llm_fp8.settle.settle import Settled, check_te_decoder, choose_mode, settle
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 from te_llama import decoder_sizes
@@ -19,6 +19,7 @@ FP8 = "--mixed_precision fp8 --use_te "
 GRAPHS = "--cuda_graphs --use_te --mixed_precision bf16 "
 FP8_PARAMS = "--mixed_precision=fp8 --use_te --fp8_params"
 TWO_HOSTS = LaunchRanks(world_size=4, local_world_size=2, launched=True)
+EIGHT_GPUS = LaunchRanks(world_size=8, local_world_size=8, launched=True)
 ONE_HOST = LaunchRanks(world_size=2, local_world_size=2, launched=True)
 B200 = assume(LaunchRanks(), "B200", 178.0, (10, 0))
 ONE, FOUR, CPU = assume(LaunchRanks()), assume(TWO_HOSTS), Machine()
@@ -116,3 +117,27 @@ def test_auto_measures_both_and_keeps_its_micro_batches():
         assert not run.measures_precision and run.precision.name == name
         assert (run.config.data.batch_size, run.config.optim.gradient_accumulation_steps) == (2, 4)
     assert requested == parse_config(words.split()), "nothing rewrites the options"
+
+
+@pytest.mark.parametrize(
+    ("billions", "ranks", "gpu_memory_gib", "options", "mode"),
+    [
+        (1.2, EIGHT_GPUS, 139.8, [], "ddp"),  # 13.4 GiB
+        (8, EIGHT_GPUS, 139.8, [], "fsdp_grad"),  # ddp would take 89.4 of 83.9 GiB; 2 + 2 bytes each are 29.8
+        (14.8, EIGHT_GPUS, 139.8, ["--gradient_accumulation_steps=4"], "fsdp_full"),  # 8 bytes are 110 GiB, 6 are 82.7
+        (14.8, EIGHT_GPUS, 139.8, [], "fsdp_grad"),
+        (70, EIGHT_GPUS, 139.8, [], "fsdp_full"),  # 130 GiB: comes nearest
+        (8, EIGHT_GPUS, None, [], "ddp"),
+        (8, LaunchRanks(launched=True), 139.8, [], "single"),
+        (8, EIGHT_GPUS, 139.8, ["--sharding_mode=ddp"], "ddp"),
+        (8, EIGHT_GPUS, 80, ["--optimizer=adamw_8bit"], "ddp"),  # 6 bytes are 44.7 of 48 GiB
+        (8, EIGHT_GPUS, 80, ["--offload_optimizer=1"], "ddp"),  # 4 bytes are 29.8 of 48 GiB
+        (6.5, EIGHT_GPUS, 139.8, [], "ddp"),
+        (6.5, EIGHT_GPUS, 139.8, ["--optimizer=adamw_fp32"], "fsdp_grad"),  # 16 bytes are 96.9 of 83.9 GiB
+    ],
+)
+def test_auto_takes_the_first_mode_that_fits(billions, ranks, gpu_memory_gib, options, mode):
+    config = parse_config(options, parallel=True)
+    chosen_mode, reason = choose_mode(config, ranks, int(billions * 10**9), gpu_memory_gib)
+    assert chosen_mode == mode
+    assert (not reason) == ("--sharding_mode=ddp" in options)
