@@ -1,1 +1,1 @@
-"""Options, their parser and checks, and the settings that launchers pass through the environment."""
+"""Options, their parser and checks, and the settings that launchers pass in the environment."""

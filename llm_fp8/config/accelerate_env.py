@@ -1,8 +1,8 @@
-"""Settings of `accelerate launch --config_file x.yaml script.py`, which reach the script as environment variables.
+"""Read the settings of `accelerate launch --config_file x.yaml script.py` from the script's environment variables.
 
-They become options here, and the variables are removed: Accelerate itself would convert or shard the model by them.
-The launcher also exports entries that nobody wrote, so a flag overrides a recipe entry that has the launcher's default.
-Any other flag that contradicts the file is an error. The names and defaults are those of Accelerate 1.15.
+They are converted to options and the variables are removed, since Accelerate itself would convert or shard the model.
+The launcher also exports its defaults, so a flag overrides a recipe entry that has the launcher's default. Any other
+flag that contradicts the file is an error. The names and defaults are those of Accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_fp8.config.options import Config
-from llm_fp8.config.recipes import DEFAULT, RECIPES, Backend, chosen
+from llm_fp8.config.recipes import DEFAULT, RECIPES, Backend, recipe_for
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import read_json
 from llm_fp8.utils.output import say
@@ -37,7 +37,7 @@ READ = {  # variable that sets an option -> the launcher's default
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "None",
 }
-DEFAULTS = {  # the launcher's; outside `READ`, a variable of this table or of `fp8_config` must have its default
+DEFAULTS = {  # of the launcher; outside `READ`, a variable of this table or of `fp8_config` must have its default
     **READ,
     "ACCELERATE_FP8_MARGIN": "0",
     "ACCELERATE_FP8_INTERVAL": "1",
@@ -55,7 +55,7 @@ DEFAULTS = {  # the launcher's; outside `READ`, a variable of this table or of `
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
 }
 RECIPE_ENTRIES: dict[str, Any] = {"fp8_format": str.upper, "amax_history_len": int, "amax_compute_algo": str.lower}
-"""Option that an entry of fp8_config sets for some recipes -> function that converts the entry's text."""
+"""Option that fp8_config sets for some recipes -> function that converts the text of the entry."""
 
 
 def is_on(value: str) -> bool:
@@ -64,7 +64,7 @@ def is_on(value: str) -> bool:
 
 
 def is_default(variable: str, value: str) -> bool:
-    """Return True if `value` is the launcher's default for `variable`; the launcher writes true as 1."""
+    """Return True if `value` is the launcher's default for `variable`. The launcher may write true as 1."""
     default = DEFAULTS.get(variable, "")
     return value.lower() == default.lower() or (is_on(value) and is_on(default))
 
@@ -84,12 +84,12 @@ def _not_supported(setting: str) -> UserError:
 
 
 def apply_launch_settings(config: Config, environ: MutableMapping[str, str], user_options: Collection[str]) -> Config:
-    """Return `config` with the settings of `accelerate launch` applied but not yet checked; remove them from `environ`.
-    Raise `UserError` for an unsupported setting, and for one that contradicts one of the user's `user_options`.
+    """Return `config` with the settings of `accelerate launch`, still unchecked, and remove them from `environ`. Raise
+    `UserError` for an unsupported setting, or for one that contradicts an option that the user set (`user_options`).
     """
     ranks = LaunchRanks.from_environment(environ)
     is_ddp = "ACCELERATE_DYNAMO_BACKEND" in environ and ranks.world_size > 1  # the launcher always sets it
-    requests = _take(environ)
+    requests = _pop_requests(environ)
     values, flags = {**DEFAULTS, **requests}, config.options
     weak = {"fp8_params", *(name for name in RECIPE_ENTRIES if is_default(_variable(name), values[_variable(name)]))}
     ignored: list[str] = []
@@ -98,7 +98,7 @@ def apply_launch_settings(config: Config, environ: MutableMapping[str, str], use
         launched |= _sharding(values)
         mode = launched.get("sharding_mode") if flags["sharding_mode"] == "auto" else flags["sharding_mode"]
         launched |= _precision(requests, mode, flags["fp8_scenario"], ignored)
-    for key in ignored if ranks.rank == 0 else ():  # entries that the recipe ignores
+    for key in ignored if ranks.rank == 0 else ():  # keys that the recipe ignores
         say(f"WARNING: {key} of {LAUNCH_FILE} has no effect on this run.")
     overridden = launched.keys() & user_options
     for name in sorted(overridden - weak):
@@ -110,8 +110,8 @@ def apply_launch_settings(config: Config, environ: MutableMapping[str, str], use
     return config.with_options(**{name: value for name, value in launched.items() if name not in overridden})
 
 
-def _take(environ: MutableMapping[str, str]) -> dict[str, str]:
-    """Remove the launcher's variables from `environ`; return those that set options (`UserError` if unsupported)."""
+def _pop_requests(environ: MutableMapping[str, str]) -> dict[str, str]:
+    """Remove the launcher's variables from `environ`. Return those that set options, or raise `UserError`."""
     environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # a list of keys, for Accelerate's own checks
     requests = {"precision": environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower()}
     for engine in ("MEGATRON_LM", "PARALLELISM_CONFIG"):
@@ -121,7 +121,7 @@ def _take(environ: MutableMapping[str, str]) -> dict[str, str]:
     unused = tuple(prefix for engine, prefix in ENGINES.items() if not is_on(requests[engine]))
     unused += () if requests["precision"] == "fp8" else (PREFIX,)
     for variable in [name for name in environ if name.startswith(_PREFIXES)]:
-        value = environ.pop(variable)  # FSDP2 needs none of the variables that `DEFAULTS` lacks
+        value = environ.pop(variable)  # variables that are not in `DEFAULTS` do not matter to FSDP2
         if variable in READ:
             requests[variable] = value
         elif variable.startswith(unused) or is_default(variable, value):
@@ -133,11 +133,11 @@ def _take(environ: MutableMapping[str, str]) -> dict[str, str]:
 
 def te_recipe(environ: Mapping[str, str]) -> str:
     """Return the recipe that Accelerate uses with Transformer Engine."""
-    return "mxfp8" if is_on(environ.get("ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING", "")) else chosen(DEFAULT, "te")
+    return "mxfp8" if is_on(environ.get("ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING", "")) else recipe_for(DEFAULT, "te")
 
 
 def _precision(requests: Mapping[str, str], mode: str | None, scenario: str, ignored: list[str]) -> dict[str, Any]:
-    """Return the precision options for a sharding `mode` and an fp8 `scenario`; add ignored keys to `ignored`."""
+    """Return the precision options for a sharding `mode` and fp8 `scenario`. Add keys without effect to `ignored`."""
     values = {**DEFAULTS, **requests}
     if values["precision"] != "fp8":
         return {} if values["precision"] == "no" else {"mixed_precision": values["precision"]}
@@ -146,19 +146,19 @@ def _precision(requests: Mapping[str, str], mode: str | None, scenario: str, ign
     launched = values["ACCELERATE_FP8_BACKEND"].upper()
     if launched == "AO":
         settings["fp8_backend"] = backend = "torchao"
-        if mode in ("fsdp_full", "fsdp_grad") and RECIPES[chosen(scenario, backend)].one_scale_per_weight:
+        if mode in ("fsdp_full", "fsdp_grad") and RECIPES[recipe_for(scenario, backend)].one_scale_per_weight:
             settings["fp8_params"] = is_on(values["ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"])
     elif launched != "TE":
         raise _not_supported(f"fp8_config.backend {launched}")
-    elif te_recipe(values) != chosen(DEFAULT, "te"):
+    elif te_recipe(values) != recipe_for(DEFAULT, "te"):
         settings["fp8_scenario"] = scenario = te_recipe(values)
-    recipe = RECIPES[chosen(scenario, backend)]
+    recipe = RECIPES[recipe_for(scenario, backend)]
     for name, convert in RECIPE_ENTRIES.items():
         variable = _variable(name)
         is_written = not is_default(variable, values[variable])
         if name not in recipe.options:
             ignored += [_key(variable)] * is_written
-        elif variable in requests and (is_written or recipe.scales_lag):  # the defaults are those of delayed scaling
+        elif variable in requests and (is_written or recipe.scales_lag):  # defaults are for delayed scaling
             settings[name] = convert(values[variable])
     return settings
 

@@ -1,8 +1,8 @@
 """Every option of the training scripts, declared once, as a field of a frozen dataclass.
 
-A field gives the type, default, choices, help text and range of its option, and the options it needs or excludes. The
-command line, the keys of a `--config` YAML file, the checks (`llm_fp8.config.validation`) and the entries of `run.json`
-are all derived from the fields. Precedence, lowest first: the field's default, the YAML file, the command line.
+A field declares the type, default, choices, help text and range of its option, and the options that it needs or
+excludes. The command line, the keys of a `--config` YAML file, the checks (`llm_fp8.config.validation`) and the entries
+of `run.json` are derived from the fields. The command line overrides the YAML file, which overrides the defaults.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, Literal
 from llm_fp8.utils.errors import UserError, reading
 
 EMBEDDED = "embedded"  # the model and the dataset in this repository
-SCRATCH_LEARNING_RATE = 1e-3  # for random initial weights: the embedded model, and any with --random_init
+SCRATCH_LEARNING_RATE = 1e-3  # for random initial weights (the embedded model, or --random_init)
 LORA_LEARNING_RATE = 2e-4
-AUTO_BATCH_SIZE = 0  # stands for --batch_size auto until the run has chosen a size
+AUTO_BATCH_SIZE = 0  # means --batch_size auto until the run chooses a size
 
-ALL_LINEAR = "all-linear"  # value of --lora_targets for every linear layer but the lm_head
-EXPERTS = "experts"  # entry of --lora_targets for the weights of routed experts
+ALL_LINEAR = "all-linear"  # value of --lora_targets: all linear layers but the lm_head
+EXPERTS = "experts"  # entry of --lora_targets: the weights of routed experts
 DECODER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Hugging Face's names of a decoder layer's linear layers, in the order of computation."""
 
@@ -47,14 +47,15 @@ def option(
 ) -> Any:
     """Declare a dataclass field that becomes a command-line option.
 
-    A condition is NAME, an option that must be on, or NAME=PATTERN|PATTERN with wildcards for its value; sharding_mode
-    is 'single' on one GPU. ` and ` or ` or ` joins conditions; one may test the option's own value. The option has no
-    effect unless all of `needs` hold, and cannot be combined with a condition in `excludes`, which gives the reason.
-    `alias` is the option's name in transformers, if the meaning is exactly the same. `bare` is the value of a numeric
-    option whose flag has no number. `bounds` are at_least, at_most, above and below. `resume` says what a change means
-    for a resumed run, which refuses it unless --allow_changed names the option. 'same': the result changes. 'scales':
-    the meaning of delayed scaling's histories changes too. 'total_steps' and 'global_batch_size': the run compares this
-    setting, which the option helps to decide, instead of the option. 'evaluation': the change is only reported.
+    A condition is NAME, an option that must be on, or NAME=PATTERN|PATTERN with wildcards for its value. On one GPU,
+    sharding_mode is 'single'. ` and ` or ` or ` joins conditions. A condition may test the option's own value. The
+    option has no effect unless all of `needs` are met. `excludes` maps each condition that the option cannot be
+    combined with to the reason. `alias` is the option's name in transformers, if the meaning is exactly the same.
+    `bare` is the value of a numeric option if the flag has no number. `bounds` are at_least, at_most, above and below.
+    `resume` is the effect of a change in a resumed run, which refuses it unless --allow_changed names the option.
+    'same': the result changes. 'scales': the meaning of delayed scaling's histories changes too. 'total_steps' and
+    'global_batch_size': the run compares this setting, which the option helps to decide, instead of the option.
+    'evaluation': the change is only reported.
     """
     declared = {"help": help, "aliases": [f"--{alias}"] if alias else [], "bare": bare, "bounds": bounds}
     return field(default=default, metadata={**declared, "needs": needs, "excludes": excludes or {}, "resume": resume})
@@ -112,7 +113,7 @@ class PrecisionConfig:
         },
         resume="same",
     )
-    fp8_scenario: str = option(  # choices and help come from the table, in the parser
+    fp8_scenario: str = option(  # the parser adds choices and help from the table of recipes
         "default", "A recipe that this GPU lacks falls back to 'default' with a warning.", needs=(IN_FP8,)
     )
     fp8_format: Literal["HYBRID", "E4M3"] | None = option(
@@ -194,13 +195,13 @@ class DataConfig:
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """The object in --chat_template_kwargs; raises `UserError` if it is not an object."""
+        """The object in --chat_template_kwargs. Raises `UserError` if it is not an object."""
         with reading("--chat_template_kwargs", self.chat_template_kwargs, "JSON", "Give an object."):
             return dict(json.loads(self.chat_template_kwargs or "{}").items())
 
     @property
     def column_names(self) -> dict[str, str]:
-        """The pairs of --columns: our name -> the dataset's."""
+        """The pairs of --columns: our column name -> the dataset's."""
         pairs = [pair.partition("=") for pair in names_in(self.columns)]
         return {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
 
@@ -316,7 +317,7 @@ class LoraConfig:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The names in --lora_targets, in order; raises `UserError` for no names, or all-linear with other layers."""
+        """The names in --lora_targets, in order. Raises `UserError` for no names, or all-linear with other layers."""
         names = names_in(self.lora_targets)
         if not names or (ALL_LINEAR in names and not {*names} <= {ALL_LINEAR, EXPERTS}):
             raise UserError(f"--lora_targets must name layers, as in q_proj,v_proj, or be {ALL_LINEAR}[,{EXPERTS}].")
@@ -324,7 +325,7 @@ class LoraConfig:
 
     @property
     def scaling(self) -> float:
-        """The factor of an adapter's output; without --lora_alpha, alpha is twice the rank."""
+        """The factor of an adapter's output. Without --lora_alpha, alpha is twice the rank."""
         return 2.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
 
 
@@ -335,20 +336,20 @@ ShardingMode = Literal[
 
 @dataclass(frozen=True)
 class Mode:
-    """Properties of a sharding mode, which spreads a model over N GPUs.
-    Bytes count weights, gradients and optimizer state per parameter on one GPU between micro-batches. `adamw_master`
-    takes 12 in ddp, 12 / N + 2 (for unsharded bf16 weights) in fsdp_grad and 12 / N in fsdp_full. The fsdp modes take
-    4 more while gradients accumulate, unless --sync_every_micro_batch reduces them at once.
+    """Properties of a sharding mode, which distributes a model over N GPUs.
+    Bytes are those of weights, gradients and optimizer state per parameter on one GPU between micro-batches.
+    `adamw_master` needs 12 in ddp, 12 / N + 2 (for unsharded bf16 weights) in fsdp_grad and 12 / N in fsdp_full. The
+    fsdp modes need 4 more while gradients accumulate, unless --sync_every_micro_batch reduces them immediately.
     """
 
-    engine: Literal["copies", "fsdp", "deepspeed"]  # every GPU has a copy, or FSDP2 or DeepSpeed shards it
+    engine: Literal["copies", "fsdp", "deepspeed"]  # copies: every GPU has the whole model
     unsharded_bytes: int = 0  # on every GPU, in addition to its shard
-    sharded_bytes: int = 0  # to divide by N if the engine keeps master weights and optimizer state, else --optimizer's
+    sharded_bytes: int = 0  # to divide by N if the engine stores master weights and optimizer state, else --optimizer's
     on_host: bool = False  # weights and optimizer state are in host memory
 
     @property
     def holds_masters(self) -> bool:
-        """True if the engine keeps fp32 master weights in addition to the model's parameters."""
+        """True if the engine stores fp32 master weights in addition to the model's parameters."""
         return self.sharded_bytes > 0
 
 
@@ -426,7 +427,7 @@ class Config:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Values of all options by name."""
+        """The values of all options by name."""
         return {name: value for section in vars(self).values() for name, value in vars(section).items()}
 
     def with_options(self, **options: Any) -> Config:
@@ -439,7 +440,7 @@ class Config:
 
     @property
     def packing(self) -> bool:
-        """True if rows are packed; the default is on with --use_te."""
+        """True if rows are packed, by default with --use_te."""
         return self.model.use_te if self.data.packing is None else self.data.packing
 
     @property
@@ -454,7 +455,7 @@ class Config:
 
     @property
     def default_learning_rate(self) -> float:
-        """Peak learning rate of a run without --learning_rate."""
+        """The peak learning rate of a run without --learning_rate."""
         if self.draws_weights:
             return SCRATCH_LEARNING_RATE
         return LORA_LEARNING_RATE if self.trains_adapters else self.optim.learning_rate
@@ -474,9 +475,9 @@ MOST_USED = (  # options that --help explains; --help_all explains all
 
 FIELDS = {each.name: each for section in SECTIONS.values() for each in dataclasses.fields(section)}
 RESUME = {name: each.metadata["resume"] for name, each in FIELDS.items() if each.metadata["resume"]}
-"""Option -> what it means for a resumed run (see `option`)."""
+"""Option -> effect of a change in a resumed run (see `option`)."""
 SETTINGS = {name: name if kind in ("same", "scales") else kind for name, kind in RESUME.items() if kind != "evaluation"}
-"""Option -> the setting that a resumed run compares: the option itself or what it helps to decide."""
+"""Option -> setting that a resumed run compares, which is the option itself or one that it helps to decide."""
 
 OTHER_NAMES = {  # other trainers' options that do not resemble ours, or mean something else -> advice
     "accumulate_grad_batches grad_accum grad_accum_steps": "use --gradient_accumulation_steps",

@@ -1,4 +1,4 @@
-"""Parser of the command line and the `--config` file, which returns a `Config`."""
+"""Parse the command line and the `--config` file into a `Config`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER
 
 
 class _ShortHelp(argparse.HelpFormatter):
-    """Formatter of the help for the most used options only."""
+    """Format the help of the most used options only."""
 
     def add_argument(self, action: argparse.Action) -> None:
         if action.dest in (*MOST_USED, "help", "help_all", "config"):
@@ -35,42 +35,42 @@ class _ShortHelp(argparse.HelpFormatter):
 class _HelpAll(argparse.Action):
     """Print the help of every option and exit."""
 
-    def __call__(self, parser: argparse.ArgumentParser, *words: object) -> NoReturn:
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         parser.formatter_class, parser.epilog = argparse.HelpFormatter, None
         parser.print_help()
         parser.exit()
 
 
 def number_or_auto(word: str) -> int:
-    """Read a --batch_size: a number of at least 1, or 'auto'."""
+    """Parse a --batch_size: an integer of at least 1, or 'auto'."""
     return AUTO_BATCH_SIZE if word == "auto" else positive(word)
 
 
 def number_or_share_or_auto(word: str) -> float | str:
-    """Read a --gradient_checkpointing: n for every n-th layer, a share, a boolean for all or none, or 'auto'."""
+    """Parse a --gradient_checkpointing: n for every n-th layer, a share, a boolean for all or none, or 'auto'."""
     with contextlib.suppress(ValueError):
         return int(true_or_false(word))
     return word if word == "auto" else int(word) if word.isdecimal() else number(float, at_least=0, at_most=1)(word)
 
 
 def true_or_false(word: str) -> bool:
-    """Read a boolean in any of YAML's words."""
+    """Parse a boolean in any of YAML's spellings."""
     return ("no", "off", "false", "0", "yes", "on", "true", "1").index(word.lower()) > 3
 
 
 def true_or_false_or_auto(word: str) -> bool | None:
-    """Read a boolean, or 'auto' as None, so that the run decides."""
+    """Parse a boolean, or 'auto' as None, which lets the run decide."""
     return None if word == "auto" else true_or_false(word)
 
 
 def with_underscores(word: str) -> str:
-    """Replace hyphens in an option's name by underscores."""
+    """Replace hyphens in an option's name by underscores, but not in its value."""
     name, sign, value = word.partition("=")
     return f"--{name[2:].replace('-', '_')}{sign}{value}" if name.startswith("--") else word
 
 
 def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hint: Any) -> None:
-    """Add `--name value` and its alias. A boolean may be a bare flag, with `--no_name` unless the default is False."""
+    """Add `--name value` and its alias. A boolean may be a bare flag, with `--no_name` unless its default is False."""
     kind = next(each for each in get_args(hint) if each is not NoneType) if NoneType in get_args(hint) else hint
     text, bare, bounds = (field.metadata[key] for key in ("help", "bare", "bounds"))
     if field.default is not None and "(default:" not in text:
@@ -84,7 +84,7 @@ def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hi
         value = {"type": os.path.expanduser}  # the shell does not expand `~` in a YAML file or after `=`
     if bare is not None:
         value |= {"nargs": "?", "const": bare}
-    # No defaults: the parsed options are those that were typed.
+    # Without defaults, the parsed options are exactly those that were typed.
     place: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": field.name}
     group.add_argument(f"--{field.name}", *field.metadata["aliases"], help=text, **value, **place)
     if kind is bool and field.default is not False:
@@ -92,7 +92,7 @@ def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hi
 
 
 class OptionsParser(OneSentenceParser):
-    """Parser of the options of train_fp8.py; `parallel` adds `ParallelConfig`, for train_multi_gpu.py."""
+    """Parser of train_fp8.py's options. `parallel` adds `ParallelConfig`, for train_multi_gpu.py."""
 
     full_help = "--help_all"
 
@@ -118,7 +118,7 @@ class OptionsParser(OneSentenceParser):
         actions["fp8_scenario"].help = f"FP8 recipe; 'default' is {default}. {rows}. {actions['fp8_scenario'].help}"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, and accept hyphens in the names of options."""
+        """Parse like argparse, but also accept hyphens in the names of options."""
         return super().parse_known_args([with_underscores(word) for word in args], namespace)
 
     def hint(self, option: str) -> str:
@@ -142,7 +142,7 @@ def _word(value: Any) -> str:
 
 
 def _loader(*kinds: str) -> type[yaml.SafeLoader]:
-    """Return a YAML loader that converts scalars of these `kinds` and leaves all others as text."""
+    """Return a YAML loader that converts scalars of these `kinds` and reads all others as text."""
     rows = yaml.SafeLoader.yaml_implicit_resolvers.items()
     resolvers = {first: [(tag, form) for tag, form in row if tag.split(":")[-1] in kinds] for first, row in rows}
     return type("Loader", (yaml.SafeLoader,), {"yaml_implicit_resolvers": resolvers})
@@ -154,7 +154,7 @@ for _kind, _digits in {"int": r"-?(0|[1-9]\d*)$", "float": r"-?(0|[1-9]\d*)(\.\d
 
 
 def parse_config(argv: list[str], prog: str = "train_fp8.py", parallel: bool = False) -> Config:
-    """Parse a command line (without the program's name) into a checked `Config`; `UserError` for a mistake in it."""
+    """Parse a command line (without the program's name) into a checked `Config`. Raise `UserError` for a mistake."""
     config, _ = _read(argv, OptionsParser(parallel, prog=prog))
     check_options(config)
     return config
@@ -163,8 +163,8 @@ def parse_config(argv: list[str], prog: str = "train_fp8.py", parallel: bool = F
 def parse_launch(
     argv: list[str], environ: MutableMapping[str, str], description: str | None = None, parallel: bool = False
 ) -> Config:
-    """Parse a command line as `parse_config` does, then apply the settings of `accelerate launch`. Remove its variables
-    and those left by an earlier launch from `environ`. Raise `UserError` if the script does not fit the launch.
+    """Parse a command line like `parse_config`, then apply the settings of `accelerate launch`. Remove its variables
+    and those of an earlier launch from `environ`. Raise `UserError` if the script does not match the launch.
     """
     parser = OptionsParser(parallel, description=description)
     typed, names = _read(argv, parser)
@@ -188,13 +188,13 @@ def parse_launch(
 
 
 def _read(argv: list[str], parser: OptionsParser) -> tuple[Config, frozenset[str]]:
-    """Parse the options without checking them; return them and the names of those typed or in the YAML file."""
+    """Parse the options without checking them. Return them, and the names of those typed or in the YAML file."""
     path = parser.parse_known_args(argv)[0].config
     file_argv, names = list[str](), list[str]()
     if path:
         with reading("--config", path, "YAML", "Give a file of 'option: value' lines."):
             content = Path(path).expanduser().read_bytes()
-            # Options stay text, which their own types read; values inside an object get JSON's types.
+            # Options are read as text, for argparse to convert. Values inside an object get JSON's types.
             texts, typed = (yaml.load(content, loader) or {} for loader in (_TEXTS, _JSON))
             file_argv = to_argv(texts | {name: each for name, each in typed.items() if isinstance(each, dict)})
             names = [name.value for name, _ in getattr(yaml.compose(content), "value", [])]

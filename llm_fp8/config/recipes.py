@@ -1,5 +1,5 @@
-"""The table of fp8 recipes. To add a recipe, add a row. Rows are plain data, so that `--help` reads them without torch.
-Classes and functions are named as in Transformer Engine 2.20 and torchao 0.18; `llm_fp8.precision` resolves the names.
+"""The table of fp8 recipes. To add a recipe, add a row. Rows are plain data, so that `--help` works without torch.
+Names of classes and functions are those of Transformer Engine 2.20 and torchao 0.18. `llm_fp8.precision` imports them.
 """
 
 from __future__ import annotations
@@ -10,35 +10,35 @@ from typing import Any, Literal
 
 Backend = Literal["te", "torchao"]
 
-DEFAULT = "default"  # value of --fp8_scenario for the back end's default recipe:
+DEFAULT = "default"  # value of --fp8_scenario that means the back end's default recipe:
 DEFAULTS: Mapping[Backend, str] = {"te": "delayed", "torchao": "tensorwise"}
 EMULATING: tuple[Backend, ...] = ("torchao",)  # back ends that emulate fp8 without a GPU
-FP8_SIZE_MULTIPLE = 16  # divides each dimension of an fp8 GEMM
+FP8_SIZE_MULTIPLE = 16  # each dimension of an fp8 GEMM must be a multiple of this
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A method of scaling tensors for their cast to fp8."""
+    """A method to scale tensors for the cast to fp8."""
 
     backend: Backend
     summary: str
     recipe_class: str
-    """Class in `transformer_engine.common.recipe`, or torchao's name for the recipe. The certificate compares it with
+    """The class in `transformer_engine.common.recipe`, or torchao's name of the recipe. The certificate compares it to
     the recipe that modules report."""
-    token_multiple: int = FP8_SIZE_MULTIPLE  # for a micro-batch's tokens, the wgrad GEMM's inner dimension
-    size_multiple: int = FP8_SIZE_MULTIPLE  # for both dimensions of a weight; other layers stay in bf16
-    options: tuple[str, ...] = ()  # named as in the recipe's class
+    token_multiple: int = FP8_SIZE_MULTIPLE  # of tokens in a micro-batch, the inner dimension of wgrad GEMMs
+    size_multiple: int = FP8_SIZE_MULTIPLE  # of both dimensions of a weight; layers of other sizes stay in bf16
+    options: tuple[str, ...] = ()  # that the recipe accepts, by their names in the class
     defaults: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments that replace the class's defaults
-    availability: str = "is_fp8_available"  # TE's function that says whether a GPU supports it, and why not
-    capability: tuple[int, int] = (8, 9)  # lowest that supports it, to judge a GPU that is not present
-    scales_lag: bool = False  # scales come from earlier passes, so the first pass has none
-    fp32_scales_on_hopper: bool = False  # instead of the class's powers of two: halves fp8's loss of quality
+    availability: str = "is_fp8_available"  # TE's function that returns whether a GPU supports it, and why not
+    capability: tuple[int, int] = (8, 9)  # lowest compute capability, for a GPU that is not present
+    scales_lag: bool = False  # scales come from earlier passes, so the first pass has no scales
+    fp32_scales_on_hopper: bool = False  # not powers of two as in the class; halves the loss of quality
     one_scale_per_weight: bool = False  # as --fp8_params requires
-    gemms_in_fp8: int = 3  # how many of a trained weight's fprop, dgrad and wgrad run in fp8
-    has_fp8_peak: bool = True  # compare its GEMMs with the GPU's fp8 peak rate; False for fp4
+    gemms_in_fp8: int = 3  # number of fprop, dgrad and wgrad in fp8 per trained weight
+    has_fp8_peak: bool = True  # False if the fp8 peak rate is not that of its GEMMs (fp4)
     saved_bytes_per_element: float | None = None
-    """Bytes per element of a GEMM input saved for the backward pass, scales included. None: not measured, so a run's
-    memory is not estimated."""
+    """Bytes per element, scales included, of a GEMM input that is saved for the backward pass. If None, they are not
+    measured, and the memory of a run is not estimated."""
     saves_fc2_input_twice: bool = False  # LayerNormMLP saves both layouts of its second GEMM's input
 
 
@@ -97,7 +97,7 @@ RECIPES: dict[str, Recipe] = {
 }
 NO_RECIPE = Recipe("te", "", "", token_multiple=1, gemms_in_fp8=0)
 RECIPE_OPTIONS = tuple(dict.fromkeys(name for recipe in RECIPES.values() for name in recipe.options))
-"""Options that some recipes take and others do not."""
+"""Options that only some recipes accept."""
 
 
 def recipe_names(backend: Backend | None = None) -> tuple[str, ...]:
@@ -105,18 +105,18 @@ def recipe_names(backend: Backend | None = None) -> tuple[str, ...]:
     return tuple(name for name, recipe in RECIPES.items() if backend in (None, recipe.backend))
 
 
-def chosen(scenario: str, backend: Backend) -> str:
-    """Return the name of the recipe for a value of --fp8_scenario."""
+def recipe_for(scenario: str, backend: Backend) -> str:
+    """Return the name of the recipe for a value of --fp8_scenario, which may be 'default'."""
     return DEFAULTS[backend] if scenario == DEFAULT else scenario
 
 
 def row_of(name: str | None) -> Recipe:
-    """Return the row of a recipe; for None or an unknown name, the row of a run without fp8."""
+    """Return the row of a recipe, or for None or an unknown name the row of a run without fp8."""
     return RECIPES.get(name or "", NO_RECIPE)
 
 
 def precision_name(mixed_precision: str, scenario: str | None) -> str:
-    """Return the display name of a --mixed_precision and --fp8_scenario; 'no' becomes 'fp32'."""
+    """Return the display name of a --mixed_precision and --fp8_scenario. 'no' becomes 'fp32'."""
     return f"fp8 {scenario}" if mixed_precision == "fp8" else {"no": "fp32"}.get(mixed_precision, mixed_precision)
 
 

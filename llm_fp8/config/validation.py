@@ -1,4 +1,4 @@
-"""Checks of the options alone, before torch is imported; `llm_fp8.settle` looks at the machine."""
+"""Check the options before torch is imported. `llm_fp8.settle` checks them against the machine."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from fnmatch import fnmatchcase
 
 from llm_fp8.config import options
 from llm_fp8.config.options import ALL_LINEAR, Config, names_in
-from llm_fp8.config.recipes import DEFAULT, FP8_SIZE_MULTIPLE, RECIPE_OPTIONS, RECIPES, chosen, recipe_names
+from llm_fp8.config.recipes import DEFAULT, FP8_SIZE_MULTIPLE, RECIPE_OPTIONS, RECIPES, recipe_for, recipe_names
 from llm_fp8.utils.errors import UserError, did_you_mean, reading
 
 
 def check_declared(config: Config, mode: str | None = None) -> None:
     """Raise `UserError` for an option that the `needs` or `excludes` of its field forbid. `mode` is the sharding mode
-    that 'auto' chose, 'single' on one GPU. Conditions on the mode pass until it is known.
+    that 'auto' chose, or 'single' on one GPU. Until it is known, conditions on the mode are not checked.
     """
     values = {**config.options, "packing": config.packing, "sharding_mode": mode or config.parallel.sharding_mode}
     values["use_wandb"] = bool(config.run.trackers)  # W&B's options apply to every tracker
 
-    def holds(condition: str) -> bool:
+    def is_met(condition: str) -> bool:
         if " or " in condition:
-            return any(map(holds, condition.split(" or ")))
+            return any(map(is_met, condition.split(" or ")))
         if " and " in condition:
-            return all(map(holds, condition.split(" and ")))
+            return all(map(is_met, condition.split(" and ")))
         name, _, allowed = condition.partition("=")
         patterns = allowed.split("|")
         return any(fnmatchcase(str(values[name]), pattern) for pattern in patterns) if allowed else bool(values[name])
@@ -31,14 +31,15 @@ def check_declared(config: Config, mode: str | None = None) -> None:
         value = values[name]
         if value is False or value == field.default:
             continue
-        words = f"--{name}" if value is True else f"--{name} {value}"
+        flag = f"--{name}" if value is True else f"--{name} {value}"
         for condition in field.metadata["needs"]:
             is_open = condition.startswith("sharding_mode") and values["sharding_mode"] == "auto"
-            if not (is_open or holds(condition)):
-                raise UserError(f"{words} needs {_flags(condition, name)}; add it or drop --{name}.")
-        for condition, why in field.metadata["excludes"].items():
-            if holds(condition):
-                raise UserError(f"{words} cannot be combined with {_flags(condition, name)}: {why}; drop one of them.")
+            if not (is_open or is_met(condition)):
+                raise UserError(f"{flag} needs {_flags(condition, name)}; add it or drop --{name}.")
+        for condition, reason in field.metadata["excludes"].items():
+            if is_met(condition):
+                other = _flags(condition, name)
+                raise UserError(f"{flag} cannot be combined with {other}: {reason}; drop one of them.")
 
 
 def is_consistent(config: Config, mode: str) -> bool:
@@ -51,10 +52,10 @@ def is_consistent(config: Config, mode: str) -> bool:
 
 
 def _flags(condition: str, name: str) -> str:
-    """Return a condition of the option `name` as on the command line, without tests of its own value."""
+    """Return a condition of the option `name` as flags, without the parts that test the option's own value."""
     parts = [f"--{part}" for part in condition.split(" and ") if not part.startswith(f"{name}=")]
-    words = " and ".join(parts).replace(" or ", " or --").replace("=", " ").replace("|", " or ")
-    return words.replace("--sharding_mode single or", "one GPU or --sharding_mode")
+    flags = " and ".join(parts).replace(" or ", " or --").replace("=", " ").replace("|", " or ")
+    return flags.replace("--sharding_mode single or", "one GPU or --sharding_mode")
 
 
 def check_options(config: Config) -> None:
@@ -74,13 +75,13 @@ def check_options(config: Config) -> None:
 
 
 def _check_recipe(config: Config) -> None:
-    """Check that the back end has the recipe, and that the recipe takes the options that are set."""
+    """Check that the back end has the recipe, and that the recipe accepts the options that are set."""
     precision = config.precision
     backend, scenario = precision.fp8_backend, precision.fp8_scenario
     if scenario not in (DEFAULT, *recipe_names(backend)):
         available = " or ".join(recipe_names(backend))
         raise UserError(f"--fp8_scenario {scenario} is not available with --fp8_backend {backend}; use {available}.")
-    recipe_name = chosen(scenario, backend)
+    recipe_name = recipe_for(scenario, backend)
     recipe = RECIPES[recipe_name]
     for name in RECIPE_OPTIONS:
         if getattr(precision, name) is not None and name not in recipe.options:
@@ -94,7 +95,7 @@ def _check_recipe(config: Config) -> None:
 
 
 def _check_names(config: Config) -> None:
-    """Check the options that list names or numbers with commas."""
+    """Check the options with comma-separated names or numbers."""
     data, targets = config.data, config.lora.targets
     with reading("--dataset_weights", data.dataset_weights, "numbers", "Give shares, as in 0.7,0.3."):
         weights = data.weights or []
@@ -105,17 +106,18 @@ def _check_names(config: Config) -> None:
         raise UserError(f"--columns '{data.columns}' must be pairs, as in problem=question,generated_solution=answer.")
     layers = (*options.DECODER_LINEARS, ALL_LINEAR) if config.model.use_te else ()  # else checked with the model
     settings = dict.fromkeys([*options.SETTINGS, *options.SETTINGS.values()])
-    for flag, names, known in (
+    for flag, names, choices in (
         ("--columns", data.column_names, options.COLUMN_NAMES),
         ("--allow_changed", names_in(config.run.allow_changed), settings),
         ("--lora_targets", targets, layers),
     ):
-        if unknown := [name for name in names if known and name not in known]:
-            raise UserError(f"{flag}: '{unknown[0]}' is not among {', '.join(known)}{did_you_mean(unknown[0], known)}.")
+        if unknown := [name for name in names if choices and name not in choices]:
+            hint = did_you_mean(unknown[0], choices)
+            raise UserError(f"{flag}: '{unknown[0]}' is not among {', '.join(choices)}{hint}.")
 
 
 def check_tokens(config: Config, multiple: int, purpose: str) -> None:
-    """Raise `UserError` unless `multiple` divides the tokens of a micro-batch on one GPU, as `purpose` requires."""
+    """Raise `UserError` unless `multiple` divides the tokens of a micro-batch on one GPU. `purpose` requires it."""
     data, size = config.data, config.parallel.context_parallel_size
     if data.batch_size * data.max_seq_length % (size * multiple) != 0:
         raise UserError(f"--batch_size times --max_seq_length must be a multiple of {size * multiple} for {purpose}.")

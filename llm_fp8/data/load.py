@@ -41,7 +41,7 @@ from pyarrow import csv
 from llm_fp8.config.options import EMBEDDED, DataConfig
 from llm_fp8.data.embedded import DATASET_DIR
 from llm_fp8.data.rows import read_row
-from llm_fp8.utils.errors import UserError, existing_part, reading
+from llm_fp8.utils.errors import UserError, nearest_existing, reading
 
 FILE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 DEFAULT_SPLITS, VALIDATION_SPLIT = ("train_1M", "train"), "validation"
@@ -121,7 +121,7 @@ def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
     path = (DATASET_DIR if location == EMBEDDED else Path(location).expanduser()).absolute()
     is_pattern = glob.has_magic(location) and not path.exists()
     builder, files = str(path) if path.is_dir() else location, dict[str, list[str]]()
-    kind, beginning = DATA_FILE.search(path.name), existing_part(path)
+    kind, beginning = DATA_FILE.search(path.name), nearest_existing(path)
     others = (file for _, _, names in os.walk(path) for file in names if not DATA_FILE.search(file))
     advice = "If it is gated, run 'hf auth login' and accept its terms on the hub; else check its name and files."
     with reading(flag, name, "the dataset", advice):

@@ -27,7 +27,7 @@ from llm_fp8.precision.coverage import ModuleState, bf16_modules
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.precision.te import TEBackend
 from llm_fp8.utils.errors import UserError
-from llm_fp8.utils.te_internals import keep_weight_casts, put_off_scale_updates, update_scales
+from llm_fp8.utils.te_internals import defer_scale_updates, keep_weight_casts, update_scales
 
 if TYPE_CHECKING:
     from llm_fp8.precision.torchao import TorchaoBackend
@@ -153,9 +153,9 @@ class Precision:
                 stack.enter_context(self.backend.autocast())
             yield
 
-    def put_off_scale_updates(self) -> contextlib.AbstractContextManager[None]:
+    def defer_scale_updates(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which passes do not update delayed scaling's scales; call `update_scales` afterwards."""
-        return put_off_scale_updates() if self.scales_lag and self.in_fp8 else contextlib.nullcontext()
+        return defer_scale_updates() if self.scales_lag and self.in_fp8 else contextlib.nullcontext()
 
     def update_scales(self) -> None:
         """Update the scales, on all ranks, from the passes since the last update."""

@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor
 from llm_fp8.distributed.process_group import decided_by_main
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.settle.resume import LATEST, SavedRun
-from llm_fp8.utils.errors import UserError, existing_part, listed, reading, reason_not_written
+from llm_fp8.utils.errors import UserError, listed, nearest_existing, reading, reason_not_written
 from llm_fp8.utils.json_files import read_json, write_json_atomic
 from llm_fp8.utils.torch_internals import local_of, sharded_like
 
@@ -167,7 +167,7 @@ class CheckpointManager:
 
         def prepare() -> None:
             self.clean_up()
-            if shutil.disk_usage(existing_part(self.folder)).free < needed_bytes:
+            if shutil.disk_usage(nearest_existing(self.folder)).free < needed_bytes:
                 raise OSError(errno.ENOSPC, "less free space than the checkpoint needs")
             (temporary / STRATEGY_STATE if strategy is not None else temporary).mkdir(parents=True)
 

@@ -21,7 +21,7 @@ from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.optim.optimizers import bytes_on_host, effective_warmup_steps
 from llm_fp8.run.setup import TrainingSetup
 from llm_fp8.run.timeline import RunResults, Timeline
-from llm_fp8.utils.errors import UserError, existing_part, reading
+from llm_fp8.utils.errors import UserError, nearest_existing, reading
 from llm_fp8.utils.json_files import read_json, write_json_atomic
 
 
@@ -93,7 +93,7 @@ def check_export(setup: TrainingSetup, folder: Path, data: PreparedData, tokeniz
     if not (plan.config.run.export and plan.accelerator.is_main_process):
         return
     needed_bytes = export_size_bytes(setup.model, plan.export_dtype, adapters_only=setup.exports_adapter)
-    free_bytes = shutil.disk_usage(existing_part(folder)).free
+    free_bytes = shutil.disk_usage(nearest_existing(folder)).free
     if free_bytes < needed_bytes:
         problem = f"final/ needs {needed_bytes / GIB:.3g} GiB, and {free_bytes / GIB:.3g} GiB are free"
         raise UserError(f"--output_dir {folder}: {problem}; choose another folder or add --no_export.")

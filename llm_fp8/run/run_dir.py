@@ -20,7 +20,7 @@ from llm_fp8.run.checkpoint import Checkpoint, CheckpointManager
 from llm_fp8.settle.plan import RunPlan
 from llm_fp8.settle.resume import LATEST
 from llm_fp8.utils import errors
-from llm_fp8.utils.errors import UserError, existing_part, listed, reading
+from llm_fp8.utils.errors import UserError, listed, nearest_existing, reading
 from llm_fp8.utils.output import say
 from llm_fp8.utils.ranks import LaunchRanks, agree_on
 
@@ -52,7 +52,7 @@ def _claimed(run: RunConfig, ranks: LaunchRanks, stack: contextlib.ExitStack) ->
         output_dir = agree_on("output_dir", "") or None
     folder = Path(output_dir or "runs")
     with reading("--output_dir", folder, "the folder"):
-        existing = existing_part(folder)
+        existing = nearest_existing(folder)
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise UserError(f"--output_dir {folder}: {existing} is not a folder that can be written.")
         if output_dir is not None:
@@ -105,7 +105,7 @@ def _refuse_other_run(folder: Path, resume_from: str | None) -> None:
 @contextlib.contextmanager
 def run_lock(folder: Path) -> Iterator[Path]:
     """Lock an output folder; raise `UserError` if another process holds it. Delete what is new if no run began."""
-    existing, path = existing_part(folder), folder / LOCK
+    existing, path = nearest_existing(folder), folder / LOCK
     folder.mkdir(parents=True, exist_ok=True)
     with open(path, "a+") as lock:
         lock.seek(0)

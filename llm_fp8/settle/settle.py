@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 import te_llama
 from llm_fp8.config.options import AUTO_BATCH_SIZE, MODES, Config, OptimizerKind
-from llm_fp8.config.recipes import DEFAULTS, EMULATING, chosen, recipe_names, row_of
+from llm_fp8.config.recipes import DEFAULTS, EMULATING, recipe_for, recipe_names, row_of
 from llm_fp8.config.validation import check_declared, check_tokens, is_consistent
 from llm_fp8.models.build import count_parameters
 from llm_fp8.models.memory import RunSize, holds_frozen_in_fp8, resolve_optimizer, state_bytes
@@ -194,7 +194,7 @@ def resolve_precision(config: Config, machine: Machine) -> PrecisionPlan:
         if requested == "fp16" and machine.gpu is None:
             raise UserError("--mixed_precision fp16 needs a CUDA GPU; use bf16 or no (fp32) on the CPU.")
         return PrecisionPlan(requested=requested, effective=requested)
-    wanted, fallback = chosen(options.fp8_scenario, options.fp8_backend), None
+    wanted, fallback = recipe_for(options.fp8_scenario, options.fp8_backend), None
     if not machine.has_fp8 and (machine.gpu is not None or options.fp8_backend not in EMULATING):
         needs = f"a GPU of compute capability 8.9 or later; found {machine.gpu or 'no CUDA GPU'}"
         raise UserError(f"--mixed_precision fp8 needs {needs}. Use bf16.")

@@ -219,5 +219,5 @@ class Stepper:
         self, batch: Batch, num_supervised: Tensor, first: bool | None, last: bool = True
     ) -> Tensor:
         """Run `micro_batch` with the same delayed scales in both passes; call `update_scales` afterwards."""
-        with self.precision.put_off_scale_updates():
+        with self.precision.defer_scale_updates():
             return self.micro_batch(batch, num_supervised, first, last)

@@ -1,1 +1,1 @@
-"""Errors, JSON files, ranks, imports, private names of libraries."""
+"""Errors, JSON files, ranks, packages, output, and the private names of libraries."""

@@ -1,4 +1,4 @@
-"""Exceptions that end a script with a sentence instead of a traceback, and a context manager that raises them."""
+"""Exceptions that end a script with one sentence instead of a traceback, and a context manager that raises them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from typing import Any, NoReturn
 
 
 class UserError(Exception):
-    """A mistake in options or files: a sentence with the flag or file, what is wrong and what to do; exit code 2."""
+    """A mistake in options or files. The message is one sentence: flag or file, problem, advice. The exit code is 2."""
 
 
 class FailedCheck(Exception):
-    """A check that failed although the options are right: a sentence that scripts print; exit code 1."""
+    """A check that failed although the options are correct. Scripts print the message and exit with code 1."""
 
 
 @contextlib.contextmanager
-def reading(flag: str, name: object, what: str = "it", advice: str = "") -> Iterator[None]:
-    """Turn an error of a library or the file system in the block into a `UserError`, "{flag} {name}: cannot read {what}
-    (error). {advice}". `UserError`, `FailedCheck`, exhausted memory, a full disk, a killed worker and signals pass on.
+def reading(flag: str, name: object, content: str = "it", advice: str = "") -> Iterator[None]:
+    """Convert an error of a library or the file system in the block to a `UserError`, "{flag} {name}: cannot read
+    {content} (error). {advice}". Other errors propagate: `UserError`, `FailedCheck`, exhausted memory, a full disk, a
+    killed worker and signals.
     """
     try:
         yield
@@ -35,11 +36,11 @@ def reading(flag: str, name: object, what: str = "it", advice: str = "") -> Iter
         if isinstance(cause, KeyboardInterrupt):  # `datasets` hides it while waiting for workers
             raise cause from None
         is_full = isinstance(error, OSError) and error.errno in FULL_DISK
-        passes = isinstance(error, (UserError, FailedCheck)) or is_out_of_memory(error) or is_full or lost_worker(error)
-        if passes or not (isinstance(error, Exception) or kind == "PanicException"):
+        raises = isinstance(error, (UserError, FailedCheck)) or is_out_of_memory(error) or is_full or lost_worker(error)
+        if raises or not (isinstance(error, Exception) or kind == "PanicException"):
             raise
         text = " ".join(str(error).split())[:300] or kind
-        raise UserError(f"{flag} {name}: cannot read {what} ({kind}: {text}). {advice}".rstrip()) from error
+        raise UserError(f"{flag} {name}: cannot read {content} ({kind}: {text}). {advice}".rstrip()) from error
 
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -48,66 +49,66 @@ _NO_MEMORY = f"out ?of ?memory|_STATUS_ALLOC_FAILED|resource allocation failed|c
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if the type or text of `error` means that GPU or host memory is full; CUDA's libraries differ."""
+    """Return True if `error` means that GPU or host memory is full. Its type and text depend on the library."""
     matches = re.search(_NO_MEMORY, f"{type(error).__name__}: {error}", re.IGNORECASE) is not None
     return isinstance(error, MemoryError) or (isinstance(error, Exception) and matches)
 
 
 def lost_worker(error: BaseException) -> str | None:
-    """Return a sentence if `error` means that a worker process of `datasets` is gone; None for another error."""
+    """Return a sentence if `error` means that a worker process of `datasets` was killed, else None."""
     is_lost = "abruptly died" in str(error) or type(error).__module__ == "multiprocess.context"
     advice = "free memory, or use fewer processes (taskset -c 0-3 python ...)"
     killed = "a process that reads or tokenises the data was killed, as Linux does when memory runs out"
     return f"{killed}: {advice}" if is_lost else None
 
 
-def existing_part(path: Path) -> Path:
-    """Return `path` or its nearest parent that exists; a broken link counts as existing."""
+def nearest_existing(path: Path) -> Path:
+    """Return `path` or its nearest parent that exists. A broken link exists."""
     return next(part for part in (path, *path.absolute().parents) if os.path.lexists(part))
 
 
 def reason_not_written(error: OSError) -> str | None:
-    """Return the system's message if a file cannot be written (full disk, permission); None for another error."""
+    """Return the system's message if `error` means that a file cannot be written (full disk, permission), else None."""
     refusals = (*FULL_DISK, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
     return os.strerror(error.errno) if error.errno in refusals else None
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return the first four of `names` and how many others there are, for a message."""
+    """Return text with the first four of `names` and the number of the others."""
     all_names = list(names)
     return ", ".join(all_names[:4]) + (f" and {len(all_names) - 4} more" if len(all_names) > 4 else "")
 
 
-def did_you_mean(wrong: str, known: Iterable[object]) -> str:
-    """Return ' (did you mean X?)' for a name in `known` that begins with or resembles `wrong`; '' for none or many."""
-    wrong, names = wrong.lower(), {str(name).lower(): name for name in known}
-    near = [name for name in names if name.startswith(wrong)] or [name for name in names if _resembles(wrong, name)]
-    best = difflib.get_close_matches(wrong, near, n=1, cutoff=0) if len(near) < 3 else []
-    return f" (did you mean {names[best[0]]}?)" if best else ""
+def did_you_mean(name: str, choices: Iterable[object]) -> str:
+    """Return ' (did you mean X?)' if `name` is the start of one or two choices or resembles them, else ''."""
+    name, by_text = name.lower(), {str(choice).lower(): choice for choice in choices}
+    near = [text for text in by_text if text.startswith(name)] or [text for text in by_text if _resembles(name, text)]
+    best = difflib.get_close_matches(name, near, n=1, cutoff=0) if len(near) < 3 else []
+    return f" (did you mean {by_text[best[0]]}?)" if best else ""
 
 
-def _resembles(wrong: str, name: str) -> bool:
-    """Return True if the spelling is close, or if each word of `wrong` begins a word of `name` (two more at most)."""
-    words, parts = (re.findall(r"[a-z]+|\d+", text) for text in (wrong, name))
-    has_words = all(any(part.startswith(word) for part in parts) for word in words)
-    alike = difflib.SequenceMatcher(None, wrong, name).ratio() > 0.85
-    return alike or (has_words and len(parts) <= len(words) + 2)
+def _resembles(name: str, choice: str) -> bool:
+    """Return True if the spelling is close, or each word of `name` starts a word of `choice` (two more at most)."""
+    words, choice_words = (re.findall(r"[a-z]+|\d+", text) for text in (name, choice))
+    has_words = all(any(choice_word.startswith(word) for choice_word in choice_words) for word in words)
+    is_close = difflib.SequenceMatcher(None, name, choice).ratio() > 0.85
+    return is_close or (has_words and len(choice_words) <= len(words) + 2)
 
 
 _BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
 
 
-def number(kind: type, **bounds: float) -> Callable[[str], Any]:
-    """Return an option's type: a number within `bounds`, such as at_least=1; by default an integer is below 2^31."""
+def number(number_type: type, **bounds: float) -> Callable[[str], Any]:
+    """Return a parser of numbers within `bounds`, such as at_least=1. Integers are below 2^31 by default."""
 
     def read(word: str) -> Any:
-        value = kind(word)
-        for bound, limit in ({"below": 2**31} | bounds if kind is int else bounds).items():
+        value = number_type(word)
+        for bound, limit in ({"below": 2**31} | bounds if number_type is int else bounds).items():
             if not (math.isfinite(value) and _BOUNDS[bound](value, limit)):
                 raise argparse.ArgumentTypeError(f"must be {bound.replace('_', ' ')} {limit}, not {word}")
         return value
 
-    read.__name__ = kind.__name__  # for argparse's message
+    read.__name__ = number_type.__name__  # for argparse's message
     return read
 
 
@@ -115,25 +116,25 @@ positive = number(int, at_least=1)
 
 
 class OneSentenceParser(argparse.ArgumentParser):
-    """A command-line parser that raises a one-sentence `UserError` for a mistake, without listing all options."""
+    """A command-line parser that raises a one-sentence `UserError` for a mistake, instead of printing all options."""
 
     full_help = "--help"
-    origin = ""  # prefix of an error about words from elsewhere than the command line
+    origin = ""  # prefix of errors about arguments that are not from the command line
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # The shell does not expand `~` after `=`: a folder named `~` would be made.
+        # The shell does not expand `~` after `=`, so a folder named `~` would be created.
         self.register("type", Path, lambda word: Path(os.path.expanduser(word)))
 
     def error(self, message: str) -> NoReturn:
-        """Raise a `UserError` with `message` and the name that was probably meant."""
+        """Raise a `UserError` with `message` and the name that the user probably meant."""
         if message.startswith("unrecognized arguments: "):
             words = [word.partition("=")[0] for word in message.split() if re.match("--?[a-z]", word)]
             message += "".join(dict.fromkeys(map(self.hint, words)))
         elif choice := re.match(r"argument (\S+?)[:/].*invalid choice: '(.*?)'", message):
             actions = [action for action in self._actions if choice[1] in (*action.option_strings, action.metavar)]
             message += "".join(did_you_mean(choice[2], action.choices or ()) for action in actions)
-        message = re.sub(r"invalid (\w+_\w+) value:", lambda kind: f"must be {kind[1].replace('_', ' ')}, not", message)
+        message = re.sub(r"invalid (\w+_\w+) value:", lambda name: f"must be {name[1].replace('_', ' ')}, not", message)
         raise UserError(f"{self.origin}{message}; '{self.prog} {self.full_help}' lists the options.")
 
     def hint(self, option: str) -> str:

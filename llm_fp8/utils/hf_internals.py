@@ -1,5 +1,5 @@
-"""Private names of transformers (read in 5.17 and 5.23), datasets (5.2) and Accelerate (1.15) that this package uses.
-Each is imported, or looked up, only by the feature that needs it, so a plain model trains without them.
+"""Use private names of transformers (checked in 5.17 and 5.23), datasets (5.2) and Accelerate (1.15).
+Each is imported or looked up only by the feature that needs it, so a plain model trains without them.
 
 name                                                          test that notices a change
 config._attn_implementation                                   tests/models/test_build.py
@@ -11,7 +11,7 @@ experts._apply_gate, .has_gate, .is_transposed and the like,  tests/models/test_
 model._keys_to_ignore_on_save,                                tests/models/test_build.py
   ._keys_to_ignore_on_load_unexpected
 dataset._fingerprint                                          tests/data/test_tokenise.py
-PartialState._shared_state and that of its like               tests/tools/test_fine_tune.py
+PartialState._shared_state, also of the other states          tests/tools/test_fine_tune.py
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 
 def chosen_attention(config: PretrainedConfig) -> str:
-    """Return transformers' name of the attention implementation that a built model runs."""
+    """Return transformers' name of the attention implementation that a built model uses."""
     return str(getattr(config.get_text_config(decoder=True), "_attn_implementation", "unknown"))
 
 
 def supports_flash_attention(auto_class: Any, config: PretrainedConfig) -> bool:
-    """Return True if the model class of `config` has 'flash_attention_2'."""
+    """Return True if the model class of `config` supports 'flash_attention_2'."""
     model_class = auto_class._model_mapping.get(type(config), None)
     return model_class is not None and bool(model_class._supports_flash_attn)
 
 
 def runs_grouped_gemms(module: Any) -> bool:
-    """Return True if transformers runs `module` (experts with a gate_up weight, no biases) in grouped GEMMs."""
+    """Return True if transformers computes `module` in grouped GEMMs: experts with a gate_up weight and no biases."""
     if getattr(getattr(module, "config", None), "_experts_implementation", None) != "grouped_mm":
         return False
     is_plain = not getattr(module, "has_bias", True) and not getattr(module, "has_post_expert_norm", False)
@@ -47,7 +47,8 @@ def runs_grouped_gemms(module: Any) -> bool:
 
 def grouped_linear(inputs: Tensor, weights: Tensor, offsets: Tensor, is_transposed: bool) -> Tensor:
     """Multiply each expert's group of rows in `inputs` [rows, in] by the expert's matrix in `weights` [experts, out,
-    in], or [experts, in, out] if `is_transposed`. Return [rows, out]. `offsets`, int32 [experts], are the groups' ends.
+    in], or [experts, in, out] if `is_transposed`. `offsets` [experts], int32, are the ends of the groups. Return
+    [rows, out].
     """
     from transformers.integrations.moe import _grouped_linear
 
@@ -55,7 +56,7 @@ def grouped_linear(inputs: Tensor, weights: Tensor, offsets: Tensor, is_transpos
 
 
 def renaming_on_load(model: PreTrainedModel) -> Callable[[str], str]:
-    """Return a function from names in the files to names in the model, for tensors that loading only renames."""
+    """Return a function that maps names in the files to names in the model, for tensors that loading only renames."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
@@ -70,12 +71,12 @@ def renaming_on_load(model: PreTrainedModel) -> Callable[[str], str]:
 
 
 def ignored_on_save(model: PreTrainedModel) -> set[str]:
-    """Return the names of tensors that the model's files leave out."""
+    """Return the names of tensors that the model's files do not contain."""
     return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
 def ignored_on_load(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return regular expressions for stored names that loading ignores."""
+    """Return regular expressions for names in the files that loading ignores."""
     return tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
 
 
@@ -85,7 +86,7 @@ def gated(experts: Any, hidden: Tensor) -> Tensor:
 
 
 def fingerprint(dataset: Any) -> str:
-    """Return the hash under which datasets caches results from `dataset`; if it has none, a new one each time."""
+    """Return the hash under which `datasets` caches results from `dataset`, or a new one per call if it has none."""
     return getattr(dataset, "_fingerprint", None) or uuid.uuid4().hex
 
 
@@ -95,6 +96,6 @@ def fresh_accelerate() -> Iterator[None]:
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     with contextlib.ExitStack() as stack:
-        for of_process in (PartialState, AcceleratorState, GradientState):
-            stack.enter_context(patch.dict(of_process._shared_state, clear=True))
+        for state in (PartialState, AcceleratorState, GradientState):
+            stack.enter_context(patch.dict(state._shared_state, clear=True))
         yield

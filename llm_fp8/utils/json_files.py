@@ -1,5 +1,5 @@
-"""JSON files that survive a crash and that every reader accepts. A file is written under another name, then renamed.
-JSON lacks NaN and infinity: the strings "NaN", "Infinity" and "-Infinity" replace them, and are read as floats again.
+"""Read and write JSON files that survive a crash. A file is written under another name, then renamed.
+JSON has no NaN or infinity. The strings "NaN", "Infinity" and "-Infinity" replace them, and are read as floats again.
 """
 
 from __future__ import annotations
@@ -12,47 +12,47 @@ from typing import Any
 
 from llm_fp8.utils.errors import reading
 
-_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def _plain(value: Any) -> Any:
-    """Replace non-finite floats, which JSON lacks, by strings."""
+    """Replace non-finite floats by strings, at any depth."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return next((word for word, number in _WORDS.items() if value == number), "NaN")
+        return next((text for text, number in _NON_FINITE.items() if value == number), "NaN")
     return value
 
 
 def with_floats(value: Any) -> Any:
-    """Replace the strings for NaN and infinity in a value read from JSON by floats, at any depth."""
+    """Replace the strings for NaN and infinity by floats in a value read from JSON, at any depth."""
     if isinstance(value, dict):
         return {key: with_floats(item) for key, item in value.items()}
     if isinstance(value, list):
         return [with_floats(item) for item in value]
-    return _WORDS.get(value, value) if isinstance(value, str) else value
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 def json_line(record: dict[str, Any]) -> str:
-    """Return `record` as one line of a JSONL file, newline included."""
+    """Return `record` as one line of a JSONL file, including the newline."""
     return json.dumps(_plain(record), allow_nan=False, default=os.fspath) + "\n"
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
-    """Write `value` to `path` as indented JSON, whole or not at all; TypeError if JSON cannot hold it."""
+    """Write `value` to `path` as indented JSON, completely or not at all. Raise `TypeError` if it is not JSON."""
     write_text_atomic(path, json.dumps(_plain(value), indent=2, allow_nan=False, default=os.fspath) + "\n")
 
 
 def read_json(path: Path, flag: str = "the file") -> dict[str, Any]:
-    """Return the object in a JSON file, NaN and infinity as floats; otherwise a `UserError` names `flag`."""
+    """Return the object in a JSON file, with NaN and infinity as floats. Raise `UserError` that names `flag` if bad."""
     with reading(flag, path, "a JSON object"):
         return with_floats({**json.loads(path.read_text(encoding="utf-8"))})
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the objects in a JSONL file, as `read_json` does; `UserError` gives the number of a bad line."""
+    """Return the objects in a JSONL file, as `read_json` does. Raise `UserError` with the number of a bad line."""
     records = []
     with reading("the file", path), path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
@@ -62,7 +62,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """Write `text` to `path`, whole or not at all."""
+    """Write `text` to `path`, completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -73,5 +73,5 @@ def write_text_atomic(path: Path, text: str) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        error.filename = str(path)  # the error of a full disk names no file
+        error.filename = str(path)  # the error of a full disk lacks the file name
         raise

@@ -1,4 +1,4 @@
-"""Output of a process, which may be closed while the process runs."""
+"""Print to standard output, which may be closed while the process runs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Iterator
 from llm_fp8.utils.errors import FULL_DISK
 
 on_closed_pipe: Callable[[], object] | None = None
-"""Callback of a run that has to save work when the reader of its output ends. If it is None, failed prints raise."""
+"""Callback for the case that the reader of the output ends, so that a run can save. If None, failed prints raise."""
 
 
 @contextlib.contextmanager
 def surviving_closed_output() -> Iterator[None]:
-    """Survive failed prints in the block: send all later output to /dev/null if the terminal is gone and, with
-    `on_closed_pipe` set, also if the reader of a pipe (`| tee`) is gone or a log's disk is full.
+    """Ignore a failed print in the block, and send all later output to /dev/null, if the terminal is gone. If
+    `on_closed_pipe` is set, also do so if the reader of a pipe (`| tee`) is gone or the disk of a log is full.
     """
     try:
         yield
@@ -26,7 +26,7 @@ def surviving_closed_output() -> Iterator[None]:
         lost_pipe, is_full = error.errno == errno.EPIPE, error.errno in FULL_DISK
         if error.errno != errno.EIO and (on_closed_pipe is None or not (lost_pipe or is_full)):
             if lost_pipe:
-                time.sleep(0.5)  # the Ctrl-C that ended the reader may be on its way to this process
+                time.sleep(0.5)  # the Ctrl-C that ended the reader may arrive here too
             raise
         discard_output([1, 2] if is_full else closed_outputs())
         if lost_pipe and on_closed_pipe is not None:
@@ -34,7 +34,7 @@ def surviving_closed_output() -> Iterator[None]:
 
 
 def closed_outputs() -> list[int]:
-    """Return those of the descriptors 1 and 2 whose terminal or reader is gone."""
+    """Return the descriptors (1 and 2 at most) whose terminal or reader is gone."""
     poll = select.poll()
     for descriptor in (1, 2):
         poll.register(descriptor, 0)
@@ -42,7 +42,7 @@ def closed_outputs() -> list[int]:
 
 
 def discard_output(descriptors: Iterable[int]) -> None:
-    """Point these descriptors to /dev/null, so that a later flush cannot fail; leave live terminals alone."""
+    """Redirect `descriptors` to /dev/null, except open terminals, so that a later flush cannot fail."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in descriptors:
         if not os.isatty(descriptor):
@@ -52,5 +52,5 @@ def discard_output(descriptors: Iterable[int]) -> None:
 
 @surviving_closed_output()
 def say(text: str) -> None:
-    """Print a line at once."""
+    """Print a line and flush it."""
     print(text, flush=True)

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from llm_fp8.utils.errors import UserError
 
-REPOSITORY = Path(__file__).resolve().parents[2]  # of the installed package, te_llama.py and the training scripts
-SHIPPED = REPOSITORY / "llm_fp8" / "config" / "shipped"  # configs/, requirements: links here, files in a wheel
-FOLDER = "" if (REPOSITORY / "requirements.txt").is_file() else f"{SHIPPED}/"  # of requirements, in printed commands
+REPOSITORY = Path(__file__).resolve().parents[2]  # the folder of llm_fp8/, te_llama.py and the training scripts
+SHIPPED = REPOSITORY / "llm_fp8" / "config" / "shipped"  # configs/ and requirements: links here, but files in a wheel
+FOLDER = "" if (REPOSITORY / "requirements.txt").is_file() else f"{SHIPPED}/"  # of requirements files, in commands
 BASE_REQUIREMENTS, GPU_REQUIREMENTS = f"{FOLDER}requirements.txt", f"{FOLDER}requirements-gpu.txt"
 USED = (  # packages whose versions are recorded if they are installed
     "torch transformer-engine transformer-engine-torch accelerate deepspeed transformers datasets tokenizers "
@@ -21,7 +21,7 @@ USED = (  # packages whose versions are recorded if they are installed
 
 
 def package_version(name: str) -> str | None:
-    """Return the version of an installed distribution, None if it is not installed; imports nothing."""
+    """Return the version of an installed distribution, without importing it, or None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -35,12 +35,12 @@ class OptionalPackage(NamedTuple):
     module: str
     install: str
 
-    def require(self, why: str) -> ModuleType:
-        """Import the module. Raises `UserError`, beginning with `why`, if it is missing or does not load."""
+    def require(self, feature: str) -> ModuleType:
+        """Import the module. Raise `UserError` if it is missing or does not load. `feature` is what needs it."""
         try:
             return importlib.import_module(self.module)
         except (ImportError, OSError, RuntimeError) as error:
-            raise UserError(f"{why} needs {self.name} ({error}); run: {self.install}") from error
+            raise UserError(f"{feature} needs {self.name} ({error}); run: {self.install}") from error
 
 
 TRANSFORMER_ENGINE = OptionalPackage(

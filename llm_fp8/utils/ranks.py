@@ -1,4 +1,4 @@
-"""Rank of this process, and agreement between ranks through torchrun's store, without a process group."""
+"""The rank of this process, and agreement between ranks through torchrun's store, without a process group."""
 
 from __future__ import annotations
 
@@ -14,51 +14,51 @@ from llm_fp8.utils.errors import UserError
 
 @dataclass(frozen=True)
 class LaunchRanks:
-    """Place of this process among those that a launcher started."""
+    """Position of this process among the processes of a launch."""
 
     rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
-    restart_count: int = 0  # restarts by torchrun (--max-restarts)
+    restart_count: int = 0  # number of restarts by torchrun (--max-restarts)
     launched: bool = False  # True if a launcher started this process, even as the only one
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> LaunchRanks:
-        """Read torchrun's variables; `UserError` for a number that no launcher sets, since ranks would wait forever."""
+        """Read torchrun's variables. Raise `UserError` for an impossible number, since ranks would wait forever."""
 
-        def whole(name: str, default: int, most: int = 2**31, least: int = 0) -> int:
-            word = environ.get(name, str(default))
-            if not (word.isdecimal() and least <= int(word) <= most):
+        def read(name: str, default: int, most: int = 2**31, least: int = 0) -> int:
+            text = environ.get(name, str(default))
+            if not (text.isdecimal() and least <= int(text) <= most):
                 advice = "start the program with torchrun, or unset it if an earlier launch left it"
-                raise UserError(f"{name} '{word}' must be a whole number from {least} to {most}; {advice}.")
-            return int(word)
+                raise UserError(f"{name} '{text}' must be a whole number from {least} to {most}; {advice}.")
+            return int(text)
 
         if "WORLD_SIZE" not in environ:
             return cls()
-        world_size = whole("WORLD_SIZE", 1, least=1)
-        local_world_size = whole("LOCAL_WORLD_SIZE", world_size, world_size, least=1)
-        whole("LOCAL_RANK", 0, world_size - 1)
-        whole("MASTER_PORT", 0, 65535)
-        restart_count = whole("TORCHELASTIC_RESTART_COUNT", 0)
-        return cls(whole("RANK", 0, world_size - 1), world_size, local_world_size, restart_count, launched=True)
+        world_size = read("WORLD_SIZE", 1, least=1)
+        local_world_size = read("LOCAL_WORLD_SIZE", world_size, world_size, least=1)
+        read("LOCAL_RANK", 0, world_size - 1)
+        read("MASTER_PORT", 0, 65535)
+        restart_count = read("TORCHELASTIC_RESTART_COUNT", 0)
+        return cls(read("RANK", 0, world_size - 1), world_size, local_world_size, restart_count, launched=True)
 
 
 def launcher_store():  # type: ignore[no-untyped-def]
-    """Connect to the launcher's store; None in a single process or if the launcher has none."""
+    """Connect to the launcher's store. Return None in a single process, or if the launcher has no store."""
     if os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     from torch.distributed import TCPStore
 
-    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return TCPStore(*place, is_master=False, timeout=timedelta(seconds=20))
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(*address, is_master=False, timeout=timedelta(seconds=20))
 
 
 def agree_on(name: str, value: str) -> str:
-    """Return the first process's `value` for `name`, in every process and restart of a launch."""
+    """Return in every process and restart of a launch the `value` that the first process passed for `name`."""
     store = launcher_store()
     return value if store is None else store.compare_set(f"llm_fp8/agreed/{name}", "", value).decode()
 
 
 def end_with_parent() -> None:
-    """Make the kernel send SIGTERM to this process when its parent ends, so that no rank trains on alone."""
+    """Make the kernel send SIGTERM to this process when its parent ends, so that no rank continues alone."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

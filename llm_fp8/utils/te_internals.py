@@ -1,4 +1,4 @@
-"""Import of Transformer Engine, and its private names (read in 2.20), which no other file uses.
+"""Import Transformer Engine, and use its private names (checked in 2.20). No other file uses them.
 
 name                                                   test that notices a change
 module._is_fsdp2                                       tests/step/test_wgrad_fusion_gpu.py
@@ -24,16 +24,16 @@ from unittest.mock import patch
 from llm_fp8.utils.packages import TRANSFORMER_ENGINE
 
 
-def require_te(why: str) -> Any:
-    """Import and return `transformer_engine.pytorch`; raise a `UserError` that starts with `why` if that fails."""
+def require_te(feature: str) -> Any:
+    """Import and return `transformer_engine.pytorch`. Raise a `UserError` that starts with `feature` if this fails."""
     prefer_torchs_cudnn()
-    return TRANSFORMER_ENGINE.require(why)
+    return TRANSFORMER_ENGINE.require(feature)
 
 
 def prefer_torchs_cudnn() -> None:
-    """Make Transformer Engine, if not yet imported, load torch's cuDNN and not an older one of the system: with two
-    versions it silently uses unfused attention (2.7 times slower on an H200). A CUDNN_HOME or CUDNN_PATH that is set
-    stays. Load all of cuDNN's libraries, since the first would look for the others in the system's folders.
+    """Make Transformer Engine, if not imported yet, load torch's cuDNN instead of the system's. With two versions it
+    silently uses unfused attention (2.7 times slower on an H200). CUDNN_HOME and CUDNN_PATH take precedence. All of
+    cuDNN's libraries are loaded here, since the first would search the system's folders for the others.
     """
     if "transformer_engine" in sys.modules or os.environ.get("CUDNN_HOME") or os.environ.get("CUDNN_PATH"):
         return
@@ -47,10 +47,10 @@ def prefer_torchs_cudnn() -> None:
 
 
 def keep_weight_casts(modules: Iterable[Any], keep: bool) -> None:
-    """Make modules keep fp8 casts of weights for later passes, or cast in every pass, as if FSDP2 sharded them."""
+    """Make modules keep fp8 casts of weights for later passes, or else cast in every pass as under FSDP2."""
     for module in modules:
         if hasattr(type(module), "is_fsdp2"):
-            module._is_fsdp2 = not keep  # modules look for FSDP2 only once
+            module._is_fsdp2 = not keep  # modules detect FSDP2 only once
 
 
 def forget_weight_casts(modules: Iterable[Any]) -> None:
@@ -60,7 +60,7 @@ def forget_weight_casts(modules: Iterable[Any]) -> None:
 
 
 def add_activation(name: str, backward_and_cast: Callable[..., Any]) -> None:
-    """Add an activation `name` to LayerNormMLP: "swiglu" with a backward pass that also casts to fp8."""
+    """Add to LayerNormMLP an activation `name`: "swiglu" with a backward pass that also casts to fp8."""
     from transformer_engine.pytorch.module import layernorm_mlp
 
     # table(recipe) is a dict: name -> (forward, backward, backward with bias gradient and cast, or None).
@@ -77,17 +77,17 @@ def add_activation(name: str, backward_and_cast: Callable[..., Any]) -> None:
 
 
 @contextlib.contextmanager
-def put_off_scale_updates() -> Iterator[None]:
-    """Make passes in the block record their amax without updating delayed scaling's scales; see `update_scales`."""
+def defer_scale_updates() -> Iterator[None]:
+    """Make passes in the block record their amax, but leave delayed scaling's scales to `update_scales`."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    nothing = staticmethod(lambda forward=True: None)
-    with patch.object(FP8GlobalStateManager, "reduce_and_update_fp8_tensors", nothing):
+    no_update = staticmethod(lambda forward=True: None)
+    with patch.object(FP8GlobalStateManager, "reduce_and_update_fp8_tensors", no_update):
         yield
 
 
 def update_scales() -> None:
-    """Take the maximum of each amax over the ranks; update scales and histories of forward and backward passes."""
+    """Reduce each amax to its maximum over the ranks, then update scales and histories of both passes."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     for forward in (True, False):
@@ -95,7 +95,7 @@ def update_scales() -> None:
 
 
 def attention_backend() -> str | None:
-    """Return Transformer Engine's last choice of attention kernels; None before its first call."""
+    """Return the attention kernels that Transformer Engine chose last, or None before the first call."""
     from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
 
     names = {"fused": "fused (cuDNN)", "flash": "flash-attn", "unfused": "unfused"}
@@ -103,5 +103,5 @@ def attention_backend() -> str | None:
 
 
 def make_rowwise_only(weight: Any) -> None:
-    """Stop later casts of an fp8 weight from making a transpose."""
+    """Make later casts of an fp8 weight omit the transpose."""
     weight._quantizer.set_usage(rowwise=True, columnwise=False)

@@ -1,5 +1,5 @@
-"""Private names of torch and torchao that this package uses, read in torch 2.11 and 2.13; no other file uses them.
-A plain model needs only `_apply`, which classes are meant to override. `forward` is wrapped here too.
+"""Use private names of torch and torchao, checked in torch 2.11 and 2.13. No other file uses them.
+A plain model needs only `_apply`, which classes may override. `wrap_forward` is here too.
 
     name                                                  test that notices a change (else AttributeError)
     DTensor._local_tensor                                 tests/models/test_model.py
@@ -25,15 +25,15 @@ from torch.distributed.tensor import DTensor
 
 
 def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
-    """Replace `module.forward(*args, **kwargs)` by `wrapper(the old forward, *args, **kwargs)`. Hooks cannot enclose a
-    pass, and a module around it would rename parameters. The last wrapper is outermost: recomputation comes after
-    `Precision.attach`, so it repeats the first pass's precision. FSDP2 and torch.compile act around both.
+    """Replace `module.forward(*args, **kwargs)` by `wrapper(old_forward, *args, **kwargs)`. Hooks cannot enclose a
+    pass, and a wrapping module would rename parameters. The last wrapper is outermost. Recomputation wraps after
+    `Precision.attach`, so it repeats the precision of the first pass. FSDP2 and torch.compile act around both.
     """
     module.forward = functools.partial(wrapper, module.forward)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, or the tensor; `to_local()` of a Parameter returns a view in 2.13."""
+    """Return this rank's shard of a DTensor, or the plain tensor. `to_local()` would return a view in torch 2.13."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -47,8 +47,8 @@ def sharded_like(local: Tensor, tensor: DTensor) -> DTensor:
 def materialize_(
     model: nn.Module, parameter_device: torch.device, buffer_device: torch.device, later: Iterable[nn.Module] = ()
 ) -> None:
-    """Move DTensors to `parameter_device`, other parameters and buffers to `buffer_device`. Meta tensors get memory,
-    contents undefined, but parameters of the modules in `later` get memory only from `give_memory_`.
+    """Move DTensors to `parameter_device`, and other parameters and buffers to `buffer_device`. Meta tensors get memory
+    with undefined contents, except parameters of the modules in `later`, which get memory only from `give_memory_`.
     """
     without_memory = {id(parameter) for module in later for parameter in module.parameters(recurse=False)}
 
@@ -63,34 +63,34 @@ def materialize_(
 
 
 def free_memory_(tensor: Tensor) -> None:
-    """Free the memory of `tensor`, or of this rank's shard; `give_memory_` makes it usable again."""
+    """Free the memory of `tensor`, or of this rank's shard. `give_memory_` makes it usable again."""
     local_of(tensor).untyped_storage().resize_(0)
 
 
 def give_memory_(tensor: Tensor) -> None:
-    """Give `tensor`, or this rank's shard of it, memory with undefined contents if it has none."""
+    """Allocate memory for `tensor`, or for this rank's shard, if it has none. The contents are undefined."""
     local = local_of(tensor)
     if local.untyped_storage().size() == 0:
         local.untyped_storage().resize_(local.numel() * local.element_size())
 
 
 def compile_without_ddp_cuts() -> None:
-    """Keep torch.compile from splitting graphs at DDP's buckets, which fails with recomputation."""
+    """Prevent torch.compile from splitting graphs at DDP's buckets, since splitting fails with recomputation."""
     torch._dynamo.config.optimize_ddp = False
 
 
 def ignore_in_ddp(module: nn.Module, names: list[str]) -> None:
-    """Make DDP around `module` neither send nor reduce the parameters with these names."""
+    """Make DDP neither broadcast the parameters `names` of `module` nor reduce their gradients."""
     module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
 
 
 def unwrapped_by_torchao(local: Any) -> Tensor:
-    """Return the fp32 tensor in a weight that torchao casts when FSDP2 gathers the weight."""
+    """Return the fp32 tensor inside a weight that torchao casts to fp8 when FSDP2 gathers it."""
     return local._tensor
 
 
 def fsdp_entries(unit: Any) -> Iterator[tuple[Tensor, Any]]:
-    """Yield the sharded parameters of an FSDP2 unit, as modules hold them between steps, each with FSDP2's record."""
+    """Yield each sharded parameter of an FSDP2 unit, as the module has it between steps, and FSDP2's entry for it."""
     state = unit._get_fsdp_state()
     for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
         for entry in getattr(group, "fsdp_params", ()):
@@ -99,5 +99,5 @@ def fsdp_entries(unit: Any) -> Iterator[tuple[Tensor, Any]]:
 
 
 def gathered_parameter(entry: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gathered weight of FSDP2's `entry`, None before a forward pass, and its accumulated fp32 gradient."""
+    """Return FSDP2's gathered weight (None before a forward pass) and its accumulated fp32 gradient, if any."""
     return getattr(entry, "_unsharded_param", None), getattr(entry, "unsharded_accumulated_grad", None)

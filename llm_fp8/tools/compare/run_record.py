@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from llm_fp8.config.options import SECTIONS, PrecisionConfig
-from llm_fp8.config.recipes import DEFAULT, DEFAULTS, RECIPE_OPTIONS, RECIPES, chosen, precision_name, recipe_argv
+from llm_fp8.config.recipes import DEFAULT, DEFAULTS, RECIPE_OPTIONS, RECIPES, precision_name, recipe_argv, recipe_for
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import read_json, read_jsonl, with_floats
 
@@ -69,7 +69,7 @@ class RunRecord:
         requested = str(self.precision["requested"])
         if requested != "fp8":
             return requested
-        return chosen(self.precision.get("requested_scenario") or DEFAULT, self.precision.get("backend") or "te")
+        return recipe_for(self.precision.get("requested_scenario") or DEFAULT, self.precision.get("backend") or "te")
 
     @property
     def effective_name(self) -> str:
