@@ -78,7 +78,7 @@ class Findings:
 
 
 def read(path: Path) -> Measured:
-    """Read a file's rows by workload and variant. Raise `UserError` for another kind of file."""
+    """Read the rows of a file by workload and variant. Raise `UserError` if it is not from a throughput benchmark."""
     with reading("results", path, "the rows of a throughput benchmark"):
         record = read_json(path)
         workloads: dict[str, dict[str, Row]] = {}
@@ -124,8 +124,8 @@ def ratio_in(measured: Measured, workload: str, variant: str, baseline: str) -> 
 
 
 def compare(new: Measured, recorded: Sequence[Measured], baseline: str, minimum: float) -> Findings:
-    """Compare each of our variants in `new` with the newest of `recorded` that has its ratio. Raise `UserError` if
-    nothing can be compared.
+    """Compare each of our variants in `new` with the newest file in `recorded` that has the same ratio. Raise
+    `UserError` if nothing can be compared.
     """
     findings = Findings()
     for other in recorded:

@@ -210,7 +210,7 @@ def interval(differences: list[float]) -> dict[str, Any]:
 
 
 def equal_loss_steps(run: Row, reference: Row) -> float:
-    """Return the share of the reference's steps after which it reached the loss of the exported `run`, at most 1."""
+    """Return the share of the reference's steps after which it reached the loss of the exported `run` (1 if never)."""
     steps, losses = zip(*reference["evaluations"], strict=True)
     best = np.minimum.accumulate(losses)
     return float(np.interp(-run["bf16_eval_loss"], -best, steps)) / steps[-1]

@@ -137,7 +137,7 @@ def te_recipe(environ: Mapping[str, str]) -> str:
 
 
 def _precision(requests: Mapping[str, str], mode: str | None, scenario: str, ignored: list[str]) -> dict[str, Any]:
-    """Return the precision options for a sharding `mode` and fp8 `scenario`. Add keys without effect to `ignored`."""
+    """Return the precision options for `mode` (sharding) and `scenario`. Append keys without effect to `ignored`."""
     values = {**DEFAULTS, **requests}
     if values["precision"] != "fp8":
         return {} if values["precision"] == "no" else {"mixed_precision": values["precision"]}

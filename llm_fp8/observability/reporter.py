@@ -133,7 +133,7 @@ class RunReporter:
         self._display = ProgressDisplay(total_steps, resume_step, config.run.log_every)
 
     def start_trackers(self, record: dict[str, Any]) -> None:
-        """Start the requested trackers, or continue the run on W&B. `record` is the entry of this start in run.json."""
+        """Start the requested trackers, or continue the run on W&B. `record` is this process's entry in run.json."""
         options, path = self._config.run, self._folder / "trackers.json"
         if not self._is_main or not options.trackers:
             return

@@ -49,7 +49,7 @@ def flattened(tree: dict[str, Any], separator: str = ".", prefix: str = "") -> I
 def start_tracker(
     name: str, options: RunConfig, folder: Path, record: dict[str, Any], run_id: str | None
 ) -> tuple[GeneralTracker, str | None]:
-    """Start a tracker's run with the options and labels from `record`, the entry of this start in run.json. On W&B,
+    """Start a tracker's run with the options and labels from `record`, this process's entry in run.json. On W&B,
     continue the run `run_id` if it is set. Return the tracker and, for W&B, the id of the run.
     """
     labels = {label: read(record) for label, read in LABELS.items()}

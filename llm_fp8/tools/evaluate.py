@@ -125,7 +125,7 @@ def eval_loss(model: PreTrainedModel, batches: Iterable[Batch]) -> tuple[float, 
 
 
 def main() -> int:
-    """Evaluate the model; print and write the figures."""
+    """Evaluate the model, then print and write the figures."""
     options = parse(sys.argv[1:])
     import torch  # imported here, so that --help and wrong options do not wait for it
     from scipy.stats import binomtest

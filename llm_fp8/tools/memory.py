@@ -55,7 +55,7 @@ HUB_OWNERS = {"Llama-3": "meta-llama", "Qwen": "Qwen"}  # prefix of a bundled mo
 
 
 class Row(NamedTuple):
-    """A way to train in a sharding mode. `run` has the requested batch, `fitted` the largest that fits, if any."""
+    """A way to train in a sharding mode. `run` has the requested batch size. `fitted` has the largest one that fits."""
 
     way: str
     run: RunSize

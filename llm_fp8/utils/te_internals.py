@@ -87,7 +87,7 @@ def defer_scale_updates() -> Iterator[None]:
 
 
 def update_scales() -> None:
-    """Reduce each amax to its maximum over the ranks, then update scales and histories of both passes."""
+    """Reduce each amax to its maximum over the ranks, then update scales and histories, forward and backward."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     for forward in (True, False):

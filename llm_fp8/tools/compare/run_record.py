@@ -29,8 +29,8 @@ def parse_variants(text: str) -> list[str]:
     """Parse a comma-separated list of variants. Return the reference first. Raise `UserError` for a bad list."""
     names = [DEFAULTS["te"] if name == "fp8" else name for name in map(str.strip, text.split(","))]
     if len(set(names) & variants().keys()) < len(names):
-        known = ", ".join(variants())
-        raise UserError(f"--variants {text}: name each once, from {known} ('fp8' is '{DEFAULTS['te']}').")
+        choices = ", ".join(variants())
+        raise UserError(f"--variants {text}: name each once, from {choices} ('fp8' is '{DEFAULTS['te']}').")
     return sorted(names, key=lambda name: name != REFERENCE)
 
 
@@ -65,7 +65,7 @@ class RunRecord:
 
     @property
     def variant(self) -> str:
-        """The requested variant. After a fallback another precision ran."""
+        """The requested variant, even if the run fell back to another precision."""
         requested = str(self.precision["requested"])
         if requested != "fp8":
             return requested

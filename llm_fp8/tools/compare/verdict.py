@@ -52,8 +52,8 @@ def judge(
     if reference is None or not reference.seeds:
         return Verdict("no reference", [f"{name} has no finished bf16 run to compare with: train bf16, same seeds."])
     if figures.fallback_reasons:
-        why, ran = "; ".join(figures.fallback_reasons), " and ".join(figures.effective)
-        return Verdict("fell back", [f"{name} did not run ({why}): its figures are those of {ran}."])
+        reasons, effective = "; ".join(figures.fallback_reasons), " and ".join(figures.effective)
+        return Verdict("fell back", [f"{name} did not run ({reasons}): its figures are those of {effective}."])
     if reference.certificate.state == "failed":
         return Verdict("not comparable", [f"{name} is not comparable: {reference.name} failed its certificate."])
     if confounded := concerning(differences, figures.variant, "both"):

@@ -195,7 +195,7 @@ def measure_quality(config: Config) -> dict[str, Any]:
 
 
 class _Comparison:
-    """Compare a model that computes `batches` in fp8, with chosen modules in bf16, with the same model in bf16."""
+    """Compare the predictions of a model in fp8, except for chosen modules, with those of the same model in bf16."""
 
     def __init__(self, setup: TrainingSetup, batches: list[Batch]) -> None:
         self.setup, self.batches = setup, batches
