@@ -1,11 +1,11 @@
 """Llama, Mistral, Qwen2/2.5, Qwen3 and Gemma 3 with decoder layers made of Transformer Engine (TE) modules.
 
-`build_te_model(config, ...)` returns Hugging Face's own `LlamaForCausalLM` (or `Qwen2ForCausalLM`, ...) with new
+`build_te_model(config, ...)` returns Hugging Face's `LlamaForCausalLM` (or `Qwen2ForCausalLM`, ...) and replaces its
 decoder layers, rotary table and (except in Gemma) final norm. Embedding, `lm_head`, `generate`, `save_pretrained` and
-PEFT stay Hugging Face's.
+PEFT support are Hugging Face's.
 
-A decoder is described layer by layer. A family is one function (see `FAMILIES`) that maps its config to a `LayerSpec`
-for each layer, or to None for a layer that stays Hugging Face's. A Llama layer looks like this:
+For each model family, a function (see `FAMILIES`) returns a `LayerSpec` for each layer of a config, or None for a layer
+that is not replaced. A Llama layer looks like this:
 
     hidden [B, S, h]
       ├─ LayerNormLinear    RMSNorm + one fused QKV GEMM -> [B, S, (heads + 2 * kv_heads) * head_dim]
@@ -20,21 +20,21 @@ for each layer, or to None for a layer that stays Hugging Face's. A Llama layer 
 
 Gemma 3 has GeGLU, norms with gain 1 + w, two more norms before the residuals are added, and two rotary tables.
 
-TE's fused modules quantise an activation once per group of GEMMs, keep the norm next to the cast, and have fp8 kernels
-for fprop, dgrad and wgrad. This file does not choose a precision: the same modules run in fp8 under `te.autocast` and
-otherwise in the dtype of their parameters.
+TE's fused modules quantise an activation once per group of GEMMs, fuse the norm with the cast, and have fp8 kernels for
+fprop, dgrad and wgrad. This file does not select a precision: the modules run in fp8 under `te.autocast`, and otherwise
+in the dtype of their parameters.
 
-Attention takes one of four forms:
-- packed: `input_ids [1, T]` with `cu_seq_lens_q` int32 [n + 1]; documents do not attend to each other and each starts
-  at position 0;
-- padded on the right: `input_ids [B, S]` with `cu_seq_lens_q` int32 [B + 1], the running sum of the real lengths;
+There are four forms of input for attention:
+- packed: `input_ids [1, T]` with `cu_seq_lens_q` int32 [n + 1]. Documents do not attend to each other, and each starts
+  at position 0.
+- padded on the right: `input_ids [B, S]` with `cu_seq_lens_q` int32 [B + 1], the cumulative sum of the real lengths.
 - context parallel (`set_context_parallel_group`): `input_ids [1, T / C]`, this rank's slice of the packed form, with
-  the `cu_seq_lens_q` of the unsliced documents;
-- general (generation with a KV cache, any 2-D or 4-D mask, any position ids): Hugging Face's masks and torch's SDPA.
-  This form is slower, and training never takes it.
+  the `cu_seq_lens_q` of the unsliced documents.
+- general (generation with a KV cache, any 2-D or 4-D mask, any position ids): uses Hugging Face's masks and torch's
+  SDPA. This form is slower and is not used in training.
 
-`parameter_map` declares how the two layouts correspond: every TE tensor is one or more Hugging Face tensors stacked
-along dim 0. Conversion is slicing, so it is exact in both directions and needs no GPU.
+`parameter_map` defines how TE's and Hugging Face's parameters correspond: every TE tensor consists of one or more
+Hugging Face tensors, stacked along dim 0. Conversion is slicing, so it is exact in both directions and needs no GPU.
 
 Sources: TE 2.20 (`LayerNormLinear`, `LayerNormMLP`, `DotProductAttention`, `apply_rotary_pos_emb`); transformers 5
 (`modeling_llama.py` and its siblings) for the architecture and the rotary frequencies.
@@ -62,17 +62,18 @@ from llm_fp8.utils.torch_internals import materialize_
 ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 """Hugging Face's name of the gate's activation -> Transformer Engine's name of the gated activation."""
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""RoPE types whose frequencies do not depend on the sequence length, so that one table serves the whole run."""
+"""RoPE types whose frequencies do not depend on the sequence length, so that the table can be computed once."""
 
 
 class UnsupportedArchitecture(ValueError):
-    """The configuration asks for something that the decoder cannot express; the message names the entry."""
+    """Raised if the TE decoder does not support an entry of the config; the message contains the entry."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A Hugging Face tensor's place in one of our parameters: rows `start` to `stop` of dim 0. With `strides`, the
-    tensor is a strided view from element `offset` of these rows; it lies in one row, or its dim 0 runs along the rows.
+    """Position of a Hugging Face tensor in a parameter of the model: rows `start` to `stop` of dim 0. If `strides` is
+    given, the tensor is a strided view that begins at element `offset` of these rows. Then it is inside one row, or
+    each of its rows (along dim 0) is inside one row of the parameter.
     """
 
     hf_name: str
@@ -84,11 +85,11 @@ class Part:
 
     @property
     def by_rows(self) -> bool:
-        """True if each of the parameter's rows holds one row of the tensor."""
+        """True if each row of the parameter contains one row of the tensor."""
         return self.strides is None or self.stop - self.start > 1
 
     def view(self, rows: Tensor) -> Tensor:
-        """Return the tensor, or part of it, as a view of `rows`: contiguous rows between `start` and `stop`."""
+        """Return the tensor as a view of `rows`, the parameter's rows from `start` to `stop` (or fewer of them)."""
         if self.strides is None:
             return rows
         shape = (len(rows), *self.shape[1:]) if self.by_rows else self.shape
@@ -96,11 +97,11 @@ class Part:
 
 
 def num_positions(config: Any) -> int | None:
-    """Return the number of positions that a language model's config allows; None if the config states no limit.
+    """Return the maximum number of positions according to a language model's config, or None if it has no limit.
 
-    The limit is the larger of max_position_embeddings and `factor` times the length before RoPE scaling. Dynamic
-    scaling does not raise it: the frequencies would depend on the longest sequence so far. If each layer type has its
-    table, that length must be stated in the config: Gemma 3's max_position_embeddings is the length after scaling.
+    The maximum is the larger of max_position_embeddings and `factor` times the length before RoPE scaling. Dynamic
+    scaling does not increase it, since its frequencies depend on the longest sequence so far. If each layer type has a
+    table, that length must be in the config: Gemma 3's max_position_embeddings is the length after scaling.
     """
     limit: int | None = getattr(config, "max_position_embeddings", None)
     if limit is None:
@@ -114,14 +115,14 @@ def num_positions(config: Any) -> int | None:
 
 
 def rope_tables(config: Any) -> list[dict[str, Any]]:
-    """Return a config's entries for each RoPE table: one for all layers, or one for each type of layer."""
+    """Return the config entries of each RoPE table. There is one table for all layers, or one for each layer type."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [part for part in (rope, *rope.values()) if isinstance(part, dict)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """The sizes (numbers of elements) and features of one TE decoder layer."""
+    """Sizes (numbers of elements) and features of one TE decoder layer."""
 
     hidden_size: int
     intermediate_size: int
@@ -130,50 +131,50 @@ class LayerSpec:
     head_dim: int
     norm_eps: float
     attention_scale: float
-    """Factor of q k before the softmax, without the factor of YaRN's table."""
+    """Factor of q k before the softmax, without YaRN's `attention_scaling`."""
     attention_dropout: float = 0.0
     window: int | None = None
-    """Number of most recent positions attended to, including the current one; None for all."""
+    """Number of last positions that a token attends to, including its own. None for all."""
     rope: str | None = None
-    """Key of the RoPE table: the layer type; None if all layers share one table."""
+    """Key of the RoPE table, which is the layer type. None if all layers share one table."""
     activation: str = "swiglu"
-    """Transformer Engine's name: "swiglu", or "geglu" with the tanh form of GELU."""
+    """Transformer Engine's name: "swiglu", or "geglu" with the tanh approximation of GELU."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     zero_centered_gain: bool = False
-    """Every norm scales by 1 + weight instead of by weight."""
+    """If True, all norms multiply by 1 + weight instead of weight."""
     attention_norms: tuple[str, str | None] = ("input_layernorm", None)
-    """Hugging Face's names of the norms before and after attention; None if there is no such norm."""
+    """Hugging Face's names of the norms before and after attention, or None for no norm."""
     mlp_norms: tuple[str, str | None] = ("post_attention_layernorm", None)
-    """Hugging Face's names of the norms before and after the MLP."""
+    """Hugging Face's names of the norms before and after the MLP, or None for no norm."""
     unfused_mlp: bool = False
-    """fc1 and fc2 are separate modules, so adapters reach the activations between them; slower than LayerNormMLP."""
+    """If True, fc1 and fc2 are separate modules, as adapters require. This is slower than LayerNormMLP."""
 
     @property
     def q_size(self) -> int:
-        """Output features of the query projection."""
+        """Number of output features of the query projection."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Output features of the key projection, and of the value projection."""
+        """Number of output features of the key projection. The value projection has as many."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def norm_options(self) -> dict[str, Any]:
-        """Arguments of Transformer Engine's modules with a norm."""
+        """Arguments for Transformer Engine's modules that include a norm."""
         return {"eps": self.norm_eps} | ({"zero_centered_gamma": True} if self.zero_centered_gain else {})
 
 
 LayerSpecs: TypeAlias = tuple[LayerSpec | None, ...]
-"""A decoder, layer by layer; None keeps Hugging Face's own layer."""
+"""Description of each decoder layer. None for a layer that is not replaced by a TE layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSizes(LayerSpec):
-    """The sizes of a whole decoder for counting memory: the largest layer stands for every layer."""
+    """Sizes of a whole decoder for estimating memory. Every layer is treated like the largest one."""
 
     windows: tuple[int | None, ...]
     vocab_size: int
@@ -186,7 +187,7 @@ class DecoderSizes(LayerSpec):
 
 
 def _llama(config: Any, **features: Any) -> LayerSpecs:
-    """Describe the layers of Llama and Mistral; `features` are the fields in which another family differs."""
+    """Describe the layers of Llama and Mistral. `features` are fields of `LayerSpec` to override for other families."""
     hidden_act = getattr(config, "hidden_activation", None) or config.hidden_act
     if hidden_act not in ACTIVATIONS:
         raise UnsupportedArchitecture(f"hidden_act '{hidden_act}' is not one of {', '.join(ACTIVATIONS)}")
@@ -211,17 +212,17 @@ def _llama(config: Any, **features: Any) -> LayerSpecs:
 
 
 def _qwen2(config: Any) -> LayerSpecs:
-    """Describe Qwen2 and Qwen2.5, which have biases on q, k and v only; their config does not state it."""
+    """Describe Qwen2 and Qwen2.5, which have biases on q, k and v only, without an entry for it in their config."""
     return _llama(config, qkv_bias=True, output_bias=False)
 
 
 def _qwen3(config: Any) -> LayerSpecs:
-    """Describe Qwen3, which normalises every q and k head."""
+    """Describe Qwen3, which has a norm over each head of q and k."""
     return _llama(config, qk_norm=True)
 
 
 def _gemma3(config: Any) -> LayerSpecs:
-    """Describe Gemma 3: four norms with gain 1 + w, GeGLU, and a RoPE table for each of its two layer types."""
+    """Describe Gemma 3, which has four norms with gain 1 + w, GeGLU, and a RoPE table for each of two layer types."""
     for entry in ("attn_logit_softcapping", "use_bidirectional_attention"):
         if getattr(config, entry, None):
             raise UnsupportedArchitecture(f"Transformer Engine's attention does not support {entry}")
@@ -244,11 +245,11 @@ FAMILIES: dict[str, Callable[[Any], LayerSpecs]] = {
     "gemma3": _gemma3,
     "gemma3_text": _gemma3,
 }
-"""model_type -> the function that maps the language model's config to its layers."""
+"""model_type -> function from the language model's config to the description of its layers."""
 
 
 def layer_specs(config: PretrainedConfig, unfused_mlp: bool = False) -> LayerSpecs:
-    """Read the layers from a Hugging Face config; raise `UnsupportedArchitecture` for anything TE cannot express."""
+    """Return the layers of a Hugging Face config. Raise `UnsupportedArchitecture` if TE does not support them."""
     if config.model_type not in FAMILIES:
         raise UnsupportedArchitecture(
             f"model_type '{config.model_type}' has no TE decoder (supported: {', '.join(FAMILIES)})"
@@ -265,12 +266,12 @@ def layer_specs(config: PretrainedConfig, unfused_mlp: bool = False) -> LayerSpe
 
 
 def keeps_hf_layers(config: PretrainedConfig) -> bool:
-    """Return True if a layer of this decoder stays Hugging Face's."""
+    """Return True if any layer of the decoder is not replaced by a TE layer."""
     return None in layer_specs(config)
 
 
 def decoder_sizes(config: PretrainedConfig) -> DecoderSizes:
-    """Return the sizes of a whole decoder; raise `UnsupportedArchitecture` as `layer_specs` does."""
+    """Return the sizes of a whole decoder. Raise `UnsupportedArchitecture` if `layer_specs` does."""
     specs, decoder = layer_specs(config), config.get_text_config(decoder=True)
     largest = max(filter(None, specs), key=lambda spec: spec.intermediate_size)
     return DecoderSizes(
@@ -282,7 +283,7 @@ def decoder_sizes(config: PretrainedConfig) -> DecoderSizes:
 
 
 def _window(config: PretrainedConfig, layer: int) -> int | None:
-    """Return a layer's sliding window: Mistral has one for all layers, others only in "sliding_attention" layers."""
+    """Return a layer's sliding window, or None. Without layer types (Mistral), all layers have the same window."""
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None and layer_types[layer] != "sliding_attention":
@@ -291,7 +292,7 @@ def _window(config: PretrainedConfig, layer: int) -> int | None:
 
 
 def stacked(*tensors: tuple[str, tuple[int, ...]]) -> tuple[Part, ...]:
-    """Return the parts for Hugging Face tensors, given as (name, shape), stacked along dim 0; a scalar is one row."""
+    """Return the parts of a parameter that stacks Hugging Face tensors (name, shape) along dim 0. A scalar is a row."""
     parts: list[Part] = []
     for name, shape in tensors:
         start = parts[-1].stop if parts else 0
@@ -331,10 +332,10 @@ def layer_map(spec: LayerSpec) -> dict[str, tuple[Part, ...]]:
 
 
 def parameter_map(model: nn.Module) -> dict[str, tuple[Part, ...]]:
-    """Return parameter name -> the Hugging Face tensors that the parameter stacks along dim 0, in this order.
+    """Return parameter name -> the Hugging Face tensors that are stacked along dim 0 in this parameter, in order.
 
-    The map is complete: parameters outside TE layers map to themselves. Adapters inside TE layers have no entry. A tied
-    `lm_head.weight` is the embedding and has no entry either.
+    Parameters outside TE layers are mapped to themselves. Adapters inside TE layers have no entry, nor has a tied
+    `lm_head.weight`, which is the embedding.
     """
     maps: dict[str, dict[str, tuple[Part, ...]]] = {}
     for layer, module in model.named_modules():
@@ -351,15 +352,14 @@ def parameter_map(model: nn.Module) -> dict[str, tuple[Part, ...]]:
 
 
 def layer_weight_shapes(spec: LayerSpec) -> tuple[tuple[int, int], ...]:
-    """Return [rows, columns] of each linear weight in a TE decoder layer."""
+    """Return the shape [rows, columns] of each linear weight in a TE decoder layer."""
     matrices = [parts for parts in layer_map(spec).values() if len(parts[0].shape) == 2]
     return tuple((parts[-1].stop, parts[0].shape[1]) for parts in matrices)
 
 
 def in_hf_layout(entries: Mapping[str, tuple[Part, ...]], te_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return views of TE tensors (weights, or gradients with the same names) with Hugging Face's names and shapes.
-
-    A tied `lm_head.weight` is missing from the result, as it is from checkpoints.
+    The result has no tied `lm_head.weight`, as in checkpoints.
     """
     return {
         part.hf_name: te_tensors[te_name][part.start : part.stop]
@@ -369,11 +369,11 @@ def in_hf_layout(entries: Mapping[str, tuple[Part, ...]], te_tensors: Mapping[st
 
 
 class RotaryTable(nn.Module):
-    """RoPE angles of every position with Hugging Face's frequencies, shared by all layers or by all layers of a type.
+    """RoPE angles of every position, with Hugging Face's frequencies. All layers, or all of a type, share one table.
 
-    `forward` returns angles fp32 [max_positions, 1, 1, rotary_dim] (frequencies repeated for both halves), the layout
-    of TE's fused kernel. YaRN also scales cos and sin by `attention_scaling` a; since (a q)(a k) = a² q k, the softmax
-    scale takes the factor a² instead.
+    `forward` returns the angles, fp32 [max_positions, 1, 1, rotary_dim], in the layout of TE's fused kernel: the halves
+    of the last dimension are equal. YaRN also multiplies cos and sin by `attention_scaling` a. We multiply the softmax
+    scale by a² instead, since (a q)(a k) = a² q k.
     """
 
     def __init__(self, config: PretrainedConfig, hf_rotary_class: type[nn.Module], device: torch.device) -> None:
@@ -382,7 +382,7 @@ class RotaryTable(nn.Module):
             reference: Any = hf_rotary_class(config)
         positions = torch.arange(num_positions(config) or 0, dtype=torch.float32)
         self.attention_scaling: dict[str | None, float] = {}
-        # A plain attribute, not buffers, because a cast of the model to bf16 must not touch it.
+        # A plain attribute rather than a buffer, because casting the model to bf16 must not cast it.
         self.angles: dict[str | None, Tensor] = {}
         for layer_type in getattr(reference, "layer_types", [None]):
             prefix = f"{layer_type}_" if layer_type else ""
@@ -393,12 +393,12 @@ class RotaryTable(nn.Module):
     def forward(
         self, hidden: Tensor | None = None, position_ids: Tensor | None = None, layer_type: str | None = None
     ) -> Tensor:
-        """Return the table for this layer type; Hugging Face passes the other arguments, which are not used."""
+        """Return the table of this layer type. Hugging Face passes the other arguments, which are ignored."""
         return self.angles[layer_type]
 
 
 class _GatedActivation(torch.autograd.Function):
-    """TE's fused kernels from fc1's output [tokens, 2 * ffn] (gate, then up) to activation(gate) * up [tokens, ffn]."""
+    """Gated activation by TE's kernels: [tokens, 2 * ffn] (gate, then up) -> activation(gate) * up [tokens, ffn]."""
 
     @staticmethod
     def forward(ctx: Any, gate_and_up: Tensor, name: str) -> Tensor:
@@ -438,10 +438,10 @@ class UnfusedMLP(nn.Module):
 
 
 class TEDecoderLayer(GradientCheckpointingLayer):
-    """One decoder layer with the call signature of Hugging Face's; it returns hidden states [B, S, h].
+    """Decoder layer with the call signature of Hugging Face's layers. It returns hidden states [B, S, h].
 
-    Every call reads `is_first_microbatch`: True casts the weights to fp8 and keeps the casts, False reuses the casts,
-    None casts without keeping. The attribute has no effect outside fp8.
+    If `is_first_microbatch` is True, a forward pass casts the weights to fp8 and stores the casts. If it is False, the
+    pass uses the stored casts. If it is None, the casts are not stored. Outside fp8 it has no effect.
     """
 
     def __init__(
@@ -453,13 +453,13 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         self.layer = layer
         self.spec = spec
         self.is_first_microbatch: bool | None = None
-        # Names that Hugging Face's SDPA function reads.
+        # Hugging Face's SDPA function reads these attributes.
         self.num_key_value_groups = spec.num_heads // spec.num_kv_heads
         self.is_causal = True
         self.softmax_scale = softmax_scale
-        self.angles: Tensor | None = None  # used if the model passes cos and sin, as it does for Hugging Face's layers
+        self.angles: Tensor | None = None  # used if the model passes cos and sin for Hugging Face's layers instead
         self.context_size, self.context_rank = 1, 0
-        # A string: TE leaves parameters without memory if device == "meta", which is never true of a torch.device.
+        # TE compares `device` with "meta" to skip allocation, so it must be a string, not a torch.device.
         shared: dict[str, Any] = {"params_dtype": dtype, "device": str(device)}
         self.qkv = te.LayerNormLinear(
             spec.hidden_size,
@@ -507,7 +507,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
     ) -> None:
         """Shard every document over `group`, whose global ranks are `ranks` (see `_documents`).
 
-        `stream` runs every second step of the ring (TE's p2p). The ring supports neither sliding windows nor fp32.
+        TE runs every second step of its ring (p2p) on `stream`. The ring supports no sliding windows and no fp32.
         """
         self.context_size = len(ranks)
         self.context_rank = ranks.index(torch.distributed.get_rank())
@@ -524,7 +524,9 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         max_length_q: int | None = None,
         **_: Any,
     ) -> Tensor:
-        """Map hidden states [B, S, h] to [B, S, h]; `position_embeddings`: `RotaryTable`'s; others: see the module."""
+        """Return hidden states [B, S, h] for [B, S, h]. `position_embeddings` are the angles from `RotaryTable`, or
+        cos and sin, which are ignored. The module's docstring explains the other arguments.
+        """
         angles = position_embeddings if isinstance(position_embeddings, Tensor) else self.angles
         assert angles is not None
         fused = self.qkv(hidden_states, is_first_microbatch=self.is_first_microbatch)
@@ -538,7 +540,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + (self.mlp_norm(transformed) if self.mlp_norm else transformed)
 
     def _split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split the fused projection into q, k, v [..., heads, d]: views, except that a QK norm copies q and k."""
+        """Split the fused projection into q, k and v [..., heads, d]. They are views; a QK norm copies q and k."""
         spec = self.spec
         q, k, v = fused.unflatten(-1, (-1, spec.head_dim)).split(
             (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=-2
@@ -546,14 +548,14 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         return (self.q_norm(q), self.k_norm(k), v) if spec.qk_norm else (q, k, v)
 
     def _one_kernel_rotates(self, fused: Tensor) -> bool:
-        """Return True if `rope_triton` takes this projection: not under context parallelism, nor with a QK norm."""
+        """Return True if `rope_triton` supports the projection: on a GPU, without context parallelism and QK norm."""
         known = fused.is_cuda and fused.dtype in (torch.bfloat16, torch.float16, torch.float32)
         return known and self.context_size == 1 and not self.spec.qk_norm
 
     def _split_and_rotate(
         self, fused: Tensor, angles: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split and rotate into q, k, v: packed [T, size] -> [T, heads, d], else [B, S, size] -> [B, S, heads, d]."""
+        """Split the projection into q, k, v and apply RoPE: packed [T, size] -> [T, heads, d], else with B, S for T."""
         if self._one_kernel_rotates(fused):
             from llm_fp8.kernels.rope_triton import split_rope
 
@@ -563,7 +565,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         packed = cu_seqlens is not None
         rotate = functools.partial(
             apply_rotary_pos_emb,
-            # The packed kernel starts a block of threads for every document and row of the table.
+            # The packed kernel starts a thread block for every pair of document and row of the table.
             freqs=angles[:max_seqlen] if packed else angles,
             tensor_format="thd" if packed else "bshd",
             interleaved=False,
@@ -576,13 +578,12 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         return rotate(q), rotate(k), v.contiguous()
 
     def _documents(self, fused: Tensor, angles: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
-        """Attend within documents that each start at position 0: projection [B, S, size] -> [B, S, heads * d].
+        """Compute attention within documents that start at position 0: [B, S, size] -> [B, S, heads * d].
 
-        B == 1 with several documents is the packed form (TE's "thd"); else each sequence is one right-padded document.
-
-        Under context parallelism over C ranks the form is always packed. Every document has a length that is a multiple
-        of 2 C and is cut into 2 C chunks; rank r holds chunks r and 2 C - 1 - r. `cu_seqlens` and `max_seqlen` describe
-        the unsliced documents.
+        B == 1 with several documents is the packed form (TE's "thd"). Otherwise each sequence is one right-padded
+        document. With context parallelism over C ranks, the form is always packed. Each document has a length that is a
+        multiple of 2 C and is split into 2 C chunks. Rank r has chunks r and 2 C - 1 - r. `cu_seqlens` and `max_seqlen`
+        are those of the unsliced documents.
         """
         batch, length = fused.shape[:2]
         num_documents = cu_seqlens.shape[0] - 1
@@ -607,7 +608,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
     def _general(
         self, fused: Tensor, angles: Tensor, position_ids: Tensor | None, mask: Tensor | None, cache: Any
     ) -> Tensor:
-        """Attend under Hugging Face's 4-D mask (None: causal) and KV cache: [B, S, size] -> [B, S, heads * d]."""
+        """Compute attention with a 4-D mask (None: causal) and a KV cache: [B, S, size] -> [B, S, heads * d]."""
         batch, length = fused.shape[:2]
         assert position_ids is not None
         angles = angles[position_ids].flatten(2)
@@ -622,9 +623,8 @@ class TEDecoderLayer(GradientCheckpointingLayer):
 
 @functools.cache
 def _te_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return a subclass of a Hugging Face model class whose `save_pretrained` writes the Hugging Face layout.
-
-    The subclass keeps the name of `base`, so that the saved config names an architecture that can load the checkpoint.
+    """Return a subclass of a Hugging Face model class whose `save_pretrained` writes Hugging Face's layout. It has the
+    name of `base`, so that the saved config contains an architecture that can load the checkpoint.
     """
 
     def save_pretrained(self: Any, save_directory: Any, *, state_dict: Any = None, **kwargs: Any) -> None:
@@ -649,16 +649,16 @@ def build_te_model(
     unfused_mlp: bool = False,
     model: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
-    """Build a Hugging Face causal LM with TE decoder layers; its parameters (`dtype`, on `device`) are not yet filled.
+    """Build a Hugging Face causal LM with TE decoder layers. Raise `UnsupportedArchitecture` if TE cannot build it.
 
-    On "meta" the parameters have no memory; the rotary table is on `table_device` (default: `device`). `unfused_mlp`:
-    see `LayerSpec`. `model`: the Hugging Face model, without memory, that receives the layers (default: a new one).
-    Fill the parameters with `llm_fp8.models.build.fill_weights`. Raises `UnsupportedArchitecture`.
+    The parameters (`dtype`, on `device`) are uninitialised, and on "meta" without memory; fill them with
+    `llm_fp8.models.build.fill_weights`. The rotary table is on `table_device` (default: `device`). The layers are added
+    to `model`, a Hugging Face model without memory (default: a new one). For `unfused_mlp` see `LayerSpec`.
     """
     import transformer_engine.pytorch as te
 
     device, specs = torch.device(device), layer_specs(config, unfused_mlp)
-    # With SDPA, Hugging Face builds the masks that the general form needs, and none in training.
+    # With "sdpa", Hugging Face creates masks for the general form and none in training.
     if model is None:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
@@ -667,12 +667,12 @@ def build_te_model(
         nn.Identity() if spec else layer for spec, layer in zip(specs, decoder.layers, strict=True)
     )
     rotary = RotaryTable(decoder.config, type(decoder.rotary_emb), torch.device(table_device or device))
-    if all(specs):  # else the remaining Hugging Face layers need Hugging Face's cos and sin
+    if all(specs):  # otherwise the remaining Hugging Face layers need Hugging Face's cos and sin
         decoder.rotary_emb = rotary
     if device.type != "meta":
         materialize_(model, device, device)
     model.tie_weights()
-    if all(spec and not spec.zero_centered_gain for spec in specs):  # else the norm stays Hugging Face's too
+    if all(spec and not spec.zero_centered_gain for spec in specs):  # otherwise Hugging Face's norm is not replaced
         eps = decoder.config.rms_norm_eps
         decoder.norm = te.RMSNorm(decoder.config.hidden_size, eps=eps, dtype=dtype, device=device)
     for layer, spec in enumerate(specs):

@@ -1,1 +1,1 @@
-"""Precision of a model: recipes, plan, autocast context, conversion, coverage, certificate."""
+"""Precision of a run: plan, autocast context, conversion of layers to fp8, fp8 coverage and the certificate."""

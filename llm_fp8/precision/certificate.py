@@ -1,11 +1,11 @@
-"""The certificate of a run: a check that the kernels of a recorded step have the precision that the run asked for.
+"""The certificate of a run: a check that the kernels in a recorded training step had the requested precision.
 
 It compares three independent sources: the kernels that options and fp8 coverage require (`ExpectedKernels`), the
-kernels that ran (`llm_fp8.observability.kernel_trace`), and what the modules report (`ModuleState`).
+kernels that ran (`llm_fp8.observability.kernel_trace`), and the state that modules report (`ModuleState`).
 
-The kernels decide. A GEMM whose name does not show its types counts for neither side, and a kernel that matches no rule
-may be a GEMM too. Such kernels make the verdict "undetermined" in two cases: they could be the missing fp8 kernels and
-no module reports that it computed outside fp8, or they could be fp8 kernels in a run without fp8.
+The kernels determine the verdict. Some GEMM kernels have names without their types, and some kernels of unknown names
+may be GEMMs. Such kernels make the verdict "undetermined" in two cases. Either fp8 kernels are missing that they could
+be, and no module reports that it computed outside fp8. Or they could be fp8 kernels in a run without fp8.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from llm_fp8.precision.te import format_name
 Verdict = Literal["certified", "undetermined", "failed"]
 
 UNRECOGNISED_SHARE = 0.01
-"""Unrecognised kernels affect the verdict if they take at least this share of the time that all GEMMs and kernels
-matching no rule take together. For scale: one of the 32 layers of an 8B model has 3% of the linear FLOPs."""
-_LISTED_LENGTH = 80  # characters of a kernel's name shown in a reason; template arguments take hundreds
+"""Unrecognised kernels affect the verdict if they take at least this fraction of the time of all GEMMs and unrecognised
+kernels. For comparison, one of the 32 layers of an 8B model has 3% of the linear FLOPs."""
+_LISTED_LENGTH = 80  # characters of a kernel's name in a reason; template arguments can have hundreds
 
 
 @dataclass(frozen=True)
 class ExpectedKernels:
-    """The kernels that each GPU must run in one optimizer step."""
+    """Kernels that each GPU must run in an optimizer step."""
 
     precision: str
     """Name of the precision, for example 'bf16' or 'fp8 delayed'."""
     compute: str
-    """The dtype of linear layers outside fp8: fp32, bf16 or fp16."""
+    """Precision of linear layers outside fp8: fp32, bf16 or fp16."""
     scenario: str | None = None
-    """The fp8 scenario in effect; None outside fp8."""
+    """The fp8 scenario in effect, or None in a run without fp8."""
     num_fp8_gemms: int = 0
-    """Minimum number of fp8 GEMM kernels per micro-batch; one GEMM may take several kernels."""
+    """Minimum number of fp8 GEMM kernels per micro-batch. A GEMM may run several kernels."""
     fp8_linear_flop_share: float = 0.0
     fp8_format: str | None = None
     """Name of the recipe's format, such as "HYBRID"; None if it is not checked."""
@@ -59,8 +59,8 @@ class ExpectedKernels:
     def of_model(
         cls, precision: Precision, coverage: Fp8Coverage, recomputed: Sequence[nn.Module] = ()
     ) -> ExpectedKernels:
-        """Return the kernels of a model to which `precision` is attached. The modules in `recomputed` run fprop twice,
-        unless torch.compile decides what is recomputed.
+        """Return the kernels of a model to which `precision` is attached. Modules in `recomputed` run fprop twice,
+        unless torch.compile chooses what is recomputed.
         """
         plan = precision.plan
         parts = recomputed if precision.backend.recomputes_fprop else ()
@@ -76,18 +76,18 @@ class ExpectedKernels:
 
     @property
     def without_fp8(self) -> ExpectedKernels:
-        """The kernels of the same model once fp8 has ended."""
+        """Kernels of the same model after `Precision.end_fp8`."""
         return ExpectedKernels(self.compute, self.compute)
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """A verdict on one rank's recorded step, with the evidence."""
+    """Verdict on a recorded step of one rank, with the evidence."""
 
     verdict: Verdict
     precision: str
     reasons: list[str]
-    """Why the verdict is not 'certified'."""
+    """Reasons why the verdict is not 'certified'."""
     remarks: list[str]
     num_gemm_kernels: int
     num_fp8_gemm_kernels: int
@@ -96,11 +96,11 @@ class Certificate:
     gemm_kernels_by_type: dict[str, int]
     unknown_gemm_names: list[str]
     other_kernel_names: list[str]
-    """Kernels that match no rule of `kernel_trace`, the longest first."""
+    """Kernels that match no rule of `kernel_trace`, sorted by decreasing time."""
     unrecognised_time_share: float | None
-    """Time of kernels of these two kinds as a share of the time of all GEMM and other kernels; None without any."""
+    """Time of unknown GEMMs and other kernels / time of all GEMMs and other kernels; None if there are none."""
     fp8_gemm_time_share: float | None
-    """Share of the time of all GEMM kernels that fp8 ones take; None if no GEMM was recorded."""
+    """Time of fp8 GEMM kernels / time of all GEMM kernels; None if no GEMM was recorded."""
     fp8_linear_flop_share: float
     attention: str | None
     modules: ModuleState
@@ -126,8 +126,8 @@ class Certificate:
         return f"certificate: {verdict}{self.precision}, {kernels}{attention}{remarks}"
 
     def failure(self, path: Path, otherwise: str = "--no_certify trains all the same") -> str:
-        """Return the error message of a failed certificate stored at `path`; `otherwise`: how to train without one."""
-        reasons = f"the GPU does not run what was asked for ({self.precision}): {'; '.join(self.reasons)}"
+        """Return the error message of a failed certificate, stored at `path`. `otherwise` is advice for the user."""
+        reasons = f"the certificate failed ({self.precision}): {'; '.join(self.reasons)}"
         return f"{reasons} (on rank {self.rank}). See {path}; {otherwise}."
 
 
@@ -142,8 +142,8 @@ def certify(
 ) -> Certificate:
     """Compare the kernels `expected` on one GPU in a recorded step of `num_micro_batches` with the `kernels` that ran.
 
-    `state` covers the modules expected in fp8; in a run without fp8, all linear modules that could run in it.
-    `attention` names the model's attention implementation.
+    `state` is that of the modules expected in fp8 or, in a run without fp8, of all linear modules that could run in it.
+    `attention` is the name of the model's attention implementation.
     """
     by_class, gemms = time_by_class(kernels), gemm_kernels(kernels)
     unknown, other = gemms.get("unknown", KernelTime()), by_class.get("other", KernelTime())
@@ -181,34 +181,34 @@ def certify(
 
 
 def worst(certificates: Sequence[Certificate]) -> Certificate:
-    """Return the first certificate with the worst verdict, which is the verdict of the whole launch."""
+    """Return the first certificate with the worst verdict of all ranks."""
     return max(certificates, key=lambda certificate: get_args(Verdict).index(certificate.verdict))
 
 
 def attention_library(kernels: KernelTimes) -> str:
-    """Return the library of the longest attention kernel in a model without TE's attention; 'math' if there is none."""
+    """Return the library of the longest attention kernel of torch's SDPA, or 'math' if there is no such kernel."""
     attention = time_by_class(kernels).get("attention")
     if attention is None:
         return "math"
     longest = next(iter(attention.names)).lower()
     libraries = {"cudnn": "cuDNN", "flash": "flash", "fmha_cutlass": "memory-efficient"}
-    return next((name for part, name in libraries.items() if part in longest), "a library of its own")
+    return next((name for part, name in libraries.items() if part in longest), "an unknown library")
 
 
 class _Judge:
-    """Collects the failures, doubts and remarks that follow from a step's kernels and modules."""
+    """Collects failures, doubts and remarks about the kernels and modules of a step."""
 
     def __init__(self, step: Certificate, expected: ExpectedKernels, num_other: int) -> None:
         self.step, self.expected, self.state, self.num_other = step, expected, step.modules, num_other
         self.failures, self.doubts, self.remarks = list[str](), list[str](), list[str]()
         self.unrecognised_counts = (step.unrecognised_time_share or 0.0) >= UNRECOGNISED_SHARE
-        # Kernels that match no rule are seldom GEMMs: they can be the missing ones only if their time counts.
+        # Kernels that match no rule are seldom GEMMs, so they are counted only if their time is significant.
         self.num_possible = step.num_unknown_gemm_kernels + (num_other if self.unrecognised_counts else 0)
         gemm_counts = ", ".join(f"{count} {kind}" for kind, count in sorted(step.gemm_kernels_by_type.items()))
         self.gemm_summary = f"all GEMM kernels: {gemm_counts or 'none'}"
         state, recipes = step.modules, ", ".join(step.modules.recipes)
-        account = "computed in fp8" if state.library == "Transformer Engine" else "are set up for fp8"
-        self.state_summary = f"of {state.num_modules} modules of {state.library} {state.num_in_fp8} say they {account}"
+        account = "report that they ran in fp8" if state.library == "Transformer Engine" else "are set up for fp8"
+        self.state_summary = f"{state.num_in_fp8} of {state.num_modules} modules of {state.library} {account}"
         self.state_summary += f" by {recipes}" if recipes else ""
 
     def judge_fp8(self) -> None:
@@ -218,7 +218,7 @@ class _Judge:
         num_of_recipe = self.step.gemm_kernels_by_type.get("fp8" if row.has_fp8_peak else "fp4", 0)
         missing = num_expected - num_of_recipe
         if self.step.num_gemm_kernels == 0:
-            # The modules' reports alone cannot prove fp8, but they can disprove it.
+            # Reports of modules alone are no proof of fp8, but they can disprove it.
             (self.failures if state.num_outside_fp8 else self.doubts).append(self.describe_nothing())
         elif missing > 0:
             message = f"expected at least {num_expected} fp8 GEMM kernels, but {num_of_recipe} ran "
@@ -259,16 +259,16 @@ class _Judge:
             self.remarks.append(f"{num_unknown} GEMM kernels of unknown type")
 
     def describe_unrecognised(self) -> str:
-        """Return the number of kernels of unknown type, their share of the time and the name of the longest."""
+        """Return the number of unrecognised kernels, their share of the time and the name of the longest one."""
         step = self.step
-        kinds = ("GEMM kernels of unknown type", "kernels that no rule knows")
+        kinds = ("GEMM kernels of unknown type", "kernels that match no rule")
         counts = zip((step.num_unknown_gemm_kernels, self.num_other), kinds, strict=True)
         numbers = " and ".join(f"{count} {kind}" for count, kind in counts if count)
         longest = next(iter([*step.unknown_gemm_names, *step.other_kernel_names]), "")[:_LISTED_LENGTH]
         return f"{numbers} ({step.unrecognised_time_share or 0.0:.1%} of the time of these and all GEMMs; {longest})"
 
     def describe_nothing(self) -> str:
-        """Return why there is no GEMM to count."""
+        """Return the reason why no GEMM kernel was counted."""
         nothing = "the profiler recorded no GEMM kernel (CUPTI is missing, or profiling is not permitted here)"
         if self.num_other:
             nothing = f"no GEMM kernel was recognised, but there are {self.describe_unrecognised()}"

@@ -1,13 +1,13 @@
-"""The precision of a run's computation: resolved once, entered in one autocast context.
+"""The precision of a run's computation. All passes of the model use one autocast context:
 
     plan = with_recipe(settled.precision, config.precision, device)
     precision = Precision(plan, config.precision, device, parameter_dtype)
-    precision.attach(model, decoder_layers)                 # finds the fp8 modules; keeps some in bf16
+    precision.attach(model, decoder_layers)                 # chooses the fp8 modules
     with precision.context(first_microbatch=True):          # the only place that enters te.autocast
         loss_sum, aux = model(batch)
 
-A bf16 run and an fp8 run differ only in `plan.recipe`: None means that te.autocast is not entered and no fp8 kernel can
-run. The back ends (`te`, `torchao`) hold the differences between the libraries that compute in fp8.
+A bf16 run differs from an fp8 run only in that `plan.recipe` is None. Then te.autocast is not entered, so no fp8 kernel
+runs. The back ends (`te`, `torchao`) implement the differences between the libraries that compute in fp8.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def backend_class(name: str | None) -> type[TEBackend | TorchaoBackend]:
-    """Return the back-end class for `PrecisionPlan.backend`; Transformer Engine's outside fp8."""
+    """Return the back-end class for `PrecisionPlan.backend`. Without fp8, it is Transformer Engine's."""
     if name != "torchao":
         return TEBackend
     from llm_fp8.precision.torchao import TorchaoBackend
@@ -43,14 +43,14 @@ def backend_class(name: str | None) -> type[TEBackend | TorchaoBackend]:
 
 
 def backend_in(model: nn.Module) -> TEBackend | TorchaoBackend:
-    """Return the back end whose linear modules `model` has; Transformer Engine if it has none."""
+    """Return the back end of the linear modules in `model`, or Transformer Engine's if there are no fp8 modules."""
     is_torchao = any(type(module).__name__ == "Float8Linear" for module in model.modules())
     return backend_class("torchao" if is_torchao else "te")()
 
 
 def with_recipe(plan: PrecisionPlan, options: PrecisionConfig, device: torch.device) -> PrecisionPlan:
-    """Return the plan with its library's recipe object for `device`. Raises `UserError` if the library, or a compiler
-    that it needs, is not installed.
+    """Return the plan with the library's recipe object for `device`. Raise `UserError` if the library, or a compiler
+    that it requires, is not installed.
     """
     if plan.effective_scenario is None:
         return plan
@@ -72,14 +72,14 @@ class Precision:
         self._fp8_modules: dict[str, nn.Module] = {}
         self._linears: dict[str, nn.Module] = {}  # all linear modules of the back end
         self._num_casts_to_come: int | None = None
-        self.in_fp8 = plan.recipe is not None  # whether passes compute in fp8 now
+        self.in_fp8 = plan.recipe is not None  # True while passes compute in fp8
 
     def attach(
         self, model: nn.Module, decoder_layers: nn.ModuleList, converts: bool = False, fp8_params: bool = False
     ) -> dict[str, str]:
-        """Find the fp8 modules of `model` and return name -> reason for each linear layer that stays outside fp8. With
-        `converts`, first put fp8 modules into a Hugging Face decoder. Experts compute in the compute dtype from now on.
-        Raises `UserError` if every linear layer would stay outside fp8.
+        """Choose the fp8 modules of `model`. Return name -> reason for each linear layer that does not compute in fp8.
+        If `converts`, first replace the linear layers of a Hugging Face decoder by fp8 modules. Make experts compute in
+        the compute dtype. Raise `UserError` if no linear layer would compute in fp8.
         """
         reasons = dict[str, str]()
         if converts and self.in_fp8:
@@ -88,11 +88,11 @@ class Precision:
         compute_experts(model, self.plan.compute_dtype if self._torch_autocast else None)
         self._caching_modules = [m for m in model.modules() if hasattr(m, "is_first_microbatch")]
         if not self.in_fp8:
-            self.backend = backend_in(model)  # the certificate checks that none of its modules is in fp8
+            self.backend = backend_in(model)  # the certificate checks that its modules are not in fp8
         self._linears = self.backend.linears_of(model)
         if not self.in_fp8:
             return {}
-        in_bf16 = bf16_modules(self._options, model, decoder_layers)  # again: conversion replaced modules
+        in_bf16 = bf16_modules(self._options, model, decoder_layers)  # again, since conversion replaced modules
         self._fp8_modules, misfits = self.backend.choose(self._linears, in_bf16)
         if self._options.fp8_recast_weights:
             keep_weight_casts(model.modules(), keep=False)
@@ -105,39 +105,39 @@ class Precision:
 
     @property
     def fp8_modules(self) -> frozenset[nn.Module]:
-        """The modules whose GEMMs run in fp8, never lm_head."""
+        """The modules whose GEMMs run in fp8."""
         return frozenset(self._fp8_modules.values())
 
     @property
     def has_ended(self) -> bool:
-        """True once `end_fp8` was called."""
+        """True after `end_fp8` was called."""
         return self.plan.recipe is not None and not self.in_fp8
 
     def end_fp8(self) -> None:
-        """Compute in bf16 from now on, with the same modules and weights."""
+        """Make all further passes compute in bf16, with the same modules and weights."""
         self.in_fp8, self._num_casts_to_come = False, None
         self.backend.end_fp8(self._fp8_modules.values())
 
     @property
     def scales_lag(self) -> bool:
-        """True if a tensor's scale comes from earlier passes (delayed scaling)."""
+        """True if a tensor's scale is computed from earlier passes (delayed scaling)."""
         return row_of(self.plan.effective_scenario).scales_lag
 
     def module_state(self) -> ModuleState:
-        """Return the state of the modules in fp8; in a run without fp8, of all linear modules of the back end."""
+        """Return the state of the fp8 modules or, while not in fp8, of all linear modules of the back end."""
         return self.backend.state((self._fp8_modules if self.in_fp8 else self._linears).values())
 
     def keep_casts_of_frozen_weights(self) -> None:
-        """From now on cast frozen weights to fp8 only once; under delayed scaling, once more after the first pass."""
+        """Cast frozen weights only once from now on. With delayed scaling, cast once more after the first pass."""
         self._num_casts_to_come = 2 if self.scales_lag else 1
 
     @contextlib.contextmanager
     def context(self, first_microbatch: bool | None) -> Iterator[None]:
-        """Enclose one forward pass of the model.
+        """Return the context for one forward pass of the model.
 
-        `first_microbatch`: True casts weights to fp8 and keeps the casts; pass False for the step's other micro-batches
-        to reuse them. None neither uses nor keeps casts. It serves evaluation and steps of one micro-batch, where kept
-        casts cost memory and save nothing. After `keep_casts_of_frozen_weights`, training passes ignore the argument.
+        If `first_microbatch` is True, the pass casts weights to fp8 and stores the casts. Use False for the other
+        micro-batches of a step, which use the stored casts. Use None for evaluation and for steps of one micro-batch;
+        then casts are not stored, which saves memory. After `keep_casts_of_frozen_weights`, training ignores it.
         """
         if self._options.fp8_recast_weights:
             first_microbatch = None
@@ -154,21 +154,21 @@ class Precision:
             yield
 
     def defer_scale_updates(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which passes do not update delayed scaling's scales; call `update_scales` afterwards."""
+        """Return a context in which passes do not update the scales of delayed scaling. Then call `update_scales`."""
         return defer_scale_updates() if self.scales_lag and self.in_fp8 else contextlib.nullcontext()
 
     def update_scales(self) -> None:
-        """Update the scales, on all ranks, from the passes since the last update."""
+        """Update the scales of delayed scaling on all ranks from the passes since the last update."""
         if self.scales_lag and self.in_fp8:
             update_scales()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return the back end's tensors that one pass leaves to the next: those of delayed scaling."""
+        """Return the tensors of the back end that carry over to the next pass, i.e. the state of delayed scaling."""
         return self.backend.state_tensors(self._fp8_modules, self.in_fp8) if self.scales_lag else {}
 
     @contextlib.contextmanager
     def preserving_state(self) -> Iterator[None]:
-        """Preserve scales and amax histories across passes outside training: TE records amax without gradients too."""
+        """Restore scales and amax histories after passes outside training, since TE updates them without gradients."""
         current = list(self.state_tensors().values())
         saved = [tensor.clone() for tensor in current]
         try:

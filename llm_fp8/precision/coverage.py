@@ -1,7 +1,7 @@
-"""Fp8 coverage: the linear layers in fp8, the others with the reason, and the share of linear FLOPs in fp8.
+"""Fp8 coverage: the linear layers in fp8, the other layers with a reason, and the fraction of linear FLOPs in fp8.
 
-Some layers never run in fp8: embedding and lm_head (their rounding would go straight into the loss), adapters, routers,
-routed experts, and layers whose sizes the recipe's fp8 GEMMs cannot take.
+These layers never run in fp8: embedding and lm_head (since their rounding would affect the loss directly), adapters,
+routers, routed experts, and layers whose sizes the fp8 GEMMs of the recipe do not support.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ from llm_fp8.models.experts import Routed, expert_weights, routed_modules
 from llm_fp8.models.model import Model, is_adapter
 from llm_fp8.utils.errors import UserError
 
-GEMMS_PER_WEIGHT = 3  # per trained weight and micro-batch: fprop, dgrad, wgrad
+GEMMS_PER_WEIGHT = 3  # GEMMs per trained weight and micro-batch: fprop, dgrad, wgrad
 _HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "score", "classifier")  # last component of the module name
 
 
 @dataclass(frozen=True)
 class ModuleState:
-    """Counts of one library's linear modules by what they report about their last step."""
+    """Counts of one library's linear modules, according to their state after the last step."""
 
     num_modules: int = 0
-    num_in_fp8: int = 0  # their last forward pass ran in fp8
-    num_recipe_unreadable: int = 0  # in fp8 by a recipe that cannot be identified
-    recipes: dict[str, int] = field(default_factory=dict)
-    formats: dict[str, int] = field(default_factory=dict)  # of Transformer Engine's recipes
-    num_without_amax: int = 0  # their amax history is empty after the step
+    num_in_fp8: int = 0  # modules whose last forward pass ran in fp8
+    num_recipe_unreadable: int = 0  # modules in fp8 with a recipe that cannot be identified
+    recipes: dict[str, int] = field(default_factory=dict)  # name of a recipe -> number of modules
+    formats: dict[str, int] = field(default_factory=dict)  # format of a Transformer Engine recipe -> number of modules
+    num_without_amax: int = 0  # modules whose amax history is empty after the step
     library: str = "Transformer Engine"
 
     @property
     def num_outside_fp8(self) -> int:
-        """Number of modules that report that they did not compute in fp8."""
+        """Number of modules that did not compute in fp8, according to their state."""
         return self.num_modules - self.num_in_fp8
 
 
 @dataclass(frozen=True)
 class Fp8Coverage:
-    """The linear weights in fp8 and the others. A GEMM takes 2 FLOPs per token and weight element. In a mixture of
-    experts, FLOPs count only the experts that compute a token.
+    """Linear weights in fp8 and other linear weights. A GEMM has 2 FLOPs per token and weight element. In a mixture of
+    experts, FLOPs include only the experts that a token uses.
     """
 
-    num_fp8_weights: int  # elements of the weights of modules in fp8; lm_head never counts
-    num_linear_weights: int  # elements of all linear weights, including lm_head (tied or not) and every expert
+    num_fp8_weights: int  # number of elements of weights in fp8
+    num_linear_weights: int  # number of elements of all linear weights, including lm_head (tied or not) and all experts
     converted: dict[str, int]  # name pattern (layer numbers as *) -> number of modules in fp8
-    skipped: dict[str, str]  # name pattern -> number of modules, what they compute in, and why
-    num_fp8_gemms: int  # per micro-batch, without recomputation: 3 per trained weight, fewer per frozen one
+    skipped: dict[str, str]  # name pattern -> number of modules, their dtype, and the reason
+    num_fp8_gemms: int  # per micro-batch, without recomputation: 3 per trained weight, fewer per frozen weight
     linear_flops_per_token: float
-    fp8_linear_flop_share: float  # share of linear_flops_per_token in fp8, 0 to 1
+    fp8_linear_flop_share: float  # fraction of linear_flops_per_token in fp8, 0 to 1
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for run.json."""
@@ -65,7 +65,7 @@ class Fp8Coverage:
         return {name: getattr(self, name) for name in names}
 
     def describe(self) -> str:
-        """Return a few lines for the terminal; a single line if nothing is in fp8."""
+        """Return lines for the terminal, or a single line if nothing is in fp8."""
         if not self.num_fp8_weights:
             return "linear layers in fp8: none"
         lines = [f"linear layers in fp8: {self.fp8_linear_flop_share:.1%} of linear FLOPs"]
@@ -84,8 +84,8 @@ def measure_coverage(
 ) -> Fp8Coverage:
     """Count the linear weights of a converted `model`. GEMMs of `fp8_modules` run in fp8, all others in `compute`.
 
-    `reasons`: module name -> why the module is not in fp8, if known. `gemms`: see `gemms_per_weight`. `most_in_fp8`:
-    how many of the three GEMMs of a trained weight the recipe computes in fp8.
+    `reasons` is module name -> reason why the module is not in fp8, if known. For `gemms` see `gemms_per_weight`.
+    `most_in_fp8` is the number of the three GEMMs of a trained weight that the recipe computes in fp8.
     """
     in_fp8, routed, reasons = set(fp8_modules), routed_modules(model), never_in_fp8(model) | reasons
     converted: Counter[str] = Counter()
@@ -123,8 +123,8 @@ def measure_coverage(
 
 
 def gemms_per_weight(model: Model) -> dict[nn.Module, int]:
-    """Return the minimum number of GEMMs per micro-batch for each frozen module, without recomputation: 2 (fprop and
-    dgrad), or 1 (fprop) if no trained parameter may lie below it. The result is empty without adapters.
+    """Return the minimum number of GEMMs per micro-batch of each frozen module, without recomputation. It is 2 (fprop
+    and dgrad), or 1 (fprop) if no earlier layer has an adapter. The result is empty if there are no adapters.
     """
     module, layers = model.module, list(model.layers)
     adapted = [any(is_adapter(name) for name, _ in layer.named_modules()) for layer in layers]
@@ -136,9 +136,9 @@ def gemms_per_weight(model: Model) -> dict[nn.Module, int]:
 
 
 def linear_weights(module: nn.Module) -> list[Tensor]:
-    """Return the GEMM weights [out, in] that a linear module (torch's or TE's) or an adapter itself holds."""
+    """Return the GEMM weights [out, in] of a linear module (torch's or TE's) or an adapter, without submodules."""
     if hasattr(module, "base_layer"):
-        return []  # PEFT's wrapper shows the weight of the wrapped layer as its own
+        return []  # the `weight` of PEFT's wrapper is that of the wrapped layer
     if hasattr(module, "gemm_weights"):
         return module.gemm_weights  # type: ignore[return-value]
     if hasattr(module, "fc1_weight"):
@@ -147,7 +147,7 @@ def linear_weights(module: nn.Module) -> list[Tensor]:
 
 
 def never_in_fp8(model: nn.Module) -> dict[str, str]:
-    """Return name -> "adapter" or "lm_head" for each module of these two kinds in `model`."""
+    """Return module name -> "adapter" or "lm_head" for adapters and lm_head in `model`."""
     outputs = getattr(model, "get_output_embeddings", lambda: None)()
     kinds = dict[str, str]()
     for name, module in model.named_modules():
@@ -159,7 +159,7 @@ def never_in_fp8(model: nn.Module) -> dict[str, str]:
 
 
 def size_misfit(module: nn.Module, multiple: int) -> str | None:
-    """Return why fp8 GEMMs cannot take this module's weights; None if all sizes are multiples of `multiple`."""
+    """Return the reason why fp8 GEMMs do not support this module's sizes, or None if `multiple` divides all sizes."""
     for out_features, in_features in (weight.shape for weight in linear_weights(module)):
         if in_features % multiple or out_features % multiple:
             return f"size {in_features} x {out_features} is not a multiple of {multiple}"
@@ -167,7 +167,7 @@ def size_misfit(module: nn.Module, multiple: int) -> str | None:
 
 
 def plain_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return name -> `nn.Linear`, without subclasses: some, such as routers, return something else."""
+    """Return name -> `nn.Linear`. Subclasses are excluded, since some compute another function, such as routers."""
     return {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
 
 
@@ -183,10 +183,10 @@ def linears_left(model: nn.Module, size_multiple: int = FP8_SIZE_MULTIPLE) -> di
 
 
 def bf16_modules(options: PrecisionConfig, model: nn.Module, decoder_layers: nn.ModuleList) -> list[nn.Module]:
-    """Return the modules that --fp8_bf16_modules keeps in bf16, together with their submodules.
+    """Return the modules that --fp8_bf16_modules selects. They and their submodules stay in bf16.
 
-    A pattern names one decoder layer (`layers.0`), a slice of them (`layers.-4:`), or the end of a module's name inside
-    a layer; `*` matches any characters, `?` one. Raises `UserError` for a pattern without a match.
+    A pattern is a decoder layer (`layers.0`), a slice of layers (`layers.-4:`), or the end of a module's name in a
+    layer, in which `*` matches any characters and `?` one. Raise `UserError` for a pattern without a match.
     """
     modules: list[nn.Module] = []
     inside = {module for layer in decoder_layers for module in layer.modules()}
@@ -204,7 +204,7 @@ def bf16_modules(options: PrecisionConfig, model: nn.Module, decoder_layers: nn.
 
 
 def _slice_of(pattern: str, decoder_layers: nn.ModuleList) -> list[nn.Module] | None:
-    """Return the decoder layers for `layers.2`, `layers.-1` or `layers.2:5`; None for any other pattern."""
+    """Return the decoder layers that match `layers.2`, `layers.-1` or `layers.2:5`, or None for another pattern."""
     match = re.fullmatch(r"layers\.(?:(-?\d+)|(-?\d+)?:(-?\d+)?)", pattern)
     if match is None:
         return None

@@ -1,11 +1,11 @@
-"""Frozen weights held in fp8 only: with adapters, an fp8 run keeps of each frozen weight only what its GEMMs read.
+"""Store frozen weights only in fp8, in fp8 runs with adapters.
 
-Otherwise a module keeps the bf16 weight (2 bytes per element) and two fp8 casts (1 byte each): Hopper's GEMMs need two
-layouts. The casts of a frozen weight never change, so the GEMMs read the same bits. Under delayed scaling, the scale
-comes from the weight's current amax; that is also the scale of a frozen weight's second cast.
+Otherwise a module stores the bf16 weight (2 bytes per element) and two fp8 casts (1 byte each), since Hopper's GEMMs
+need two layouts. The casts of a frozen weight never change, so the GEMMs read the same bits. With delayed scaling, the
+scale is computed from the weight's current amax; this is also the scale of a frozen weight's second cast.
 
-If a tensor has a single scale, the layout for dgrad is the transpose of the other one. Transformer Engine creates a
-missing transpose in the backward pass, and we drop it after dgrad: 1 byte per weight remains.
+If a tensor has one scale, the layout for dgrad is the transpose of the other layout. Transformer Engine creates a
+missing transpose in the backward pass, and we free it after dgrad. This leaves 1 byte per element.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llm_fp8.utils.torch_internals import free_memory_
 
 
 def prepare_module(module: Any, recipe: Any) -> list[str]:
-    """Bring a TE module into the state that `te.quantized_model_init` builds, and return the names of its weights."""
+    """Bring a TE module into the state of one built in `te.quantized_model_init`. Return the names of its weights."""
     import transformer_engine.pytorch as te
 
     names = [name for name, entry in module.param_init_meta.items() if entry.fp8_meta_index is not None]
@@ -33,13 +33,13 @@ def prepare_module(module: Any, recipe: Any) -> list[str]:
 
 
 def quantizer_of(module: Any, name: str) -> Any:
-    """Return the quantizer that casts weight `name` of a TE module; call `prepare_module` first."""
+    """Return the quantizer for weight `name` of a TE module. `prepare_module` must be called before."""
     return module.quantizers["scaling_fwd"][module.param_init_meta[name].fp8_meta_index]
 
 
 @torch.no_grad()
 def hold_in_fp8(model: nn.Module, precision: Precision) -> int:
-    """Replace the weights of the fp8 modules in `model` by their fp8 form and free the originals; return the number of
+    """Replace the weights of the fp8 modules in `model` by fp8 tensors and free the originals. Return the number of
     bytes freed. The weights must be frozen and not sharded.
     """
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor
@@ -53,7 +53,7 @@ def hold_in_fp8(model: nn.Module, precision: Precision) -> int:
             quantizer = quantizer_of(module, name)
             if isinstance(quantizer, Float8Quantizer):  # delayed scaling
                 amax = weight.abs().amax().float()
-                # Divide two tensors: torch divides a Python number by a tensor via the reciprocal, which rounds twice.
+                # Divide two tensors: torch divides a Python number by a tensor with its reciprocal, which rounds twice.
                 scale = torch.full_like(amax, recipe.fp8_format.value.max_fwd) / amax
                 quantizer.scale.copy_(torch.where(amax > 0, scale, 1.0))
             quantizer.set_usage(rowwise=True, columnwise=True)
@@ -67,18 +67,18 @@ def hold_in_fp8(model: nn.Module, precision: Precision) -> int:
 
 
 def keep_no_transposes(module: Any, names: list[str]) -> None:
-    """Drop the transposes of the named weights except during dgrad."""
+    """Free the transposes of the weights `names` except during dgrad."""
 
     def drop(*_: object) -> None:
         for name in names:
             getattr(module, name).update_usage(columnwise_usage=False)
 
     def drop_before_and_after(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        drop()  # a transpose that a failed pass left; a captured graph never computed it
+        drop()  # a failed pass may have left a transpose, which a captured graph has not computed
         if inputs[0].requires_grad:
-            inputs[0].register_hook(drop)  # runs when the input's gradient is there, so after dgrad
+            inputs[0].register_hook(drop)  # runs after dgrad, when the input's gradient is available
 
-    for name in names:  # Transformer Engine's forward pass creates the layouts that the quantizer asks for
+    for name in names:  # otherwise Transformer Engine's forward pass would create both layouts
         make_rowwise_only(getattr(module, name))
     drop()
     module.register_forward_pre_hook(drop_before_and_after)

@@ -1,4 +1,4 @@
-"""The precision of a run: the one requested, the one in effect, and the recipe object of its fp8 library."""
+"""The requested and the effective precision of a run, and the recipe object of its fp8 library."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ MIN_FP8_CAPABILITY = (8, 9)
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """The requested and the effective precision, as run.json, the trackers' config and the summary record them."""
+    """Requested and effective precision. run.json, the trackers' config and the summary contain it."""
 
     requested: str
     effective: str
     """no, bf16, fp16 or fp8."""
     requested_scenario: str | None = None
     effective_scenario: str | None = None
-    """A name of `RECIPES`; None outside fp8."""
+    """Key in `RECIPES`, or None without fp8."""
     fallback_reason: str | None = None
     recipe: Any = field(default=None, repr=False)
-    """The recipe object of the library that computes in fp8; None outside fp8."""
+    """Recipe object of the library that computes in fp8, or None without fp8."""
     backend: str | None = None
-    """The --fp8_backend that computes in fp8; None outside fp8."""
+    """Value of --fp8_backend, or None without fp8."""
 
     @property
     def emulated(self) -> bool:
@@ -35,22 +35,22 @@ class PrecisionPlan:
 
     @property
     def compute_name(self) -> str:
-        """The precision of linear layers outside fp8: fp32, bf16 or fp16."""
+        """Precision of linear layers outside fp8: fp32, bf16 or fp16."""
         return {"no": "fp32", "fp16": "fp16"}.get(self.effective, "bf16")
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype of activations between the linear layers."""
+        """Dtype of activations between linear layers."""
         return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[self.compute_name]
 
     @property
     def has_fp8_peak(self) -> bool:
-        """True if GEMMs are compared with the GPU's fp8 peak rate: in fp8, not in fp4."""
+        """True if the GPU's fp8 peak FLOP/s is the reference for utilisation (in fp8, but not in fp4)."""
         return self.recipe is not None and row_of(self.effective_scenario).has_fp8_peak
 
     @property
     def name(self) -> str:
-        """A short name for tables: 'fp32', 'bf16', 'fp8 delayed', ..."""
+        """Short name for tables: 'fp32', 'bf16', 'fp8 delayed', ..."""
         return precision_name(self.effective, self.effective_scenario)
 
     def to_dict(self) -> dict[str, Any]:
@@ -60,5 +60,5 @@ class PrecisionPlan:
 
 
 def recipe_available(te: Any, recipe: Recipe) -> tuple[bool, str]:
-    """Ask `te` (transformer_engine.pytorch) whether this GPU supports a recipe; return the answer and the reason."""
+    """Return if this GPU supports a recipe, and a reason, according to `te` (transformer_engine.pytorch)."""
     return getattr(te, recipe.availability)(return_reason=True)

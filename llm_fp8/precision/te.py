@@ -1,4 +1,4 @@
-"""Transformer Engine's fp8 (--fp8_backend te): its linear modules, autocast and state between passes."""
+"""Back end for Transformer Engine's fp8 (--fp8_backend te): linear modules, autocast and state between passes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from llm_fp8.utils.te_internals import forget_weight_casts, require_te
 from llm_fp8.utils.torch_internals import wrap_forward
 
 TUNED_WIDTHS = (512, 768, 1024, 2048, 4096, 8192)  # hidden sizes for which TE 2.20 has tuned RMSNorm kernels
-HOPPER = 9  # major compute capability on which TE's and cuDNN's kernels were compared
+HOPPER = 9  # major compute capability of the GPUs on which TE's and cuDNN's kernels were compared
 VARIABLES = ("NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN")
 
 
 def prepare_te_decoder(hidden_size: int, device: torch.device) -> None:
-    """Import Transformer Engine and choose its kernels for this process; variables already in the environment win."""
+    """Import Transformer Engine and choose its kernels for this process, without changing existing variables."""
     require_te("--use_te")
     # TE would choose an installed flash-attn 4, a beta whose dQ was wrong for a head_dim of 80.
     os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
@@ -34,11 +34,11 @@ def prepare_te_decoder(hidden_size: int, device: torch.device) -> None:
 
 
 def choose_norm_backend(width: int, major_capability: int, environ: MutableMapping[str, str]) -> None:
-    """Select cuDNN's RMSNorm for this process if it is faster; variables already in `environ` win.
+    """Select cuDNN's RMSNorm for this process if it is faster. Existing variables in `environ` are not changed.
 
     For widths other than `TUNED_WIDTHS`, TE runs a general kernel. On an H200 with 16,384 tokens of width 3,072 it took
-    316 us (forward and backward with quantisation), cuDNN's 117 us (benchmarks/LOG.md). cuDNN takes up to a second to
-    plan each new number of tokens, which small models would not earn back.
+    316 us (forward and backward with quantisation), and cuDNN's took 117 us (benchmarks/LOG.md). But cuDNN plans for up
+    to a second for each new number of tokens, which is longer than the time saved in small models.
     """
     if width > 1024 and width not in TUNED_WIDTHS and major_capability == HOPPER:
         for name in VARIABLES:
@@ -46,12 +46,12 @@ def choose_norm_backend(width: int, major_capability: int, environ: MutableMappi
 
 
 def format_name(recipe: Any) -> str | None:
-    """Return the name of the format of a Transformer Engine recipe, such as "HYBRID"; None if it has none."""
+    """Return the name of a Transformer Engine recipe's fp8 format, such as "HYBRID", or None if it has none."""
     return getattr(getattr(recipe, "fp8_format", None), "name", None)
 
 
 def forget_delayed_scales() -> None:
-    """Reset Transformer Engine's global state between models, or it would go on reducing the old model's amax."""
+    """Reset Transformer Engine's global state between models, since it would still reduce the old model's amax."""
     if "transformer_engine" in sys.modules:
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -59,7 +59,7 @@ def forget_delayed_scales() -> None:
 
 
 class TEBackend:
-    """Transformer Engine. A run without fp8 also has this back end, without a recipe: its decoder may be TE's."""
+    """Back end for Transformer Engine. Runs without fp8 use it without a recipe, since their decoder may be TE's."""
 
     recomputes_fprop = True  # a recomputed layer runs its fprop GEMMs again
 
@@ -68,7 +68,7 @@ class TEBackend:
 
     @staticmethod
     def build_recipe(options: PrecisionConfig, recipe: Recipe, device: torch.device) -> Any:
-        """Return the library's recipe object for `device`; options that the recipe lacks are ignored."""
+        """Return Transformer Engine's recipe object for `device`. Options that the recipe does not have are ignored."""
         from transformer_engine.common import recipe as te_recipes
 
         chosen = {name: getattr(options, name) for name in recipe.options}
@@ -76,22 +76,22 @@ class TEBackend:
         if "fp8_format" in keywords:
             keywords["fp8_format"] = getattr(te_recipes.Format, keywords["fp8_format"])
         built = getattr(te_recipes, recipe.recipe_class)(**keywords)
-        # Later GPUs scale by powers of two, as in MXFP8.
+        # Later GPUs use powers of two as scales, as in MXFP8.
         if recipe.fp32_scales_on_hopper and torch.cuda.get_device_capability(device) == (9, 0):
             for operand in ("fwd_inp", "fwd_weight", "bwd_grad"):
                 setattr(built, f"fp8_quant_{operand}", te_recipes.QParams(power_2_scale=False))
         return built
 
     def linears_of(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Return name -> linear module of this library in `model`, including fused ones."""
+        """Return name -> linear module of Transformer Engine in `model`, including fused modules."""
         return {name: m for name, m in model.named_modules() if hasattr(m, "fp8_meta") and linear_weights(m)}
 
     def convert(self, model: nn.Module, in_bf16: Iterable[nn.Module] = (), fp8_params: bool = False) -> dict[str, str]:
-        """Replace the `nn.Linear` modules of `model` in place; return name -> reason for each one not replaced."""
+        """Replace `nn.Linear` modules of `model` in place. Return name -> reason for each one that is not replaced."""
         te = require_te("--mixed_precision fp8")
 
         class SwappedLinear(te.Linear):  # type: ignore[name-defined]
-            """te.Linear, called like nn.Linear; `is_first_microbatch` is an attribute, as in TEDecoderLayer."""
+            """te.Linear with the call signature of nn.Linear; `is_first_microbatch` is as in `TEDecoderLayer`."""
 
             is_first_microbatch: bool | None = None
 
@@ -113,8 +113,8 @@ class TEBackend:
     def choose(
         self, linears: dict[str, nn.Module], in_bf16: Sequence[nn.Module]
     ) -> tuple[dict[str, nn.Module], dict[str, str]]:
-        """Return those of `linears` that compute in fp8, and name -> reason for those whose sizes the recipe cannot
-        take. The latter and the modules `in_bf16` compute in bf16 from now on.
+        """Return the modules in `linears` that compute in fp8, and name -> reason for those whose sizes the recipe does
+        not support. Make the latter and the modules `in_bf16` compute in bf16.
         """
         inside = {inner for module in in_bf16 for inner in module.modules()}
         multiple = row_of(self.scenario).size_multiple
@@ -125,7 +125,7 @@ class TEBackend:
         return {name: module for name, module in others.items() if name not in misfits}, misfits
 
     def state(self, modules: Iterable[nn.Module]) -> ModuleState:
-        """Return what the modules report about their last step; synchronises the host if there are amax histories."""
+        """Return the state of `modules` after the last step. It synchronises the host if there are amax histories."""
         linears = list(modules)
         metas: list[Any] = [module.fp8_meta for module in linears if getattr(module, "fp8", False)]
         forward = [meta["scaling_fwd"] for meta in metas if hasattr(meta.get("scaling_fwd"), "amax_history")]
@@ -140,27 +140,27 @@ class TEBackend:
         )
 
     def end_fp8(self, modules: Iterable[nn.Module]) -> None:
-        """Let `modules` compute in bf16 from now on, outside of the autocast."""
+        """Make `modules` compute in bf16 in all further passes, which are not in the autocast context."""
         forget_weight_casts(modules)
 
     def autocast(self, enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
-        """Run the enclosed passes in fp8, or outside fp8 if not `enabled`."""
+        """Return a context in which passes compute in fp8, or without fp8 if not `enabled`."""
         import transformer_engine.pytorch as te
 
         return te.autocast(enabled=enabled, recipe=self.recipe)
 
     def call_in_bf16(self, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call `forward` in bf16, even if parts of `module` are set up for fp8."""
+        """Call `forward` of `module` in bf16."""
         with self.autocast(enabled=False):
             return forward(*args, **kwargs)
 
     def state_tensors(self, modules: Mapping[str, Any], in_fp8: bool) -> dict[str, Tensor]:
-        """Return delayed scaling's fp32 tensors: scales [num_tensors], amax histories [history, num_tensors]."""
+        """Return the fp32 tensors of delayed scaling: scales [num_tensors], amax histories [history, num_tensors]."""
         state: dict[str, Tensor] = {}
-        # Without no_grad, leaving the autocast would count as a forward pass and shift the histories.
+        # With gradients enabled, the end of the autocast would count as a forward pass and shift the histories.
         with torch.no_grad(), self.autocast():
             for name, module in modules.items():
-                if in_fp8:  # after fp8 has ended it would mark the module as in fp8
+                if in_fp8:  # after the end of fp8, this would mark the module as in fp8
                     module.init_fp8_metadata(num_gemms=len(linear_weights(module)))
                 for direction in ("scaling_fwd", "scaling_bwd"):
                     meta, prefix = module.fp8_meta[direction], f"{name}.{direction}"
@@ -168,11 +168,11 @@ class TEBackend:
         return state
 
     def compile_layers(self, layers: Iterable[nn.Module], recomputed: bool) -> None:
-        """Do nothing: TE's own kernels cast, and need no compiler."""
+        """Do nothing, since TE's kernels do not need a compiler."""
 
     def unwrapped_shard(self, parameter: Tensor) -> Tensor:
-        """Return a sharded parameter without the subclass that casts it before it is gathered: here, unchanged."""
+        """Return `parameter` unchanged. (torchao may wrap it in a subclass that casts to fp8 before a gather.)"""
         return parameter
 
     def refresh_scales_(self, model: nn.Module) -> None:
-        """Recompute the scales of weights that are cast before they are gathered: here, none. Collective."""
+        """Do nothing. (torchao computes scales of weights that are cast to fp8 before a gather.)"""

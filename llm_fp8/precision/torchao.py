@@ -1,12 +1,12 @@
-"""torchao's fp8 training (--fp8_backend torchao): recipes, compiled layers, the modules' state.
+"""Back end for torchao's fp8 training (--fp8_backend torchao): recipes, compiled layers, the state of modules.
 
-`Float8Linear` takes the place of `nn.Linear`. For every GEMM it casts weight, input and output gradient to fp8, and it
-keeps nothing between steps. A cast is several small kernels. torch.compile fuses them with their neighbours, so each
-decoder layer is compiled on a GPU. On a CPU the GEMMs are emulated: operands are rounded to fp8 and multiplied in high
-precision, which shows fp8's effect on the loss but not on speed.
+`Float8Linear` replaces `nn.Linear`. For every GEMM it casts the operands (weight, input, output gradient) to fp8 and
+stores nothing between steps. A cast runs several small kernels. torch.compile fuses them with neighbouring operations,
+so each decoder layer is compiled on a GPU. On a CPU the GEMMs are emulated: operands are rounded to fp8 and multiplied
+in high precision, which shows the effect of fp8 on the loss but not on speed.
 
-Recipes: `tensorwise` has one scale per tensor and gradients in e5m2; it alone lets FSDP2 all-gather weights in fp8.
-`rowwise` has one scale per row, a power of two, and all in e4m3. `rowwise_with_gw_hp` is `rowwise` with wgrad in bf16.
+Recipes: `tensorwise` has one scale per tensor and gradients in e5m2. Only with it can FSDP2 all-gather weights in fp8.
+`rowwise` has a power of two per row as scale and only e4m3. `rowwise_with_gw_hp` is `rowwise` with wgrad in bf16.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def build_config(scenario: str, emulate: bool) -> Any:
 
 
 class TorchaoBackend:
-    """torchao, with the methods of `te.TEBackend`. Its modules compute in fp8 by themselves and keep no scale."""
+    """Back end for torchao, with the methods of `TEBackend`. Its modules need no autocast and store no scales."""
 
-    recomputes_fprop = False  # torch.compile decides
+    recomputes_fprop = False  # torch.compile chooses what is recomputed
 
     def __init__(self, recipe: Any = None, scenario: str | None = None) -> None:
         self.recipe = recipe
@@ -54,7 +54,7 @@ class TorchaoBackend:
         flag, on_gpu = "--fp8_backend torchao", device.type == "cuda"
         TORCHAO.require(flag)
         if on_gpu and not any(map(shutil.which, (os.environ.get("CC") or "gcc", "clang", "cc"))):
-            raise UserError(f"{flag}: Triton needs a C compiler, but none was found; install gcc or name one in CC.")
+            raise UserError(f"{flag}: Triton needs a C compiler, but none was found; install gcc or set CC to one.")
         return build_config(recipe.recipe_class, emulate=not on_gpu)
 
     def linears_of(self, model: nn.Module) -> dict[str, nn.Module]:
@@ -78,9 +78,9 @@ class TorchaoBackend:
         return linears, {}
 
     def state(self, modules: Iterable[nn.Module]) -> ModuleState:
-        """Count a module as in fp8 if its config asks for it without emulation and its `forward` is not replaced."""
+        """Return the state of `modules`. A module is in fp8 unless its GEMMs are emulated or `end_fp8` was called."""
         known = {build_config(name, emulate=False): name for name in recipe_names("torchao")}
-        # Other code may set these, but they change no scale: Accelerate pads, and both may all-gather in fp8.
+        # Accelerate and --fp8_params change these settings, which do not affect scales.
         plain = dict(enable_fsdp_float8_all_gather=False, force_recompute_fp8_weight_in_bwd=False, pad_inner_dim=False)
         linears: list[Any] = list(modules)
         in_fp8 = [module.config for module in linears if not module.config.emulate and "forward" not in vars(module)]
@@ -108,7 +108,7 @@ class TorchaoBackend:
         return {}
 
     def compile_layers(self, layers: Iterable[nn.Module], recomputed: bool) -> None:
-        """Compile each layer in place; the compilation happens when it first runs."""
+        """Compile each layer in place. The compilation runs in the layer's first call."""
         if self.recipe.emulate:
             return
         if recomputed:
@@ -117,7 +117,7 @@ class TorchaoBackend:
             layer.compile()
 
     def unwrapped_shard(self, parameter: Tensor) -> Tensor:
-        """Return a parameter that torchao wraps for --fp8_params as a DTensor of its fp32 shard; others unchanged."""
+        """Return a DTensor of the fp32 shard for a parameter that torchao wraps for --fp8_params; else `parameter`."""
         local: Any = local_of(parameter)
         if not isinstance(parameter, DTensor) or type(local).__name__ != "WeightWithDynamicFloat8CastTensor":
             return parameter
@@ -130,7 +130,7 @@ class TorchaoBackend:
 
 
 def _cast_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Cast the input to the dtype of CPU autocast; torchao itself checks only the GPU's autocast."""
+    """Cast the input to the dtype of the CPU's autocast, since torchao applies only the GPU's autocast."""
     device_type = inputs[0].device.type
     if device_type == "cuda" or not torch.is_autocast_enabled(device_type):
         return None

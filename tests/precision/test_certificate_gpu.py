@@ -117,7 +117,7 @@ def test_broken_run_ends_with_code_1(case, model_folder, tmp_path, record_proper
     run = train_patched(patch, *training_options(model_folder, tmp_path / "run", *options, "--max_steps", "50"))
     assert run.returncode == 1, run.stdout + run.stderr
     last = run.stderr.strip().splitlines()[-1]
-    assert last.startswith("error: the GPU does not run what was asked for") and message in last
+    assert last.startswith("error: the certificate failed") and message in last
     stored = certificate_of(tmp_path / "run")
     record_property("certificate", stored)
     assert stored["verdict"] == "failed"
