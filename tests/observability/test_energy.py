@@ -1,4 +1,4 @@
-"""The arithmetic of the energy meter on a counter and a clock that the test moves, and where there is no counter."""
+"""The energy meter with a made-up counter and clock, and without a counter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.documented_metrics import DOCUMENTED
 
 
 class Board:
-    """A GPU of constant power whose time the test lets pass."""
+    """Stand in for a GPU of constant power. `wait` advances the clock and the energy counter."""
 
     def __init__(self, watts: float, monkeypatch: pytest.MonkeyPatch) -> None:
         self.watts, self.now_s, self.energy_j = watts, 100.0, 5e6
@@ -25,7 +25,7 @@ class Board:
 
 def test_energy_per_token_power_and_total(monkeypatch) -> None:
     board = Board(600.0, monkeypatch)
-    board.wait(50)  # before training: in no interval
+    board.wait(50)  # before training, so not counted
     board.meter.restart(0)
     board.wait(10)
     expected = {"energy_j_per_million_tokens": 6000 / 0.06, "gpu_power_w": 600.0, "energy_j": 36_000.0}
@@ -37,7 +37,7 @@ def test_energy_per_token_power_and_total(monkeypatch) -> None:
     assert board.meter.read({3: 10_000}) == pytest.approx(expected)
 
 
-def test_steps_of_an_interval_that_is_too_short_count_in_the_next(monkeypatch) -> None:
+def test_too_short_interval_is_added_to_the_next(monkeypatch) -> None:
     board = Board(400.0, monkeypatch)
     board.wait(0.4)
     assert board.meter.read({1: 1000}) == {}
@@ -46,5 +46,5 @@ def test_steps_of_an_interval_that_is_too_short_count_in_the_next(monkeypatch) -
     assert board.meter.read({2: 2000}) == pytest.approx(expected)
 
 
-def test_a_machine_without_a_counter_has_no_figures() -> None:
+def test_machine_without_a_counter_has_no_figures() -> None:
     assert nvml.EnergyMeter(Accelerator(cpu=True)).read({1: 1000}) == {}

@@ -1,4 +1,4 @@
-"""Kernel names seen in profiles of one H200 (and of other libraries and GPUs), and what they are."""
+"""Kernel names from profiles of an H200, from other libraries and GPUs, and the class of each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llm_fp8.observability.kernel_trace import (
 from tests.support.recorded_kernels import finished_profile
 
 GEMMS = {
-    # seen: cuBLAS 13 on an H200, for Transformer Engine, torchao and PyTorch
+    # names from profiles: cuBLAS 13 on an H200, for Transformer Engine, torchao and PyTorch
     "nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_TNT": "fp8",
     "nvjet_sm90_qrtst_96x128_128x7_2x1_v_bz_coopA_algo2_TNN": "fp8",
     "nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_coopA_algo2_Ablk128_Bvec128_TNN": "fp8",
@@ -26,7 +26,7 @@ GEMMS = {
     "execute_kernel__5x_cublas": "fp32",
     "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x32_8x5_nn_align1>(cutlass_80_simt_sgemm_128x32_8x5_"
     "nn_align1::Params)": "fp32",
-    # as other versions and GPUs name theirs
+    # names of other versions and for other GPUs
     "nvjet_qqtst_128x128_128x6_2x1_v_bz_TNT": "fp8",
     "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NTN": "fp16",
     "nvjet_sm100_qqtst_128x256_128x6_2x1_2cta_v_bz_Avec32UE8M0_Bvec32UE8M0_TNT": "fp8",
@@ -69,7 +69,7 @@ NO_GEMMS = {
     "attn::RaggedOffsetMultipliers)": "attention",
     "void transformer_engine::kv_cache::convert_thd_to_bshd_kernel<__nv_bfloat16>(__nv_bfloat16*, __nv_bfloat16*, "
     "int*, int, int, int, int)": "attention",
-    # as the operators of flash-attn 3 name theirs
+    # names of flash-attn 3
     "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<flash::CollectiveMainloopFwdSm90<2, "
     "cute::tuple<cute::C<1>, cute::C<1>, cute::C<1> >, cute::tuple<cute::C<128>, cute::C<128>, cute::C<128> >, 128, "
     "cutlass::bfloat16_t, float, cutlass::arch::Sm90, true> > > >": "attention",
@@ -127,13 +127,13 @@ NO_GEMMS = {
 
 
 @pytest.mark.parametrize("name", GEMMS)
-def test_operands_of_a_gemm(name):
+def test_gemm_kind_is_the_operand_type(name):
     assert kernel_class(name) == "gemm"
     assert gemm_kind(name) == GEMMS[name]
 
 
 @pytest.mark.parametrize("name", NO_GEMMS)
-def test_class_of_a_kernel(name):
+def test_kernel_class_of_other_kernels(name):
     assert kernel_class(name) == NO_GEMMS[name]
     assert gemm_kind(name) is None
 
@@ -144,13 +144,13 @@ STEP = {
     "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT": (2, 0.005362),
     "_update_kernel": (98, 0.006691),
 }
-"""A part of a step of Llama-3.2-1B in fp8 on an H200: how often each kernel ran, and for how many seconds."""
+"""Some kernels of an fp8 step of Llama-3.2-1B on an H200: name -> number of launches and seconds."""
 
 
-def test_time_is_added_up_by_class_and_by_operand_type():
+def test_time_is_summed_by_class_and_by_operand_type():
     by_class = time_by_class(STEP)
     assert {name: kernels.count for name, kernels in by_class.items()} == {"gemm": 258, "optimizer": 98}
-    assert list(by_class) == ["gemm", "optimizer"], "the longest first"
+    assert list(by_class) == ["gemm", "optimizer"], "the class with the most time comes first"
     assert by_class["gemm"].time_s == pytest.approx(0.020569)
     gemms = [name for name in STEP if name.startswith("nvjet")]
     assert list(by_class["gemm"].names) == sorted(gemms, key=lambda name: -STEP[name][1])
@@ -159,7 +159,7 @@ def test_time_is_added_up_by_class_and_by_operand_type():
     assert kinds["fp8"].time_s == pytest.approx(0.015207)
 
 
-def test_of_a_profile_only_what_the_gpu_ran_counts():
+def test_annotations_of_a_profile_do_not_count_as_kernels():
     profile = finished_profile(
         ("Memset (Device)", 0, 10), ("Memset (Device)", 20, 25), annotations=(("Optimizer.step#AdamW.step", 0, 100),)
     )

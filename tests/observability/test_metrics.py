@@ -1,4 +1,4 @@
-"""Speeds, peaks, and the keys' table in docs/monitoring.md."""
+"""Speeds, peak TFLOP/s of GPUs, and the metrics of docs/monitoring.md."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_speed_is_per_second_and_per_gpu() -> None:
     assert figures.keys() <= DOCUMENTED.keys()
 
 
-def test_utilisation_is_given_only_where_it_means_something() -> None:
+def test_mfu_needs_a_known_peak_and_fp8_mfu_an_fp8_run() -> None:
     size = DecoderSize(10**6, 1, 8)
     tokens = StepTokens(16, 16, 16, 256)
 
@@ -62,7 +62,7 @@ def test_utilisation_is_given_only_where_it_means_something() -> None:
         ("NVIDIA A100 80GB PCIe", 312.0, None),
     ],
 )
-def test_peaks_are_dense(name: str, bf16: float, fp8: float | None) -> None:
+def test_peaks_are_those_without_sparsity(name: str, bf16: float, fp8: float | None) -> None:
     peak = peak_tflops(name)
     assert peak is not None and (peak.bf16, peak.fp8) == (bf16, fp8)
 
@@ -72,7 +72,7 @@ def test_every_documented_metric_is_in_the_code(key: str) -> None:
     assert any(re.search(rf"\b{key}\b", path.read_text()) for path in PACKAGE.rglob("*.py"))
 
 
-def test_a_gpu_that_is_full_in_later_steps_is_said():
+def test_full_gpu_is_described_if_it_happens_after_the_first_steps():
     steps = [{"num_alloc_retries": count} for count in (0, 2, 2, 3, 5, 5)]
     assert "the GPU was full 2 times in 3 steps" in describe_full_gpu(steps)
     assert describe_full_gpu(steps[:3]) is None is describe_full_gpu([{"loss": 1.0}])

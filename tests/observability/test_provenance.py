@@ -1,4 +1,4 @@
-"""What run.json says about code and machine."""
+"""The record of code and machine in run.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def git(folder: Path, *arguments: str) -> str:
     ).stdout.strip()
 
 
-def test_the_command_is_that_of_the_repository_s_root(monkeypatch, tmp_path) -> None:
+def test_command_is_relative_to_the_repository(monkeypatch, tmp_path) -> None:
     words = [str(REPOSITORY / "scripts" / "x.py"), "--json", "/tmp/y"]
     assert collect_provenance(words)["command"] == ["scripts/x.py", "--json", "/tmp/y"]
     monkeypatch.chdir(REPOSITORY / "scripts")
@@ -28,10 +28,10 @@ def test_the_command_is_that_of_the_repository_s_root(monkeypatch, tmp_path) -> 
 
 
 @pytest.mark.slow
-def test_git_state_tells_a_clean_commit_from_a_changed_one(tmp_path: Path) -> None:
+def test_git_state_has_the_commit_and_whether_files_changed(tmp_path: Path) -> None:
     assert git_state(tmp_path) is None
     git(tmp_path, "init", "-q")
-    assert git_state(tmp_path) is None  # nothing committed
+    assert git_state(tmp_path) is None  # no commit yet
     (tmp_path / "file.txt").write_text("one")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-qm", "first")
@@ -41,7 +41,7 @@ def test_git_state_tells_a_clean_commit_from_a_changed_one(tmp_path: Path) -> No
     assert git_state(tmp_path) == {"commit": commit, "dirty": True}
 
 
-def test_of_the_environment_only_what_steers_the_gpu_is_kept_and_no_secret() -> None:
+def test_environment_has_gpu_variables_and_no_secrets() -> None:
     environment = {
         "NVTE_DEBUG": "1",
         "CUDA_VISIBLE_DEVICES": "0",

@@ -1,6 +1,4 @@
-"""Numbers handed to the reporter, read back from every place they should have reached, with each tracker's own
-reader.
-"""
+"""The reporter: its numbers are read back from every file and tracker to which it writes them."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ RUN_SECTIONS = {
 TOTAL_STEPS = 40
 
 
-def a_step(step: int) -> dict[str, float]:
+def step_record(step: int) -> dict[str, float]:
     return {
         "step": step,
         "loss": 3.0 / step,
@@ -52,75 +50,75 @@ def a_step(step: int) -> dict[str, float]:
     }
 
 
-def a_config(folder: Path, *arguments: str) -> Config:
+def make_config(folder: Path, *arguments: str) -> Config:
     return parse_config(["--output_dir", str(folder), *arguments])
 
 
-def a_reporter(config: Config, resume_step: int = 0) -> RunReporter:
+def make_reporter(config: Config, resume_step: int = 0) -> RunReporter:
     is_main, folder = Accelerator(cpu=True).is_main_process, Path(config.run.output_dir)
     reporter = RunReporter(is_main, config, folder, TOTAL_STEPS, resume_step, resume_step >= TOTAL_STEPS)
     reporter.start_trackers({"config": config.to_dict(), **RUN_SECTIONS, "provenance": PROVENANCE})
     return reporter
 
 
-def report(reporter: RunReporter, steps: list[dict[str, float]]) -> None:
+def report_steps(reporter: RunReporter, steps: list[dict[str, float]]) -> None:
     for record in steps:
         reporter.step(record)
 
 
-def an_evaluation(step: int) -> dict[str, float]:
+def evaluation_record(step: int) -> dict[str, float]:
     return {"step": step, "eval_loss": 2.0, "eval_perplexity": math.exp(2.0)}
 
 
-def test_metrics_and_summary_hold_what_was_reported(tmp_path: Path) -> None:
-    config = a_config(tmp_path / "run")
-    with a_reporter(config) as reporter:
-        report(reporter, [a_step(1), a_step(2)])
-        reporter.evaluation(an_evaluation(2))
-        # A line is on disk as soon as it is reported: a run that is killed loses nothing.
-        assert records(tmp_path / "run") == [a_step(1), a_step(2), an_evaluation(2)]
-        reporter.step(a_step(3))
+def test_metrics_and_summary_have_every_reported_number(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "run")
+    with make_reporter(config) as reporter:
+        report_steps(reporter, [step_record(1), step_record(2)])
+        reporter.evaluation(evaluation_record(2))
+        # Each line is on disk at once, so a killed run loses none.
+        assert records(tmp_path / "run") == [step_record(1), step_record(2), evaluation_record(2)]
+        reporter.step(step_record(3))
         returned = reporter.finish({"stopped": "end of data"})
-    assert records(tmp_path / "run") == [a_step(1), a_step(2), an_evaluation(2), a_step(3)]
+    assert records(tmp_path / "run") == [step_record(1), step_record(2), evaluation_record(2), step_record(3)]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary == returned
     assert (summary["steps"], summary["total_steps"], summary["stopped"]) == (3, TOTAL_STEPS, "end of data")
-    assert summary["last_step"] == a_step(3) and summary["last_evaluation"] == an_evaluation(2)
+    assert summary["last_step"] == step_record(3) and summary["last_evaluation"] == evaluation_record(2)
 
 
-def test_a_resumed_run_takes_back_the_steps_after_its_checkpoint(tmp_path: Path) -> None:
-    config = a_config(tmp_path)
-    with a_reporter(config) as reporter:
-        report(reporter, [a_step(1), a_step(2)])
-        reporter.evaluation(an_evaluation(2))
-        reporter.step(a_step(3))
+def test_resumed_run_drops_the_steps_after_its_checkpoint(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    with make_reporter(config) as reporter:
+        report_steps(reporter, [step_record(1), step_record(2)])
+        reporter.evaluation(evaluation_record(2))
+        reporter.step(step_record(3))
         reporter.finish({})
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "lo')  # killed in the middle of a line
     reset_accelerator()
-    with a_reporter(config, resume_step=2) as reporter:
-        assert records(tmp_path) == [a_step(1), a_step(2), an_evaluation(2)]
-        assert not (tmp_path / "summary.json").exists(), "killed now, the run would pass for a finished one"
-        reporter.step(a_step(3) | {"loss": 9.0})
-    assert records(tmp_path) == [a_step(1), a_step(2), an_evaluation(2), a_step(3) | {"loss": 9.0}]
+    with make_reporter(config, resume_step=2) as reporter:
+        assert records(tmp_path) == [step_record(1), step_record(2), evaluation_record(2)]
+        assert not (tmp_path / "summary.json").exists(), "with it, a run killed now would look finished"
+        reporter.step(step_record(3) | {"loss": 9.0})
+    assert records(tmp_path) == [step_record(1), step_record(2), evaluation_record(2), step_record(3) | {"loss": 9.0}]
 
 
-def test_the_summary_is_made_from_the_steps_of_its_own_process(tmp_path: Path) -> None:
-    config = a_config(tmp_path)
-    with a_reporter(config) as reporter:
-        report(reporter, [a_step(step) | {"energy_j": 1.0} for step in range(1, 5)])
+def test_summary_uses_only_the_steps_since_the_resume(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    with make_reporter(config) as reporter:
+        report_steps(reporter, [step_record(step) | {"energy_j": 1.0} for step in range(1, 5)])
     reset_accelerator()
-    steps = [a_step(step) | {"energy_j": float(step)} for step in range(3, 9)]
-    with a_reporter(config, resume_step=2) as reporter:
-        report(reporter, steps[:3])
-        reporter.evaluation(an_evaluation(5))
-        report(reporter, steps[3:])
+    steps = [step_record(step) | {"energy_j": float(step)} for step in range(3, 9)]
+    with make_reporter(config, resume_step=2) as reporter:
+        report_steps(reporter, steps[:3])
+        reporter.evaluation(evaluation_record(5))
+        report_steps(reporter, steps[3:])
         summary = reporter.finish({})
     assert summary["throughput"] == throughput_summary(steps) and summary["throughput"]["num_steps_left_out"] == 3
     assert summary["energy_j"] == 8.0 and summary["last_step"] == steps[-1]
 
 
-def test_a_metrics_file_that_is_something_else_is_not_cut(tmp_path: Path) -> None:
+def test_invalid_metrics_file_is_refused_and_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\nnot json\n{"step": 2}\n')
     with pytest.raises(UserError, match="metrics.jsonl"):
@@ -129,24 +127,24 @@ def test_a_metrics_file_that_is_something_else_is_not_cut(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_wandb_offline_holds_the_same_numbers_and_the_configuration(
+def test_offline_wandb_run_has_the_same_numbers_and_the_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import wandb
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder = tmp_path / "first"
-    config = a_config(
+    config = make_config(
         folder, "--use_wandb", "--wandb_project", "project", "--wandb_run_name", "a name", "--learning_rate", "3e-4"
     )
-    with a_reporter(config) as reporter:
-        # Enough steps for the file to run over a block of 32 KiB, where records are split.
-        steps = [a_step(step) for step in range(1, TOTAL_STEPS + 1)]
-        report(reporter, steps[:20])
-        report(reporter, steps[20:])
-        reporter.evaluation(an_evaluation(TOTAL_STEPS))
+    with make_reporter(config) as reporter:
+        # Enough steps for more than one block of 32 KiB, because the file splits records between blocks.
+        steps = [step_record(step) for step in range(1, TOTAL_STEPS + 1)]
+        report_steps(reporter, steps[:20])
+        report_steps(reporter, steps[20:])
+        reporter.evaluation(evaluation_record(TOTAL_STEPS))
         reporter.finish({"stopped_by": None, "certificate": {"verdict": "fp8", "gemms": {"fp8": 7}}})
-    # W&B's service writes the file behind our back; a process that ends waits for it, and so does this.
+    # W&B's own process writes the file. Wait until it ends.
     wandb.teardown()
     stored = only_wandb_run(folder)
 
@@ -185,16 +183,16 @@ def test_wandb_offline_holds_the_same_numbers_and_the_configuration(
 
 
 @pytest.mark.slow
-def test_a_resumed_training_continues_its_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_run_continues_its_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
     monkeypatch.setenv("WANDB_MODE", "offline")
-    config = a_config(tmp_path, "--use_wandb")
-    for first, last in ((1, 8), (5, 6), (5, 10)):  # killed after step 8, and after it has taken two steps again
+    config = make_config(tmp_path, "--use_wandb")
+    for first, last in ((1, 8), (5, 6), (5, 10)):  # killed after step 8, and again after it repeated steps 5 and 6
         reset_accelerator()
-        with contextlib.suppress(KeyboardInterrupt), a_reporter(config, first - 1) as reporter:
-            report(reporter, [a_step(step) for step in range(first, last + 1)])
-            reporter.evaluation(an_evaluation(last))
+        with contextlib.suppress(KeyboardInterrupt), make_reporter(config, first - 1) as reporter:
+            report_steps(reporter, [step_record(step) for step in range(first, last + 1)])
+            reporter.evaluation(evaluation_record(last))
             if last < 10:
                 raise KeyboardInterrupt
             reporter.finish({})
@@ -206,8 +204,8 @@ def test_a_resumed_training_continues_its_wandb_run(tmp_path: Path, monkeypatch:
     assert [row["step"] for row in rows if "eval_loss" in row] == [8, 10]
 
 
-def test_a_wandb_that_fails_ends_its_part_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """As on a full disk: neither the run fails nor does each line of W&B's log print a traceback."""
+def test_failure_of_wandb_does_not_end_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A full disk is made up. The lines of W&B's log must not print tracebacks either."""
     import wandb
 
     def full(*_: object, **__: object) -> None:
@@ -219,9 +217,9 @@ def test_a_wandb_that_fails_ends_its_part_alone(tmp_path: Path, capfd: pytest.Ca
     logging.getLogger("full").setLevel("INFO")
     started = mock.patch.object(wandb, "init", lambda **_: mock.MagicMock(id="abc", log=full))
     with started, mock.patch.object(WandBTracker, "store_init_configuration"):
-        reporter = a_reporter(a_config(tmp_path, "--use_wandb"))
+        reporter = make_reporter(make_config(tmp_path, "--use_wandb"))
     with reporter:
-        report(reporter, [a_step(1), a_step(2)])
+        report_steps(reporter, [step_record(1), step_record(2)])
         assert reporter.finish({})["steps"] == 2
     handler.stream = None
     printed = capfd.readouterr()
@@ -229,9 +227,7 @@ def test_a_wandb_that_fails_ends_its_part_alone(tmp_path: Path, capfd: pytest.Ca
 
 
 @pytest.mark.slow
-def test_whether_wandb_can_work_is_known_before_anything_is_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_login_is_checked_in_advance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
@@ -247,17 +243,17 @@ def test_whether_wandb_can_work_is_known_before_anything_is_trained(
             require_wandb_login("--use_wandb")
 
 
-def test_other_trackers_get_options_logged_steps_and_evaluations_in_one_run(tmp_path: Path) -> None:
-    """TensorBoard's own reader reads what Accelerate's class wrote, through a kill after step 6 and a resume."""
+def test_tensorboard_has_options_logged_steps_and_evaluations_in_one_run(tmp_path: Path) -> None:
+    """The run is killed after step 6 and resumed. TensorBoard's own reader then reads both parts."""
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    config = a_config(tmp_path, "--report_to", "tensorboard,none", "--log_every", "2")
+    config = make_config(tmp_path, "--report_to", "tensorboard,none", "--log_every", "2")
     for first, last in ((1, 6), (5, 9)):
         reset_accelerator()
-        with contextlib.suppress(KeyboardInterrupt), a_reporter(config, first - 1) as reporter:
-            report(reporter, [a_step(step) for step in range(first, last + 1)])
+        with contextlib.suppress(KeyboardInterrupt), make_reporter(config, first - 1) as reporter:
+            report_steps(reporter, [step_record(step) for step in range(first, last + 1)])
             if last == 6:
                 raise KeyboardInterrupt
-            reporter.evaluation(an_evaluation(last))
+            reporter.evaluation(evaluation_record(last))
             reporter.finish({})
     folder = tmp_path / "tensorboard" / "llm-fp8"
     events = reader.EventAccumulator(str(folder)).Reload()
@@ -268,7 +264,7 @@ def test_other_trackers_get_options_logged_steps_and_evaluations_in_one_run(tmp_
     assert options["run.log_every"] == 2 and options["precision_name"] == "fp8 delayed"
 
 
-def test_a_tracker_that_is_unknown_or_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_or_missing_tracker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="--report_to: 'tensorbord' is not among .*tensorboard"):
         require_trackers(("tensorbord",))
     monkeypatch.setattr(trackers, "get_available_trackers", list)
@@ -276,11 +272,11 @@ def test_a_tracker_that_is_unknown_or_not_installed_is_refused(monkeypatch: pyte
         require_trackers(("mlflow",))
 
 
-def test_a_log_file_gets_a_plain_line_every_log_every_steps() -> None:
+def test_log_file_has_a_plain_line_every_log_every_steps() -> None:
     out = io.StringIO()
     display = ProgressDisplay(total_steps=25, log_every=10, stream=out)
     for step in range(1, 26):
-        display.step(a_step(step))
+        display.step(step_record(step))
     display.print("a line")
     display.close()
     lines = out.getvalue().splitlines()
@@ -288,20 +284,20 @@ def test_a_log_file_gets_a_plain_line_every_log_every_steps() -> None:
     assert lines[1].endswith("0:00:04 left") and lines[-1] == "a line"
 
 
-def test_a_terminal_gets_a_bar_and_lines_above_it() -> None:
+def test_terminal_has_a_progress_bar_and_lines_above_it() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
     out = Terminal()
     display = ProgressDisplay(total_steps=25, first_step=10, log_every=10, stream=out)
-    display.step(a_step(11))
+    display.step(step_record(11))
     display.print("a line")
     display.close()
     assert "step 11/25  loss 0.2727" in out.getvalue() and "a line\n" in out.getvalue()
 
 
-def test_medians_leave_the_first_steps_out() -> None:
+def test_medians_ignore_the_first_steps() -> None:
     slow_start = [{"step": n, "step_time_s": 5.0, "tokens_per_s": 10.0} for n in range(1, 11)]
     steady = [{"step": 10 + n, "step_time_s": 0.1 * n, "tokens_per_s": 100.0 * n} for n in range(1, 16)]
     summary = throughput_summary(slow_start + steady)

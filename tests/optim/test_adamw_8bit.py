@@ -1,6 +1,4 @@
-"""Codes and steps of EightBitAdamW against torchao's own functions; stochastic rounding; what a run and its
-resumption give.
-"""
+"""EightBitAdamW: its codes and steps compared with torchao's functions, stochastic rounding, and sharded updates."""
 
 import numpy as np
 import pytest
@@ -29,13 +27,15 @@ SIGNS = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigne
 
 
 def neighbours(numbers, reach):
-    """Each number and the `reach` fp32 numbers on either side of it."""
+    """Return each number with the `reach` nearest fp32 numbers on either side of it."""
     steps = torch.arange(-reach, reach + 1, dtype=torch.int32)
     return (numbers.view(torch.int32)[:, None] + steps).view(torch.float32).flatten()
 
 
 def dense_numbers(signed):
-    """Numbers from -1 or 0 to 1: all around every value and every middle, all magnitudes, and evenly spaced."""
+    """Return fp32 numbers from -1 (unsigned: 0) to 1: neighbours of every value and of every midpoint between values,
+    numbers of all magnitudes, and evenly spaced ones.
+    """
     values = code_values(signed)
     middles = (values[1:] + values[:-1]) / 2
     generator = torch.Generator().manual_seed(0)
@@ -47,7 +47,7 @@ def dense_numbers(signed):
 
 
 @SIGNS
-def test_values_and_codes_equal_torchaos(signed):
+def test_values_and_codes_equal_those_of_torchao(signed):
     torchao = pytest.importorskip("torchao.optim.quant_utils")
     values = torch.tensor(torchao.create_dynamic_map(signed))
     assert torch.equal(code_values(signed), values)
@@ -58,7 +58,7 @@ def test_values_and_codes_equal_torchaos(signed):
 
 
 @SIGNS
-def test_blocks_are_encoded_and_decoded_as_torchao_does(signed):
+def test_encoded_and_decoded_blocks_equal_those_of_torchao(signed):
     torchao = pytest.importorskip("torchao.optim.quant_utils")
     generator = torch.Generator().manual_seed(1)
     numbers = torch.randn(4000, CODE_BLOCK, generator=generator)
@@ -75,48 +75,48 @@ def test_blocks_are_encoded_and_decoded_as_torchao_does(signed):
     decoded, theirs = decode(codes, scale, signed), torchao.dequant_with_qmap(codes, code_values(signed), scale)
     not_zero = theirs != 0
     assert torch.equal(decoded[not_zero], theirs[not_zero])
-    if not signed:  # not zero, which AdamW would divide by
+    if not signed:  # decoded as a positive number, because AdamW divides by its root
         largest = code_limits(code_values(False))[1] * scale.repeat_interleave(CODE_BLOCK)[~not_zero]
         assert torch.equal(decoded[~not_zero], largest) and bool((numbers[~not_zero] <= largest * 1.0001).all())
 
 
 def test_random_bits_follow_the_documented_hash():
-    """In numpy, whose uint32 wraps; counted on from any even element."""
+    """The hash is computed in numpy, whose uint32 wraps around. The bits may start at any even element."""
     first, second = rounding_key(42, 3, 5)
     with np.errstate(over="ignore"):
         x = np.arange(5000, dtype=np.uint32) * np.uint32(0x9E3779B9) + np.array(first, np.int32).astype(np.uint32)
         x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
         x = (x ^ (x >> np.uint32(15)) ^ np.array(second, np.int32).astype(np.uint32)) * np.uint32(0x846CA68B)
     x ^= x >> np.uint32(16)
-    want = np.stack([x & np.uint32(0xFFFF), x >> np.uint32(16)], axis=1).reshape(-1)
-    assert np.array_equal(rounding_bits((first, second), 0, 10_000, CPU).numpy(), want)
-    assert np.array_equal(rounding_bits((first, second), 4_000, 777, CPU).numpy(), want[4_000:4_777])
+    expected = np.stack([x & np.uint32(0xFFFF), x >> np.uint32(16)], axis=1).reshape(-1)
+    assert np.array_equal(rounding_bits((first, second), 0, 10_000, CPU).numpy(), expected)
+    assert np.array_equal(rounding_bits((first, second), 4_000, 777, CPU).numpy(), expected[4_000:4_777])
 
 
 def test_rounding_keeps_bf16_numbers_nan_and_infinity():
     numbers = torch.tensor([0.0, -0.0, 1.0, -0.15625, torch.inf, -torch.inf])
     highest = torch.full((6,), 0xFFFF, dtype=torch.int32)
     assert torch.equal(round_stochastically(numbers, highest).float().view(torch.int32), numbers.view(torch.int32))
-    of_gpu_and_cpu = torch.tensor([0x7FFFFFFF, 0x7FC00000, -0x400000], dtype=torch.int32).view(torch.float32)
-    assert round_stochastically(of_gpu_and_cpu, highest[:3]).isnan().all()
+    nans = torch.tensor([0x7FFFFFFF, 0x7FC00000, -0x400000], dtype=torch.int32).view(torch.float32)
+    assert round_stochastically(nans, highest[:3]).isnan().all()
 
 
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 SHAPES = {"codes": (64, 128), "odd": (127, 65), "bias": (300,)}
 
 
-def drawn(shape, seed, scale):
+def random_tensor(shape, seed, scale):
     return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def make(dtype=torch.bfloat16, **options):
-    parameters = {name: Parameter(drawn(shape, 0, 0.02).to(dtype)) for name, shape in SHAPES.items()}
+    parameters = {name: Parameter(random_tensor(shape, 0, 0.02).to(dtype)) for name, shape in SHAPES.items()}
     return parameters, EightBitAdamW(parameters.values(), **{**OPTIONS, **options})
 
 
 def set_gradients(parameters, step):
     for number, parameter in enumerate(parameters.values()):
-        parameter.grad = (drawn(parameter.shape, 100 * step + number, 1e-3) + 3e-4).to(parameter.dtype)
+        parameter.grad = (random_tensor(parameter.shape, 100 * step + number, 1e-3) + 3e-4).to(parameter.dtype)
 
 
 def train(parameters, optimizer, steps):
@@ -126,8 +126,8 @@ def train(parameters, optimizer, steps):
 
 
 @pytest.mark.slow
-def test_a_step_equals_torchaos():
-    """Moments, scales and the number that is rounded, by torchao's functions, in the middle of a run."""
+def test_step_equals_that_of_torchao():
+    """torchao computes the moments, the scales and the weight before rounding, for the fourth step of a run."""
     adam = pytest.importorskip("torchao.optim.adam")
     subclass = pytest.importorskip("torchao.optim.subclass_8bit")
     parameters, optimizer = make()
@@ -147,9 +147,9 @@ def test_a_step_equals_torchaos():
 
     for name, their in zip(("exp_avg", "exp_avg_sq"), theirs, strict=True):
         torch.testing.assert_close(state[f"{name}_scale"], their.scale, rtol=1e-6, atol=0)
-        apart = (state[name].int() - their.codes.int()).abs()
-        assert apart.max() <= 1 and (apart != 0).float().mean() < 1e-3, name
-    # One of both neighbours in bf16 of a number that differs from torchao's by fp32's rounding.
+        difference = (state[name].int() - their.codes.int()).abs()
+        assert difference.max() <= 1 and (difference != 0).float().mean() < 1e-3, name
+    # The weight is one of the two bf16 neighbours of torchao's fp32 number, which may differ by fp32's rounding.
     below = (exact.view(torch.int32) & ~0xFFFF).view(torch.float32)
     ulps = (weight.detach().float() - below).abs() / (2.0 ** (exact.abs().log2().floor() - 7))
     assert ((ulps == 0) | (ulps == 1)).float().mean() > 0.999 and ulps.max() <= 2
@@ -158,56 +158,56 @@ def test_a_step_equals_torchaos():
     assert ((away >= 0x10000) == (ulps > 0.5)).float().mean() > 0.999
 
 
-def test_rarely_updated_rows_move_as_under_fp32_adamw():
-    """An embedding's rows in one block, some of them with small gradients now and then beside large ones."""
+def test_rarely_updated_rows_move_about_as_far_as_under_fp32_adamw():
+    """The rows are like an embedding's: one block has some rows with rare, small gradients and some with large ones."""
     generator = torch.Generator().manual_seed(0)
     size = 10 ** torch.empty(64, 128).uniform_(-6, 0, generator=generator)
-    seen = torch.rand(64, 1, generator=generator) ** 3
+    frequency = torch.rand(64, 1, generator=generator) ** 3
     weights = [Parameter(torch.zeros(64, 128)) for _ in range(2)]
     options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
     optimizers = [EightBitAdamW(weights[:1], **options), torch.optim.AdamW(weights[1:], **options)]
-    farthest = [0.0, 0.0]
+    largest_steps = [0.0, 0.0]
     for _ in range(300):
-        drawn_now = (torch.rand(64, 1, generator=generator) < seen) * size
-        gradient = drawn_now * torch.randn(64, 128, generator=generator)
+        is_updated = torch.rand(64, 1, generator=generator) < frequency
+        gradient = is_updated * size * torch.randn(64, 128, generator=generator)
         for number, (weight, optimizer) in enumerate(zip(weights, optimizers, strict=True)):
             before = weight.detach().clone()
             weight.grad = gradient.clone()
             optimizer.step()
-            farthest[number] = max(farthest[number], float((weight.detach() - before).abs().max()) / 1e-3)
-    assert farthest[0] < 1.5 * farthest[1] < 15
+            largest_steps[number] = max(largest_steps[number], float((weight.detach() - before).abs().max()) / 1e-3)
+    assert largest_steps[0] < 1.5 * largest_steps[1] < 15
 
 
 @pytest.mark.slow
-def test_all_ranks_round_alike_and_seeds_differ():
-    """No generator is asked, so replicas stay equal, and none is moved on."""
-    ends = []
+def test_rounding_is_the_same_on_all_ranks_and_depends_on_the_seed():
+    """Rounding neither uses nor advances torch's generator, so replicas stay equal."""
+    results = []
     for generator_seed, seed in ((1, 0), (2, 0), (2, 9)):
         torch.manual_seed(generator_seed)
         before = torch.get_rng_state()
         parameters, optimizer = make(seed=seed)
         train(parameters, optimizer, range(4))
         assert torch.equal(torch.get_rng_state(), before)
-        ends.append(parameters)
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in SHAPES)
-    assert not torch.equal(ends[0]["codes"], ends[2]["codes"])
+        results.append(parameters)
+    assert all(torch.equal(results[0][name], results[1][name]) for name in SHAPES)
+    assert not torch.equal(results[0]["codes"], results[2]["codes"])
 
 
 @pytest.mark.parametrize("shape", [(6, 3, 256), (9, 512), (128, 96)])
-def test_a_shard_is_updated_as_the_rows_of_the_whole(shape):
-    """Where rows are whole blocks; others have fp32 moments. The second of two ranks has the last rows."""
+def test_shard_is_updated_as_the_rows_of_the_whole(shape):
+    """The shard is that of the second of two ranks. Only shapes whose rows are whole blocks have encoded moments."""
     dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (2,))
         first = -(-shape[0] // 2)
-        whole = Parameter(drawn(shape, 0, 0.02))
+        whole = Parameter(random_tensor(shape, 0, 0.02))
         local = whole.detach()[first:].clone()
         shard = Parameter(
             DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
         )
         optimizers = [EightBitAdamW([parameter], **OPTIONS) for parameter in (whole, shard)]
         for step in range(3):
-            whole.grad = drawn(shape, step + 1, 1e-2)
+            whole.grad = random_tensor(shape, step + 1, 1e-2)
             shard.grad = sharded_like(whole.grad[first:].clone(), shard.data)
             for optimizer in optimizers:
                 optimizer.step()

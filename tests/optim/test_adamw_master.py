@@ -1,4 +1,4 @@
-"""The exact split of fp32 masters, and MasterAdamW against AdamW in numpy and in torch."""
+"""The exact split of fp32 master weights, and MasterAdamW compared with AdamW in numpy and in torch."""
 
 import numpy as np
 import pytest
@@ -24,22 +24,22 @@ def bits(tensor):
 
 
 def edge_masters():
-    """Each upper half with lower halves at and around the tie: both signs, denormals, powers of two, infinities and
-    NaNs.
+    """Return every upper half with lower halves at and around the rounding tie. The numbers include both signs,
+    denormals, powers of two, infinities and NaNs.
     """
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32).repeat_interleave(len(LOWER_HALVES))
     return ((upper << 16) | torch.tensor(LOWER_HALVES, dtype=torch.int32).repeat(2**16)).view(torch.float32)
 
 
 def random_masters(count, seed=0):
-    """Numbers with random bits: all magnitudes alike."""
+    """Return numbers with random bits, so that all magnitudes are equally likely."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(-(2**31), 2**31, (count,), generator=generator).to(torch.int32).view(torch.float32)
     return torch.where(drawn.isnan(), 0.02, drawn)
 
 
 @pytest.mark.parametrize("masters", [edge_masters, lambda: random_masters(200_000)], ids=["edges", "random"])
-def test_the_split_keeps_every_bit_and_rounds_to_nearest(masters):
+def test_split_keeps_every_bit_and_rounds_to_nearest(masters):
     master = masters()
     weight, remainder = split_master(master)
     assert (weight.dtype, remainder.dtype) == (torch.bfloat16, torch.int16)
@@ -55,7 +55,7 @@ def test_the_split_keeps_every_bit_and_rounds_to_nearest(masters):
 
 
 class NumpyAdamW:
-    """AdamW on an fp32 master, one IEEE operation after another, with fp32 moments."""
+    """AdamW on fp32 master weights with fp32 moments, as a sequence of single IEEE operations."""
 
     def __init__(self, master):
         self.master, self.m, self.v = master.copy(), np.zeros_like(master), np.zeros_like(master)
@@ -71,7 +71,7 @@ class NumpyAdamW:
 
 @pytest.mark.parametrize("spread", ["weights of 0.02", "all magnitudes"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_with_fp32_moments_it_is_fp32_adamw_bit_for_bit(dtype, spread, monkeypatch):
+def test_update_with_fp32_moments_equals_fp32_adamw_bit_for_bit(dtype, spread, monkeypatch):
     monkeypatch.setattr(adamw, "CHUNK_ELEMENTS", 999)
     count = 5000
     generator = torch.Generator().manual_seed(1)
@@ -111,7 +111,7 @@ def master_of(optimizer, parameter):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_it_follows_torchs_adamw(dtype):
+def test_master_adamw_follows_torchs_adamw(dtype):
     ours, theirs = matrix(dtype), matrix(torch.float32)
     start = theirs.detach().clone()
     options = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -122,9 +122,9 @@ def test_it_follows_torchs_adamw(dtype):
             set_gradient(parameter, step)
             optimizer.step()
     master = master_of(optimizers[0], ours)
-    moved, wanted = master - start, theirs.detach() - start
-    # m in bf16 errs by up to 2^-9 a step, and these errors average out over steps.
-    assert (moved - wanted).norm() / wanted.norm() < 2e-3
+    change, expected_change = master - start, theirs.detach() - start
+    # The first moment in bf16 has an error of up to 2^-9 a step. These errors average out over steps.
+    assert (change - expected_change).norm() / expected_change.norm() < 2e-3
     if dtype == torch.bfloat16:
         assert torch.equal(ours.detach(), split_master(master)[0])
     state, theirs_state = optimizers[0].state[ours], optimizers[1].state[theirs]
@@ -151,7 +151,7 @@ def test_gradient_scale_equals_scaling_gradients_and_applies_to_one_step(dtype, 
 
 
 @pytest.mark.parametrize("shape", [(), (1000, 300)])
-def test_drawn_lower_bits_leave_the_weights_as_they_are_and_show_every_update_on_average(shape, monkeypatch):
+def test_drawn_lower_bits_do_not_change_bf16_weights_and_keep_updates_on_average(shape, monkeypatch):
     monkeypatch.setattr("llm_fp8.optim.adamw_master.PART_ELEMENTS", 2**16)
     generator = torch.Generator().manual_seed(0)
     weight = (0.2 * torch.randn(shape, generator=generator)).to(torch.bfloat16)
@@ -164,13 +164,13 @@ def test_drawn_lower_bits_leave_the_weights_as_they_are_and_show_every_update_on
     assert not remainder[weight == 0].any()
     if shape:
         update = 1e-4 * torch.randn(shape, generator=generator)
-        shown = split_master(master.detach() + update)[0].float() - weight.float()
-        assert float((update * shown).sum() / (update * update).sum()) == pytest.approx(1, abs=0.1)
-        shown = split_master(weight.float() + update)[0].float() - weight.float()
-        assert float((update * shown).sum() / (update * update).sum()) < 0.5, "what it is for"
+        visible_update = split_master(master.detach() + update)[0].float() - weight.float()
+        assert float((update * visible_update).sum() / (update * update).sum()) == pytest.approx(1, abs=0.1)
+        visible_update = split_master(weight.float() + update)[0].float() - weight.float()
+        assert float((update * visible_update).sum() / (update * update).sum()) < 0.5, "without drawn bits"
 
 
-def test_remainders_are_drawn_where_none_were_loaded():
+def test_remainders_are_drawn_if_none_were_loaded():
     stored = torch.tensor([5, 0, -7], dtype=torch.int16)
     loaded, bare, again = (Parameter(torch.tensor([0.1, 0.5, -3.3], dtype=torch.bfloat16)) for _ in range(3))
     give_remainder_(loaded)
@@ -184,7 +184,7 @@ def test_remainders_are_drawn_where_none_were_loaded():
     assert drawn[1].ne(0).all() and not torch.equal(drawn[1], drawn[2])
 
 
-def test_bits_that_were_loaded_stay():
+def test_drawing_keeps_lower_bits_that_were_loaded():
     loaded = Parameter(torch.tensor([0.1, 0.5, -3.3]))
     draw_lower_bits_([loaded], seed=0)
     assert torch.equal(loaded[[0, 2]], torch.tensor([0.1, -3.3])) and loaded[1] != 0.5

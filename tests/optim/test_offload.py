@@ -1,4 +1,4 @@
-"""State in host memory: the bits of the same optimizer without it, and checkpoints in both directions."""
+"""Optimizer state in host memory: training is bit-identical, and the largest parameters are offloaded first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.optimizer_state import assert_same_training, master_adamw
 pytestmark = pytest.mark.slow
 
 SHAPES = {"embedding": (64, 16), "head": (64, 16), "up": (48, 16), "down": (16, 47), "norm": (16,), "idle": (30, 16)}
-"""Pieces of 100 elements leave a rest in every matrix; `idle` never has a gradient, `head` is the embedding."""
+"""No matrix is a multiple of the 100 elements of a piece. `idle` never has a gradient. `head` is the embedding."""
 NUM_ELEMENTS = 64 * 16 + 48 * 16 + 16 * 47 + 16 + 30 * 16
 
 
@@ -41,7 +41,7 @@ def set_gradients(parameters, step):
     for name, parameter in parameters.items():
         if name != "idle":
             gradient = (1e-3 * (torch.randn(SHAPES[name], generator=generator) + 0.3)).to(parameter.dtype)
-            # One with other strides, and one that a step goes without.
+            # The gradient of `up` is transposed in memory. `down` has none in step 2.
             parameter.grad = gradient.t().contiguous().t() if name == "up" else gradient
     if step == 2:
         parameters["down"].grad = None
@@ -60,7 +60,7 @@ def train(parameters, optimizer, steps):
     ids=["bf16", "remainders", "fp32"],
 )
 @pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
-def test_offloading_changes_no_bit(share, remainders, dtype):
+def test_offloaded_training_is_bit_identical(share, remainders, dtype):
     plain, offloaded = make_parameters(dtype, remainders), make_parameters(dtype, remainders)
     optimizers = master_adamw(plain, 0.0), master_adamw(offloaded, share)
     assert [type(optimizer) for optimizer in optimizers] == [MasterAdamW, OffloadedMasterAdamW]
@@ -68,16 +68,16 @@ def test_offloading_changes_no_bit(share, remainders, dtype):
         train(plain, optimizers[0], steps)
         train(offloaded, optimizers[1], steps)
         assert_same_training(plain, optimizers[0], offloaded, optimizers[1])
-    assert not torch.equal(plain["up"], make_parameters(dtype)["up"]), "they have moved"
+    assert not torch.equal(plain["up"], make_parameters(dtype)["up"]), "the weights must change"
 
 
-def test_the_largest_are_offloaded_whole():
+def test_largest_parameters_are_offloaded_whole():
     parameters = make_parameters()
     in_order = list(dict.fromkeys(parameters.values()))
     by_size = [parameters[name] for name in ("embedding", "up", "down", "idle", "norm")]
     for share, count in ((1e-9, 1), (1024 / NUM_ELEMENTS, 1), (0.34, 2), (0.99, 4), (1.0, 5)):
         assert [id(p) for p in largest_first(in_order, share)] == [id(p) for p in by_size[:count]], share
         optimizer = master_adamw(parameters, share)
-        held = sum(parameter.numel() for parameter in by_size[:count])
-        assert optimizer.host_bytes == bytes_on_host(optimizer) == 8 * held >= 8 * share * NUM_ELEMENTS
+        num_offloaded = sum(parameter.numel() for parameter in by_size[:count])
+        assert optimizer.host_bytes == bytes_on_host(optimizer) == 8 * num_offloaded >= 8 * share * NUM_ELEMENTS
     assert bytes_on_host(master_adamw(parameters, 0.0)) == 0

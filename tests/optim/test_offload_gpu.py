@@ -1,4 +1,4 @@
-"""State in pinned host memory on a GPU: the bits of the optimizer without it, and memory."""
+"""Optimizer state in pinned host memory: training on a GPU is bit-identical, and needs less GPU memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_parameters(shapes=SHAPES):
     generator = torch.Generator("cuda").manual_seed(0)
     parameters = {}
     for name, shape in shapes.items():
-        # Not drawn apart: a weight of zero with a negative remainder would be NaN.
+        # Weight and remainder come from one number: a weight of zero with a negative remainder would be NaN.
         weight, remainder = split_master(0.02 * torch.randn(shape, generator=generator, device="cuda"))
         parameters[name] = Parameter(weight)
         give_remainder_(parameters[name])
@@ -44,11 +44,11 @@ def train(parameters, optimizer, steps):
 
 
 @pytest.mark.parametrize("share", [0.4, 1.0])
-def test_offloading_changes_no_bit(share, monkeypatch):
-    monkeypatch.setattr(offload, "PIECE_ELEMENTS", 2**20 - 48)  # ten pieces a step, the last of a matrix shorter
+def test_offloaded_training_is_bit_identical(share, monkeypatch):
+    monkeypatch.setattr(offload, "PIECE_ELEMENTS", 2**20 - 48)  # the last piece of a matrix is shorter
     plain, offloaded = make_parameters(), make_parameters()
     optimizers = master_adamw(plain, 0.0), master_adamw(offloaded, share)
-    for steps in (range(1), range(1, 5), range(5, 30)):  # read after one step, and after many without waiting between
+    for steps in (range(1), range(1, 5), range(5, 30)):  # steps of one loop are not synchronised
         train(plain, optimizers[0], steps)
         train(offloaded, optimizers[1], steps)
         assert_same_training(plain, optimizers[0], offloaded, optimizers[1])
@@ -57,8 +57,8 @@ def test_offloading_changes_no_bit(share, monkeypatch):
     assert all(tensor.is_cuda for tensor in state[offloaded["bias"]].values()) == (share < 1)
 
 
-def test_the_gpu_holds_only_state_that_is_not_offloaded():
-    """At rest and at the peak of a step, with the pieces of training."""
+def test_offloaded_state_needs_no_gpu_memory():
+    """GPU memory is measured between steps and at the peak of a step, with pieces of the real size."""
     shapes = {f"layer_{i}": (2**13, 2**12) for i in range(8)}
     count = sum(rows * columns for rows, columns in shapes.values())
     at_rest, peaks = {}, {}

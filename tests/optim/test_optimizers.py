@@ -1,4 +1,4 @@
-"""Parameter groups, schedules, what becomes of small updates, and optimizer state as tensors."""
+"""Parameter groups, learning-rate schedules, clipping, and optimizer state as named tensors."""
 
 import math
 from typing import get_args
@@ -70,8 +70,8 @@ def test_bytes_per_parameter_match_allocated_bytes(kind):
     optimizer = build_optimizer(OptimConfig(), kind, [("weight", parameter)])
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    held = [parameter, parameter.grad, *optimizer.state[parameter].values()]
-    allocated = sum(tensor.nbytes for tensor in held) / parameter.numel()
+    tensors = [parameter, parameter.grad, *optimizer.state[parameter].values()]
+    allocated = sum(tensor.nbytes for tensor in tensors) / parameter.numel()
     assert allocated == pytest.approx(OPTIMIZERS[kind].total_bytes, abs=0.01)
 
 
@@ -100,15 +100,17 @@ def test_schedule_values():
     assert learning_rate_factor(0, 1, 0, "cosine") == 1.0
 
 
-@pytest.mark.parametrize(("num_steps", "total", "want"), [(100, 10_000, 100), (100, 500, 50), (100, 9, 0), (0, 500, 0)])
-def test_warmup_is_at_most_a_tenth(num_steps, total, want):
-    assert effective_warmup_steps(num_steps, total) == want
+@pytest.mark.parametrize(
+    ("requested", "total", "expected"), [(100, 10_000, 100), (100, 500, 50), (100, 9, 0), (0, 500, 0)]
+)
+def test_warmup_is_at_most_a_tenth_of_the_steps(requested, total, expected):
+    assert effective_warmup_steps(requested, total) == expected
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant"])
 def test_scheduler_follows_the_function_and_resumes_anywhere(kind):
     config = OptimConfig(learning_rate=2e-4, lr_scheduler=kind, num_warmup_steps=100)
-    want = [2e-4 * learning_rate_factor(step, 50, 5, kind) for step in range(50)]
+    expected = [2e-4 * learning_rate_factor(step, 50, 5, kind) for step in range(50)]
 
     def learning_rates(completed):
         optimizer = build_optimizer(config, "adamw_fp32", named(TinyModel()))
@@ -121,10 +123,10 @@ def test_scheduler_follows_the_function_and_resumes_anywhere(kind):
         return rates
 
     for completed in (0, 1, 3, 30):
-        assert learning_rates(completed) == [pytest.approx([rate, rate]) for rate in want[completed:]]
+        assert learning_rates(completed) == [pytest.approx([rate, rate]) for rate in expected[completed:]]
 
 
-def fresh(config=None, seed=0, kind="adamw_fp32"):
+def make_model_and_optimizer(config=None, seed=0, kind="adamw_fp32"):
     model = TinyModel(seed).to(OPTIMIZERS[kind].parameter_dtype)
     return model, build_optimizer(config or OptimConfig(learning_rate=1e-2), kind, named(model))
 
@@ -132,7 +134,7 @@ def fresh(config=None, seed=0, kind="adamw_fp32"):
 STATE = {
     "adamw_fp32": ["step", "exp_avg", "exp_avg_sq"],
     "adamw_master": ["exp_avg", "exp_avg_sq", "remainder"],
-    "adamw_8bit": ["exp_avg", "exp_avg_sq"],  # of tensors this small; test_adamw_8bit.py has larger ones
+    "adamw_8bit": ["exp_avg", "exp_avg_sq"],  # small tensors are not encoded; test_adamw_8bit.py has larger ones
 }
 
 
@@ -146,7 +148,7 @@ def accelerator():
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_initialize_state_changes_nothing(wrapped, kind, accelerator):
     config = OptimConfig(learning_rate=1e-2, weight_decay=0.1)
-    model, optimizer = fresh(config, kind=kind)
+    model, optimizer = make_model_and_optimizer(config, kind=kind)
     model.linear.weight.grad = torch.ones_like(model.linear.weight)
     before = {name: parameter.detach().clone() for name, parameter in named(model)}
     initialize_state(accelerator.prepare_optimizer(optimizer) if wrapped else optimizer)
@@ -157,14 +159,14 @@ def test_initialize_state_changes_nothing(wrapped, kind, accelerator):
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-2]
     optimizer.zero_grad()
 
-    other, other_optimizer = fresh(config, kind=kind)
+    other, other_optimizer = make_model_and_optimizer(config, kind=kind)
     train(model, optimizer, 3)
     train(other, other_optimizer, 3)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def take_over(optimizer, named_parameters, stopped, stopped_parameters):
-    """Let `optimizer` and its parameters go on from `stopped` and its own, which have the same names."""
+def restore_state(optimizer, named_parameters, stopped, stopped_parameters):
+    """Copy weights and state from `stopped` and its parameters, which have the same names."""
     saved = optimizer_tensors(stopped, stopped_parameters)
     weights = dict(stopped_parameters)
     with torch.no_grad():
@@ -183,14 +185,14 @@ def take_over(optimizer, named_parameters, stopped, stopped_parameters):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", STATE)
 def test_resumed_run_is_the_uninterrupted_run(kind):
-    whole, whole_optimizer = fresh(kind=kind)
+    whole, whole_optimizer = make_model_and_optimizer(kind=kind)
     train(whole, whole_optimizer, 5)
     train(whole, whole_optimizer, 5, seed=2)
 
-    first, first_optimizer = fresh(kind=kind)
+    first, first_optimizer = make_model_and_optimizer(kind=kind)
     train(first, first_optimizer, 5)
-    second, second_optimizer = fresh(seed=9, kind=kind)
-    take_over(second_optimizer, named(second), first_optimizer, named(first))
+    second, second_optimizer = make_model_and_optimizer(seed=9, kind=kind)
+    restore_state(second_optimizer, named(second), first_optimizer, named(first))
     train(second, second_optimizer, 5, seed=2)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
     state = optimizer_tensors(second_optimizer, named(second))
@@ -198,9 +200,9 @@ def test_resumed_run_is_the_uninterrupted_run(kind):
         assert torch.equal(state[name], tensor), name
 
 
-def clipped_by_hand(kind, max_norm, steps):
-    """Steps with gradients scaled by hand: the models, and the norms before."""
-    model, optimizer = fresh(kind=kind)
+def train_with_scaled_gradients(kind, max_norm, steps):
+    """Train with gradients that the test itself scales. Return the model and the norms before scaling."""
+    model, optimizer = make_model_and_optimizer(kind=kind)
     norms = []
     for step in range(steps):
         set_gradients(model, step)
@@ -213,7 +215,7 @@ def clipped_by_hand(kind, max_norm, steps):
 
 
 def set_gradients(model, step, scale=1.0):
-    """Gradients of global norm 0.5, 1, 2, 4, ... times scale, up to rounding."""
+    """Set gradients of global norm 0.5 * 2**step * scale, up to rounding."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     generator = torch.Generator().manual_seed(step)
     drawn = [torch.randn(parameter.shape, generator=generator) for parameter in trained]
@@ -225,34 +227,33 @@ def set_gradients(model, step, scale=1.0):
 @pytest.mark.parametrize("max_norm", [0.0, 0.7])
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("kind", STATE)
-def test_clip_and_step(kind, wrapped, max_norm, accelerator):
-    want, want_norms = clipped_by_hand(kind, max_norm, 4)
-    model, optimizer = fresh(kind=kind)
+def test_clip_and_step_equals_scaling_the_gradients(kind, wrapped, max_norm, accelerator):
+    expected, norms_before = train_with_scaled_gradients(kind, max_norm, 4)
+    model, optimizer = make_model_and_optimizer(kind=kind)
     optimizer = accelerator.prepare_optimizer(optimizer) if wrapped else optimizer
-    for step, want_norm in enumerate(want_norms):
+    for step, norm_before in enumerate(norms_before):
         set_gradients(model, step)
         norm = clip_and_step(optimizer, list(model.parameters()), max_norm)
-        assert norm.dtype == torch.float32 and float(norm) == pytest.approx(want_norm, rel=1e-5)
-    # Scaling bf16 gradients by hand rounds them once more; the weights' bf16 spacing hides it or shows it as one
-    # spacing.
+        assert norm.dtype == torch.float32 and float(norm) == pytest.approx(norm_before, rel=1e-5)
+    # Scaled bf16 gradients are rounded once more. A bf16 weight may then differ by one unit in the last place.
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if kind == "adamw_fp32" else {"rtol": 2**-7, "atol": 1e-4}
-    for ours, by_hand in zip(model.parameters(), want.parameters(), strict=True):
-        torch.testing.assert_close(ours.detach(), by_hand.detach(), **tolerance)
+    for ours, reference in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours.detach(), reference.detach(), **tolerance)
 
 
 def test_clip_and_step_under_fp16s_gradient_scaler(accelerator):
-    """Norm and clipping see unscaled gradients, and a step with an overflow is skipped."""
-    want, want_norms = clipped_by_hand("adamw_fp32", 0.7, 3)
-    model, plain = fresh()
+    """Norm and clipping refer to unscaled gradients. A step with an overflow is skipped."""
+    expected, norms_before = train_with_scaled_gradients("adamw_fp32", 0.7, 3)
+    model, plain = make_model_and_optimizer()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer = AcceleratedOptimizer(plain, scaler=scaler)
     scaler.scale(torch.ones(()))  # creates the scale
-    for step, want_norm in enumerate(want_norms):
+    for step, norm_before in enumerate(norms_before):
         set_gradients(model, step, scale=1024.0)
         scaler.unscale_(plain)
-        assert float(clip_and_step(optimizer, list(model.parameters()), 0.7)) == pytest.approx(want_norm, rel=1e-5)
-    for ours, by_hand in zip(model.parameters(), want.parameters(), strict=True):
-        torch.testing.assert_close(ours.detach(), by_hand.detach())
+        assert float(clip_and_step(optimizer, list(model.parameters()), 0.7)) == pytest.approx(norm_before, rel=1e-5)
+    for ours, reference in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours.detach(), reference.detach())
 
     before = [parameter.detach().clone() for parameter in model.parameters()]
     set_gradients(model, 0)

@@ -1,4 +1,4 @@
-"""The Triton kernel of MasterAdamW and EightBitAdamW against the torch implementation, and memory."""
+"""The Triton kernels of MasterAdamW and EightBitAdamW: compared with the torch implementation, and their memory."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def coefficients_of(step):
 
 
 def make_master(shape, dtype, any_magnitude=False):
-    """Weight, gradient and state of MasterAdamW in the middle of a run, on the GPU."""
+    """Return weight, gradient and state of MasterAdamW on the GPU, as in the middle of a run."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal():
@@ -38,7 +38,7 @@ def make_master(shape, dtype, any_magnitude=False):
 
 
 def make_eight_bit(shape, dtype, device="cuda"):
-    """Weight, gradient and state of EightBitAdamW in the middle of a run: the same on every device."""
+    """Return weight, gradient and state of EightBitAdamW as in the middle of a run. They are equal on every device."""
     generator = torch.Generator().manual_seed(0)
 
     def normal():
@@ -60,7 +60,7 @@ def update_by_kernel(*arguments):
 
 
 def assert_same_bits(ours, reference):
-    """Of weight, gradient and state."""
+    """Compare two triples of weight, gradient and state."""
     both = [{"weight": weight, "gradient": gradient, **state} for weight, gradient, state in (ours, reference)]
     assert both[0].keys() == both[1].keys()
     for name, tensor in both[0].items():
@@ -77,10 +77,8 @@ def assert_same_bits(ours, reference):
 @pytest.mark.parametrize("clipped", [False, True], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(1,), (1000,), (4096,), (2**20 + 3,), (257, 1000)], ids=str)
-def test_the_kernel_is_the_torch_implementation_bit_for_bit(shape, dtype, clipped):
-    """Neither fuses a product and a sum, and roots and quotients are the correctly rounded ones: nothing is left to
-    differ.
-    """
+def test_kernel_equals_the_torch_implementation_bit_for_bit(shape, dtype, clipped):
+    """Neither implementation fuses products and sums, and both round roots and quotients correctly."""
     scale = torch.tensor(0.37, device="cuda") if clipped else None
     ours, reference = make_master(shape, dtype), make_master(shape, dtype)
     for step in range(1, 6):
@@ -90,8 +88,8 @@ def test_the_kernel_is_the_torch_implementation_bit_for_bit(shape, dtype, clippe
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_any_magnitude_and_gradients_that_are_not_finite(dtype):
-    """Denormals, huge numbers, ties; NaN and infinity reach their own weight and no other."""
+def test_kernel_handles_all_magnitudes_and_non_finite_gradients(dtype):
+    """The numbers include denormals, huge ones and ties. NaN and infinity must change no other weight."""
     ours, reference = make_master((100_003,), dtype, True), make_master((100_003,), dtype, True)
     for _, gradient, _ in (ours, reference):
         gradient[:3] = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)
@@ -105,8 +103,8 @@ def test_any_magnitude_and_gradients_that_are_not_finite(dtype):
 @pytest.mark.parametrize("clipped", [False, True], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(1,), (1000,), (4096,), (4352,), (5003,), (257, 1280), (2**20,)], ids=str)
-def test_the_eight_bit_kernel_is_the_torch_implementation_bit_for_bit(shape, dtype, clipped):
-    """With the reference on the CPU."""
+def test_eight_bit_kernel_equals_the_torch_implementation_bit_for_bit(shape, dtype, clipped):
+    """The reference runs on the CPU."""
     ours, reference = make_eight_bit(shape, dtype), make_eight_bit(shape, dtype, "cpu")
     scale = torch.tensor(0.37) if clipped else None
     for step in range(1, 4):
@@ -116,9 +114,9 @@ def test_the_eight_bit_kernel_is_the_torch_implementation_bit_for_bit(shape, dty
         assert_same_bits(ours, reference)
 
 
-def test_the_eight_bit_kernel_finds_every_code():
-    """New moments at, and next to, every limit between codes: with betas of zero m is the gradient, v its square
-    less what rounding takes.
+def test_eight_bit_kernel_rounds_to_the_right_code_at_every_limit():
+    """The new moments are at, and next to, every limit between two codes. With betas of zero the first moment is the
+    gradient, and the second is its square up to rounding.
     """
     for signed in (True, False):
         limits = code_tables(torch.device("cpu"))[1 if signed else 3][1:]
@@ -141,7 +139,7 @@ def test_the_eight_bit_kernel_finds_every_code():
 
 @pytest.mark.parametrize("kind", ["adamw_master", "adamw_8bit"])
 def test_allocated_memory_matches_bytes_per_parameter(kind):
-    """12 or 6 bytes per parameter at rest, and a clipped step needs next to nothing beyond them."""
+    """Between steps the optimizer needs 12 or 6 bytes per parameter. A clipped step needs almost no more."""
     matrices = {
         f"layer_{i}": torch.nn.Parameter(torch.zeros(2**13, 2**12, device="cuda").bfloat16()) for i in range(16)
     }
