@@ -154,9 +154,7 @@ class PrecisionConfig:
 class DataConfig:
     """Datasets and their conversion to batches."""
 
-    dataset_name: str = option(
-        EMBEDDED, "Hub id (NAME:CONFIG), folder, file, pattern of files, or 'embedded'; several with commas."
-    )
+    dataset_name: str = option(EMBEDDED, "Hub id[:CONFIG], folder, file, pattern or 'embedded'; several with commas.")
     dataset_weights: str | None = option(None, "Shares of several datasets, as in 0.7,0.3 (default: all rows of each).")
     eval_dataset_name: str | None = option(None, "Dataset to evaluate on (default: see --validation_split_name).")
     columns: str | None = option(
@@ -281,9 +279,7 @@ class RunConfig:
     log_every: int = option(10, "Optimizer steps between log lines.", alias="logging_steps", at_least=1)
     use_wandb: bool = option(False, "Log to Weights & Biases; its variables, such as WANDB_RUN_GROUP, apply.")
     report_to: str = option("none", "Accelerate's trackers to log to, as in wandb,tensorboard,mlflow.")
-    wandb_project: str | None = option(
-        None, "Project in W&B and other trackers (default: WANDB_PROJECT, else llm-fp8).", needs=("use_wandb",)
-    )
+    wandb_project: str | None = option(None, "Project (default: WANDB_PROJECT, else llm-fp8).", needs=("use_wandb",))
     wandb_run_name: str | None = option(None, "Name of the run in trackers (default: theirs).", needs=("use_wandb",))
 
     @property

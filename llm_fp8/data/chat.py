@@ -42,7 +42,6 @@ _OPEN_THINKING = re.compile(r"<think>\s*(</think>\s*)?$")  # some generation pro
 _THINK_TAGS = re.compile("</?think>")
 _THOUGHT = re.compile(r"(<think>\s*).*?(\s*</think>)", re.DOTALL)
 
-
 Span = tuple[int, int]  # a range of characters
 Spans = dict[int, Span]  # number of a turn -> range of its supervised text
 
@@ -67,10 +66,7 @@ class Encoded(NamedTuple):
 
 
 def encode_batch(
-    conversations: Sequence[Conversation],
-    form: RowForm,
-    tokenizer: PreTrainedTokenizerBase,
-    train_on_prompt: bool = False,
+    conversations: Sequence[Conversation], form: RowForm, tokenizer: PreTrainedTokenizerBase, train_on_prompt: bool
 ) -> list[Encoded]:
     """Tokenise conversations in one tokenizer call. Count the parts that the template omits in each one's `unused`."""
     eos = trained_eos(tokenizer, form)

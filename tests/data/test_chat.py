@@ -76,7 +76,7 @@ def golden_of(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[s
     try:
         form = detect_columns(row)
         conversation = conversation_of(row, form)
-        ids, mask = encode_batch([conversation], form, tokenizer)[0]
+        ids, mask = encode_batch([conversation], form, tokenizer, False)[0]
     except UserError:
         return "refused"
     texts = supervised_texts(Encoded(ids, mask), tokenizer)
@@ -99,7 +99,7 @@ def test_supervision_begins_right_after_the_generation_prompt(name: str) -> None
     """Two templates differ: DeepSeek-R1's prompt opens a thought, and SmolLM3's marks include the turn's header."""
     tokenizer, row = tokenizer_of(name), ROWS["one turn"]
     prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True)["input_ids"]
-    ids, mask = encode_batch([conversation_of(row, "messages")], "messages", tokenizer)[0]
+    ids, mask = encode_batch([conversation_of(row, "messages")], "messages", tokenizer, False)[0]
     dated = "strftime_now" in str(tokenizer.chat_template)
     assert mask.index(True) == len(prompt) and (dated or ids[: len(prompt)] == prompt)
 
@@ -120,7 +120,7 @@ def test_masks_equal_those_of_transformers_if_a_template_has_generation_marks(te
         form = detect_columns(row)
         try:
             conversation = conversation_of(row, form)
-            (document,) = encode_batch([conversation], form, tokenizer)
+            (document,) = encode_batch([conversation], form, tokenizer, False)
         except UserError:
             continue
         # In the following rows our code changes the template's input, or two spans with marks touch.
@@ -235,7 +235,7 @@ def test_bos_and_eos_are_not_doubled() -> None:
     assert tokenizer.bos_token_id not in _encode(PROBLEM, tokenizer).input_ids
     tokenizer.eos_token = None
     with pytest.raises(UserError, match="no EOS token"):
-        encode_batch([], "problem_solution", tokenizer)
+        encode_batch([], "problem_solution", tokenizer, False)
 
 
 BPE, METASPACE, NFC = (models.BPE, trainers.BpeTrainer), pre_tokenizers.Metaspace, normalizers.NFC()
