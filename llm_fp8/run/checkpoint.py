@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor
 from llm_fp8.distributed.process_group import decided_by_main
 from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.settle.resume import LATEST, SavedRun
-from llm_fp8.utils.errors import UserError, listed, nearest_existing, reading, reason_not_written
+from llm_fp8.utils.errors import UserError, listed, nearest_existing, reading, unwritable_reason
 from llm_fp8.utils.json_files import read_json, write_json_atomic
 from llm_fp8.utils.torch_internals import local_of, sharded_like
 
@@ -197,7 +197,7 @@ class CheckpointManager:
             decided_by_main(complete, self._group)
         except BaseException as error:
             cause = _cause_of(error)
-            reason = reason_not_written(cause) if isinstance(cause, OSError) else None
+            reason = unwritable_reason(cause) if isinstance(cause, OSError) else None
             self.clean_up()
             if reason is not None:
                 raise UserError(f"{final} ({needed_bytes / 2**30:.2g} GiB) was not written: {reason}.") from error

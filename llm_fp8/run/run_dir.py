@@ -156,7 +156,7 @@ def explained_failures(folder_of_run: Callable[[], Path]) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        if isinstance(error, OSError) and (reason := errors.reason_not_written(error)):
+        if isinstance(error, OSError) and (reason := errors.unwritable_reason(error)):
             named = isinstance(error.filename, str)  # errors of libraries' caches name no file
             problem = f"{error.filename if named else folder_of_run()} (--output_dir, HF_HOME or TMPDIR): {reason}"
         elif _lost_peer(error) and not errors.is_out_of_memory(error):

@@ -78,7 +78,7 @@ def _explanation(error: Exception) -> str | None:
         fix = "use that of .venv (scripts/quickstart.sh creates it), or run: pip install -r requirements.txt"
         return f"the Python {sys.executable} lacks what this program needs ({text}); {fix}"
     if isinstance(error, OSError) and (error.filename or error.errno in errors.FULL_DISK):
-        if reason := errors.reason_not_written(error):
+        if reason := errors.unwritable_reason(error):
             return f"{error.filename or 'a cache (HF_HOME or TMPDIR)'}: {reason}."
     return errors.lost_worker(error)
 

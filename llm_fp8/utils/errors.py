@@ -67,7 +67,7 @@ def nearest_existing(path: Path) -> Path:
     return next(part for part in (path, *path.absolute().parents) if os.path.lexists(part))
 
 
-def reason_not_written(error: OSError) -> str | None:
+def unwritable_reason(error: OSError) -> str | None:
     """Return the system's message if `error` means that a file cannot be written (full disk, permission), else None."""
     refusals = (*FULL_DISK, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
     return os.strerror(error.errno) if error.errno in refusals else None
