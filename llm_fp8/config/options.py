@@ -340,7 +340,9 @@ class Mode:
 
     engine: Literal["copies", "fsdp", "deepspeed"]  # copies: every GPU has the whole model
     unsharded_bytes: int = 0  # on every GPU, in addition to its shard
-    sharded_bytes: int = 0  # to divide by N if the engine stores master weights and optimizer state, else --optimizer's
+    sharded_bytes: int = (
+        0  # divided by N, if the engine stores master weights and optimizer state (else see --optimizer)
+    )
     on_host: bool = False  # weights and optimizer state are in host memory
 
     @property

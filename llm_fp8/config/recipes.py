@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 Backend = Literal["te", "torchao"]
 
-DEFAULT = "default"  # value of --fp8_scenario that means the back end's default recipe:
+DEFAULT = "default"  # value of --fp8_scenario that selects the back end's entry in `DEFAULTS`
 DEFAULTS: Mapping[Backend, str] = {"te": "delayed", "torchao": "tensorwise"}
 EMULATING: tuple[Backend, ...] = ("torchao",)  # back ends that emulate fp8 without a GPU
 FP8_SIZE_MULTIPLE = 16  # each dimension of an fp8 GEMM must be a multiple of this
@@ -30,7 +30,7 @@ class Recipe:
     options: tuple[str, ...] = ()  # that the recipe accepts, by their names in the class
     defaults: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments that replace the class's defaults
     availability: str = "is_fp8_available"  # TE's function that returns whether a GPU supports it, and why not
-    capability: tuple[int, int] = (8, 9)  # lowest compute capability, for a GPU that is not present
+    capability: tuple[int, int] = (8, 9)  # minimum, to judge a GPU that is not present
     scales_lag: bool = False  # scales come from earlier passes, so the first pass has no scales
     fp32_scales_on_hopper: bool = False  # not powers of two as in the class; halves the loss of quality
     one_scale_per_weight: bool = False  # as --fp8_params requires

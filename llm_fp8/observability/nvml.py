@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from accelerate import Accelerator
 
-MIN_INTERVAL_S = 1.0  # shorter ones are not read: the counter is updated about every 0.1 s
+MIN_INTERVAL_S = 1.0  # minimum for figures, since the counter is updated about every 0.1 s
 
 
 def energy_j(device: torch.device) -> float:

@@ -81,7 +81,7 @@ def start_tracker(
 
 def send_record(name: str, tracker: GeneralTracker, record: dict[str, float], is_logged: bool) -> None:
     """Send W&B every record. Send other trackers only logged records, since the run waits while they store them."""
-    if name == "wandb":  # W&B counts the records itself and knows its axes
+    if name == "wandb":  # W&B numbers the records itself, and `start_tracker` defined its axes
         tracker.log(record)
     elif is_logged:
         tracker.log({key: value for key, value in record.items() if key != "step"}, step=int(record["step"]))

@@ -56,8 +56,7 @@ def fp8_rows(values: Tensor, scale_dtype: torch.dtype = torch.float32) -> tuple[
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """Return all linear layers except the lm_head, by name."""
     head = model.get_output_embeddings()
-    modules = model.named_modules()
-    return {name: module for name, module in modules if isinstance(module, nn.Linear) and module is not head}
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head}
 
 
 def round_inputs_(model: PreTrainedModel) -> None:

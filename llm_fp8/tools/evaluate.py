@@ -55,11 +55,10 @@ def data_options(options: argparse.Namespace) -> DataConfig:
     typed = {name: value for name, value in vars(options).items() if name in DATA_OPTIONS}
     record, recorded = Path(options.model_name).absolute().parent / "run.json", {}
     if record.is_file() and Path(options.model_name).is_dir():
-        inherited = {field.name for field in dataclasses.fields(DataConfig)}
-        inherited = {"max_seq_length", "overlong", "chat_template_kwargs"} if "dataset_name" in typed else inherited
+        shared = {field.name for field in dataclasses.fields(DataConfig)}
+        shared = {"max_seq_length", "overlong", "chat_template_kwargs"} if "dataset_name" in typed else shared
         with reading("--model_name", options.model_name, f"{record}"):
-            data = read_json(record)["config"]["data"]
-            recorded = {name: value for name, value in data.items() if name in inherited}
+            recorded = {name: value for name, value in read_json(record)["config"]["data"].items() if name in shared}
     return DataConfig(**{**recorded, **typed, "packing": False, "batch_size": 1})
 
 

@@ -47,8 +47,7 @@ def runs_grouped_gemms(module: Any) -> bool:
 
 def grouped_linear(inputs: Tensor, weights: Tensor, offsets: Tensor, is_transposed: bool) -> Tensor:
     """Multiply each expert's group of rows in `inputs` [rows, in] by the expert's matrix in `weights` [experts, out,
-    in], or [experts, in, out] if `is_transposed`. `offsets` [experts], int32, are the ends of the groups. Return
-    [rows, out].
+    in], or [experts, in, out] if `is_transposed`. Return [rows, out]. int32 `offsets` [experts] are the groups' ends.
     """
     from transformers.integrations.moe import _grouped_linear
 
