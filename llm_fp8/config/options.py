@@ -340,9 +340,7 @@ class Mode:
 
     engine: Literal["copies", "fsdp", "deepspeed"]  # copies: every GPU has the whole model
     unsharded_bytes: int = 0  # on every GPU, in addition to its shard
-    sharded_bytes: int = (
-        0  # divided by N, if the engine stores master weights and optimizer state (else see --optimizer)
-    )
+    sharded_bytes: int = 0  # to divide by N, if the engine stores optimizer state; if 0, --optimizer sets them
     on_host: bool = False  # weights and optimizer state are in host memory
 
     @property
