@@ -1,4 +1,4 @@
-"""What tests of whole runs share: a run's options and the signal that stops it."""
+"""Fixtures for tests of whole runs: options of a small run, and a signal that stops it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from llm_fp8.run.timeline import Timeline
 
 @pytest.fixture(scope="session")
 def small_run(tiny_model: str, rows: str) -> list[str]:
-    """The 49 rows that are trained on give seven steps to an epoch."""
+    """Return the options of a run with 49 training rows, which are seven steps per epoch."""
     options = f"--model_name={tiny_model} --dataset_name={rows} --max_seq_length=128 --batch_size=8"
     return [*options.split(), "--learning_rate=1e-2"]
 
 
 @pytest.fixture
-def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A function: at the end of that step the process sends itself the signal, as a scheduler would."""
+def signal_after(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that makes this process signal itself at the end of a step, as a scheduler would."""
     stops: dict[int, signal.Signals] = {}
     take_step = Timeline.take_step
 

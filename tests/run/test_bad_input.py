@@ -1,5 +1,6 @@
-"""Everyday mistakes: each ends with exit code 2 and one line that names the flag or the file, and leaves
-everything on the disk as it was. They run what train_fp8.py runs, down to the exit, in this process.
+"""Common user errors: each ends with exit code 2 and one line that names the option or file, and changes no file.
+
+The tests run the code of train_fp8.py in this process, including the exit.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ from tests.support.small import records, steps, train, write_model
 
 
 def listing(folder: Path) -> dict[str, bytes | None]:
-    """Every file and folder below `folder`, with contents."""
+    """Return every path below `folder`, with the contents of files."""
     return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
 
 
 @pytest.fixture
-def common(tmp_path, tiny_model, rows) -> list[str]:
-    """Options that work; a later option overrides an earlier one."""
+def valid_options(tmp_path, tiny_model, rows) -> list[str]:
+    """Return valid options; a test overrides one by appending it again."""
     options = f"--model_name={tiny_model} --dataset_name={rows} --max_seq_length=128 --output_dir={tmp_path / 'run'}"
     return options.split()
 
 
 @pytest.fixture
-def refuse(capfd, common, tmp_path) -> Callable[..., str]:
-    """A function: train with these options besides `common`, expect a refusal, and return its line."""
+def refuse(capfd, valid_options, tmp_path) -> Callable[..., str]:
+    """Return a function that trains with `valid_options` and more, expects a refusal and returns its line."""
 
     def run(*options: object, unchanged: bool = True) -> str:
         before = listing(tmp_path)
         capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            run_script(lambda: train(*common, *options))
+        with pytest.raises(SystemExit) as system_exit:
+            run_script(lambda: train(*valid_options, *options))
         err = capfd.readouterr().err
-        assert ended.value.code == 2 and len(err.splitlines()) == 1 and err.startswith("error: "), err
+        assert system_exit.value.code == 2 and len(err.splitlines()) == 1 and err.startswith("error: "), err
         assert not unchanged or listing(tmp_path) == before
         return err
 
@@ -56,13 +57,13 @@ def refuse(capfd, common, tmp_path) -> Callable[..., str]:
 
 
 OPTIONS = [
-    # words -> what the line names; test_parser.py and test_validation.py have the other mistakes
+    # options -> text in the error; test_parser.py and test_validation.py have further errors
     ("--batch_sise 3", "--batch_size"),
     ("--bf16", "--mixed_precision bf16"),
     ("--validation_fraction=1", "--validation_fraction"),
     ("--mixed_precision=fp4", "--mixed_precision"),
     ("--config=/no/such.yaml", "/no/such.yaml"),
-    # what only a look at the model, the data or the machine shows
+    # errors that need the model, the data or the machine
     ("--model_name=/no/such/folder", "--model_name /no/such/folder"),
     ("--model_name=nobody/no-such-model", "--model_name nobody/no-such-model"),
     ("--max_seq_length=512", "--max_seq_length 512"),
@@ -83,14 +84,14 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("words", "named"), OPTIONS, ids=[words for words, _ in OPTIONS])
-def test_a_mistake_in_an_option(refuse, words, named):
-    assert named in refuse(*words.split())
+@pytest.mark.parametrize(("options", "message"), OPTIONS, ids=[options for options, _ in OPTIONS])
+def test_wrong_option_is_refused(refuse, options, message):
+    assert message in refuse(*options.split())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.parametrize(
-    "words",
+    "option",
     [
         "--mixed_precision=fp8",
         "--mixed_precision=fp16",
@@ -99,19 +100,19 @@ def test_a_mistake_in_an_option(refuse, words, named):
         "--batch_size=auto",
     ],
 )
-def test_what_needs_a_gpu(refuse, words):
-    assert words.split()[0].partition("=")[0] in refuse(*words.split())
+def test_option_that_needs_a_gpu_is_refused(refuse, option):
+    assert option.partition("=")[0] in refuse(option)
 
 
 FILES = [
-    # a file of options: its text -> what the line names besides the file
+    # option, file name, content, text in the error besides the file name
     ("--config", "run.yaml", "batchsize: 4\n", "batchsize"),
     ("--config", "run.yaml", "- 1\n- 2\n", "run.yaml"),
     ("--config", "run.yaml", "a: [1\n", "run.yaml"),
     ("--config", "run.yaml", "batch_size: eight\n", "batch_size"),
     ("--config", "run.yaml", "batch_size: [1, 2]\n", "batch_size"),
     ("--config", "run.yaml", "no_export: true\n", "no_export"),
-    # a dataset; test_load.py and test_prepare.py have the others
+    # datasets; test_load.py and test_prepare.py have further errors
     ("--dataset_name", "rows.jsonl", "", "rows.jsonl"),
     ("--dataset_name", "rows.jsonl", '{"text_of_a_kind": "a"}\n', "text_of_a_kind"),
     ("--dataset_name", "rows.jsonl", '{"problem": "1 + 1?", "generated_solution": ""}\n', "rows.jsonl"),
@@ -121,13 +122,13 @@ FILES = [
 
 
 @pytest.mark.parametrize(
-    "flag, name, content, named", FILES, ids=[f"{name}: {text!r:.40}" for _, name, text, _ in FILES]
+    "flag, name, content, message", FILES, ids=[f"{name}: {text!r:.40}" for _, name, text, _ in FILES]
 )
-def test_a_file_that_cannot_be_used(tmp_path, refuse, flag, name, content, named):
+def test_invalid_file_is_refused(tmp_path, refuse, flag, name, content, message):
     path = tmp_path / name
     path.write_text(content)
     line = refuse(flag, path)
-    assert named in line and (flag in line or str(path) in line)
+    assert message in line and (flag in line or str(path) in line)
 
 
 def edit_json(path: Path, **entries: Any) -> None:
@@ -143,18 +144,18 @@ def store_as(folder: Path, dtype: torch.dtype) -> None:
     edit_weights(folder / "model.safetensors", model__layers__0__mlp__up_proj__weight=torch.ones(48, 32).to(dtype))
 
 
-def index_of(folder: Path, text: str | None = None, **names: str) -> None:
+def write_index(folder: Path, text: str | None = None, **names: str) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(text or json.dumps({"metadata": {}, "weight_map": names}))
 
 
-def more_tokens(folder: Path) -> None:
+def write_larger_tokenizer(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
     tokenizer.add_tokens(["<|one|>", "<|too many|>"])
     tokenizer.save_pretrained(folder)
 
 
-BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+BROKEN_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "config"),
     "config is not JSON": (lambda f: (f / "config.json").write_text("{"), "config"),
     "unknown architecture": (lambda f: edit_json(f / "config.json", model_type="nonesuch"), "nonesuch"),
@@ -162,32 +163,32 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut weights": (lambda f: os.truncate(f / "model.safetensors", 1000), "model.safetensors"),
     "int8": (lambda f: store_as(f, torch.int8), "torch.int8"),
     "float8": (lambda f: store_as(f, torch.float8_e4m3fn), "F8_E4M3"),
-    "index without weights": (lambda f: index_of(f), "the checkpoint lacks"),
-    "index that names missing files": (lambda f: index_of(f, x="model-7.safetensors"), "model-7.safetensors"),
-    "index without its map": (lambda f: index_of(f, "{}"), "weight_map"),
+    "index without weights": (lambda f: write_index(f), "the checkpoint lacks"),
+    "index that names missing files": (lambda f: write_index(f, x="model-7.safetensors"), "model-7.safetensors"),
+    "index without its map": (lambda f: write_index(f, "{}"), "weight_map"),
     "no tokenizer": (lambda f: [path.unlink() for path in f.glob("tokenizer*")], "tokenizer"),
     "damaged tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer"),
-    "tokenizer of another model": (more_tokens, "1026"),
+    "tokenizer of another model": (write_larger_tokenizer, "1026"),
 }
 
 
-@pytest.mark.parametrize("how", BROKEN)
-def test_a_broken_model_folder(tmp_path, refuse, how):
+@pytest.mark.parametrize("kind", BROKEN_MODELS)
+def test_broken_model_folder_is_refused(tmp_path, refuse, kind):
     folder = Path(write_model(tmp_path / "broken"))
-    breaks, named = BROKEN[how]
-    breaks(folder)
+    damage, message = BROKEN_MODELS[kind]
+    damage(folder)
     line = refuse(f"--model_name={folder}")
-    assert named in line and str(folder) in line
+    assert message in line and str(folder) in line
 
 
-def test_quantised_weights_of_a_mixture_of_experts(tmp_path, refuse):
+def test_int8_expert_weights_are_refused(tmp_path, refuse):
     folder = Path(write_model(tmp_path / "moe", model_type="mixtral", num_local_experts=2))
     expert = {"model__layers__0__block_sparse_moe__experts__0__w1__weight": torch.ones(48, 32, dtype=torch.int8)}
     edit_weights(folder / "model.safetensors", **expert)
     assert "torch.int8" in refuse(f"--model_name={folder}")
 
 
-def test_a_gated_repository(refuse, monkeypatch):
+def test_gated_repository_is_refused_with_login_command(refuse, monkeypatch):
     def gated(*_: object, **__: object) -> None:
         raise OSError("You are trying to access a gated repo.\nMake sure to have access to it")
 
@@ -196,8 +197,8 @@ def test_a_gated_repository(refuse, monkeypatch):
     assert "--model_name meta-llama/Llama-3.2-1B" in line and "gated" in line and "hf auth login" in line
 
 
-def test_a_folder_that_holds_another_run_or_a_finished_one(tmp_path, common, refuse):
-    train(*common, "--max_steps=2", "--save_every=1")
+def test_output_folder_of_another_or_finished_run_is_refused(tmp_path, valid_options, refuse):
+    train(*valid_options, "--max_steps=2", "--save_every=1")
     assert "--resume_from latest" in refuse()
     assert "--max_steps" in refuse("--max_steps=2", "--resume_from=latest")
     first = f"--resume_from={tmp_path / 'run' / 'checkpoints' / 'step-00000001'}"
@@ -206,23 +207,23 @@ def test_a_folder_that_holds_another_run_or_a_finished_one(tmp_path, common, ref
     assert "step-00000001" in refuse("--max_steps=2", first)
 
 
-def test_a_finished_run_without_checkpoints_is_kept_and_counted_beside(common, refuse):
-    """A --dry_run writes nothing, so it may have the same folder."""
-    train(*common, "--max_steps=2")
-    for words, told in (([], "choose another"), (["--resume_from=latest"], "--save_every")):
-        assert told in refuse("--max_steps=2", *words)
-        assert train(*common, "--max_steps=2", *words, "--dry_run") == 0
+def test_finished_run_without_checkpoints_is_not_overwritten(valid_options, refuse):
+    """A --dry_run may use its folder, because it writes nothing."""
+    train(*valid_options, "--max_steps=2")
+    for options, message in (([], "choose another"), (["--resume_from=latest"], "--save_every")):
+        assert message in refuse("--max_steps=2", *options)
+        assert train(*valid_options, "--max_steps=2", *options, "--dry_run") == 0
 
 
 @pytest.mark.parametrize("folder", ["link", "link/run", "x" * 300, "file/run"])
-def test_an_output_folder_that_cannot_be_made(tmp_path, refuse, folder):
+def test_output_folder_that_cannot_be_created_is_refused(tmp_path, refuse, folder):
     (tmp_path / "link").symlink_to("/no/such/place")
     (tmp_path / "file").write_text("")
     assert "--output_dir" in refuse("--max_steps=1", f"--output_dir={tmp_path / folder}")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_a_folder_that_cannot_be_written(tmp_path, refuse):
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_output_folder_without_write_permission_is_refused(tmp_path, refuse):
     (tmp_path / "locked").mkdir(mode=0o555)
     for folder in (tmp_path, *tmp_path.parents[:3]):
         folder.chmod(0o755)
@@ -233,15 +234,15 @@ def test_a_folder_that_cannot_be_written(tmp_path, refuse):
         os.setresuid(0, 0, 0)
 
 
-def test_a_full_disk(tmp_path, common, refuse, monkeypatch):
+def test_full_disk_is_reported(tmp_path, valid_options, refuse, monkeypatch):
     replace = os.replace
 
-    def full(source: object, target: object) -> None:
+    def fail_for_run_json(source: object, target: object) -> None:
         if Path(str(target)).name == "run.json":
             raise OSError(errno.ENOSPC, "No space left on device")
         replace(source, target)
 
-    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(os, "replace", fail_for_run_json)
     line = refuse(unchanged=False)
     assert str(tmp_path / "run") in line and "No space left" in line
 
@@ -259,7 +260,7 @@ def test_a_full_disk(tmp_path, common, refuse, monkeypatch):
     ],
     ids=lambda error: f"{type(error).__name__} {error}"[:50],
 )
-def test_out_of_memory_in_a_step(refuse, monkeypatch, error):
+def test_out_of_memory_suggests_smaller_batch_size(refuse, monkeypatch, error):
     def fail(*_: object) -> None:
         raise error
 
@@ -270,8 +271,7 @@ def test_out_of_memory_in_a_step(refuse, monkeypatch, error):
     assert "out of memory" in line and "--batch_size" in line
 
 
-def test_weights_and_learning_rates_that_blow_up(tmp_path, common, refuse):
-    """What is saved is finite, and the run ends at the step where it no longer was."""
+def test_nonfinite_loss_ends_the_run_and_is_not_saved(tmp_path, valid_options, refuse):
     folder = Path(write_model(tmp_path / "nan"))
     edit_weights(folder / "model.safetensors", model__norm__weight=torch.full((32,), float("nan")))
     line = refuse(f"--model_name={folder}", f"--output_dir={tmp_path / 'one'}", "--batch_size=3", unchanged=False)
@@ -283,15 +283,15 @@ def test_weights_and_learning_rates_that_blow_up(tmp_path, common, refuse):
 
 
 @pytest.mark.parametrize("command", PROGRAMS)
-def test_an_unknown_option_in_every_program(command, monkeypatch, capfd):
+def test_every_program_refuses_unknown_option(command, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", [f"llm-fp8 {command}", "--no_such_option"])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as system_exit:
         run_script(importlib.import_module(PROGRAMS[command][0]).main)
     (line,) = capfd.readouterr().err.splitlines()
-    assert ended.value.code == 2 and line.startswith("error: ")
+    assert system_exit.value.code == 2 and line.startswith("error: ")
 
 
-def test_processes_with_other_options(refuse, monkeypatch):
+def test_ranks_with_different_options_are_refused(refuse, monkeypatch):
     """Rank 1 was started with another learning rate."""
     monkeypatch.setattr(run_dir, "gathered", lambda options: [options, {**options, "learning_rate": 3.0}])
     assert "--learning_rate" in refuse("--max_steps=2")

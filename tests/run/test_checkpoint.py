@@ -1,4 +1,4 @@
-"""Checkpoints: exact round trips, what a kill or a full disk leaves behind, and what is refused."""
+"""Checkpoints: exact round trips, state after a kill or with a full disk, and checkpoints that are refused."""
 
 import json
 import os
@@ -30,39 +30,39 @@ def make_tensors(seed=0):
     }
 
 
-def blank_like(tensors):
+def zeros_of(tensors):
     return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
 
 
-def names_in(manager):
+def checkpoint_names(manager):
     return sorted(path.name for path in manager.folder.iterdir())
 
 
-def test_round_trip_is_exact_and_in_place(tmp_path):
+def test_load_restores_exact_values_in_place(tmp_path):
     manager, saved = CheckpointManager(tmp_path, limit=2), make_tensors()
     path = manager.save(120, saved, {"data_position": {"epoch": 1, "row": 17}})
     assert path == tmp_path / "checkpoints" / "step-00000120"
-    targets = blank_like(saved)
+    targets = zeros_of(saved)
     addresses = {name: tensor.data_ptr() for name, tensor in targets.items()}
-    found = manager.find("latest")
-    found.load(targets)
-    assert found.folder == path and found.meta == {"data_position": {"epoch": 1, "row": 17}, "step": 120}
+    checkpoint = manager.find("latest")
+    checkpoint.load(targets)
+    assert checkpoint.folder == path and checkpoint.meta == {"data_position": {"epoch": 1, "row": 17}, "step": 120}
     for name, tensor in saved.items():
         assert torch.equal(targets[name], tensor) and targets[name].dtype == tensor.dtype, name
     assert {name: tensor.data_ptr() for name, tensor in targets.items()} == addresses
     assert sorted(file.name for file in path.iterdir()) == [".metadata", "__0_0.distcp", "manifest.json", "meta.json"]
 
 
-def test_limit_keeps_what_was_saved_last(tmp_path, monkeypatch):
-    """Whatever the clocks of hosts say."""
+def test_limit_keeps_latest_saves(tmp_path, monkeypatch):
+    """The order of saves counts, not the clock of the host."""
     manager = CheckpointManager(tmp_path, limit=2)
     for step in (10, 20, 30):
         manager.save(step, make_tensors(step), {})
-    assert names_in(manager) == ["step-00000020", "step-00000030"]
+    assert checkpoint_names(manager) == ["step-00000020", "step-00000030"]
     monkeypatch.setattr("time.time", lambda: 0.0)
-    again = CheckpointManager(tmp_path, limit=1)
-    again.save(5, make_tensors(), {}, best_step=20)
-    assert names_in(manager) == ["step-00000005", "step-00000020"]
+    with_wrong_clock = CheckpointManager(tmp_path, limit=1)
+    with_wrong_clock.save(5, make_tensors(), {}, best_step=20)
+    assert checkpoint_names(manager) == ["step-00000005", "step-00000020"]
     assert manager.find("latest").step == 5
 
 
@@ -70,14 +70,14 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     manager = CheckpointManager(tmp_path, limit=2)
     manager.save(7, make_tensors(1), {"try": 1})
     manager.save(7, make_tensors(2), {"try": 2})
-    targets = blank_like(make_tensors())
+    targets = zeros_of(make_tensors())
     manager.find("latest").load(targets)
     assert manager.find("latest").meta["try"] == 2
     assert torch.equal(targets["model/weight"], make_tensors(2)["model/weight"])
-    assert names_in(manager) == ["step-00000007"]
+    assert checkpoint_names(manager) == ["step-00000007"]
 
 
-def test_a_kill_while_a_step_is_saved_again_leaves_the_first_save(tmp_path, monkeypatch):
+def test_kill_while_saving_a_step_again_keeps_first_save(tmp_path, monkeypatch):
     manager, rename = CheckpointManager(tmp_path, limit=2), Path.rename
     final = manager.save(7, make_tensors(), {"try": 1})
 
@@ -92,20 +92,20 @@ def test_a_kill_while_a_step_is_saved_again_leaves_the_first_save(tmp_path, monk
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9 and not final.exists()
     manager.clean_up()
-    assert manager.find("latest").meta["try"] == 1 and names_in(manager) == [final.name]
+    assert manager.find("latest").meta["try"] == 1 and checkpoint_names(manager) == [final.name]
 
 
-def test_stale_temporaries_are_removed_by_the_main_rank(tmp_path):
+def test_main_rank_removes_stale_temporary_folders(tmp_path):
     manager = CheckpointManager(tmp_path, limit=2)
     path = manager.save(1, make_tensors(), {})
     shutil.copytree(path, path.with_name(".tmp-step-00000002"))
     CheckpointManager(tmp_path, limit=2, is_main=False).clean_up()
-    assert len(names_in(manager)) == 2
+    assert len(checkpoint_names(manager)) == 2
     manager.clean_up()
-    assert names_in(manager) == ["step-00000001"]
+    assert checkpoint_names(manager) == ["step-00000001"]
 
 
-def test_a_background_save_is_what_was_there_when_it_was_asked_for(tmp_path):
+def test_background_save_contains_values_at_the_call(tmp_path):
     manager, tensors = CheckpointManager(tmp_path, limit=2), make_tensors()
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     manager.save(1, tensors, {"entry": 5}, in_background=True)
@@ -113,7 +113,7 @@ def test_a_background_save_is_what_was_there_when_it_was_asked_for(tmp_path):
         for tensor in tensors.values():
             tensor.zero_()
     manager.finish()
-    loaded = blank_like(tensors)
+    loaded = zeros_of(tensors)
     manager.find("latest").load(loaded)
     assert manager.find("latest").meta["entry"] == 5
     assert all(torch.equal(loaded[name], before[name]) for name in before)
@@ -127,12 +127,12 @@ def test_latest_falls_back_to_the_newest_complete_checkpoint(tmp_path):
     assert manager.find("latest").step == 2
 
 
-def test_nothing_to_resume_from(tmp_path):
+def test_missing_checkpoint_is_refused_unless_latest(tmp_path):
     manager = CheckpointManager(tmp_path, limit=3)
     for name in (str(tmp_path / "nowhere"), str(tmp_path)):
         with pytest.raises(UserError, match=f"--resume_from {name}"):
             manager.find(name)
-    assert manager.find("latest") is None, "the run begins anew"
+    assert manager.find("latest") is None, "the run starts from the beginning"
     (manager.folder / "step-00000003").mkdir(parents=True)
     with pytest.raises(UserError, match="--resume_from .*step-00000003"):
         manager.find("latest")
@@ -150,7 +150,7 @@ def change_a_byte(path):
 
 
 @pytest.mark.parametrize(
-    ("name", "damage"),
+    ("name", "damage_file"),
     [
         ("__0_0.distcp", truncate),
         ("__0_0.distcp", lambda path: path.unlink()),
@@ -160,9 +160,9 @@ def change_a_byte(path):
         ("format", lambda path: path.with_name("manifest.json").write_text('{"saved_unix_s": 1, "files": {}}')),
     ],
 )
-def test_damage_is_named(tmp_path, name, damage):
+def test_damaged_file_is_named(tmp_path, name, damage_file):
     path = CheckpointManager(tmp_path, limit=1).save(3, make_tensors(), {"long": "x" * 100})
-    damage(path / name)
+    damage_file(path / name)
     with pytest.raises(UserError, match=f"{path}.*{name}"):
         Checkpoint.open(path)
 
@@ -175,26 +175,26 @@ def test_damage_is_named(tmp_path, name, damage):
         {"model/bf16": torch.zeros(11, 3, dtype=torch.bfloat16)},
     ],
 )
-def test_other_tensors_are_refused_by_name(tmp_path, change):
+def test_mismatched_tensors_are_refused_by_name(tmp_path, change):
     path = CheckpointManager(tmp_path, limit=1).save(3, make_tensors(), {})
-    targets = {**blank_like(make_tensors()), **change}
+    targets = {**zeros_of(make_tensors()), **change}
     with pytest.raises(UserError, match=next(iter(change))):
         Checkpoint.open(path).load(targets)
     assert not any(tensor.any() for tensor in targets.values())
 
 
-def test_a_fingerprint_that_differs_is_named(tmp_path):
+def test_different_fingerprint_entries_are_named(tmp_path):
     saved = {"hidden_size": 64, "layers": (1, 2), "recipe": "delayed", "optimizer": "adamw_fp32"}
     CheckpointManager(tmp_path, limit=1).save(3, make_tensors(), {"fingerprint": saved})
     checkpoint = CheckpointManager(tmp_path, limit=1).find("latest")
     check_compatible(checkpoint, saved)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error:
         check_compatible(checkpoint, {"hidden_size": 128, "layers": (1, 2), "recipe": "delayed", "rope_theta": 1e4})
-    assert all(name in str(caught.value) for name in ("hidden_size", "optimizer", "rope_theta"))
-    assert "recipe" not in str(caught.value) and "layers" not in str(caught.value)
+    assert all(name in str(error.value) for name in ("hidden_size", "optimizer", "rope_theta"))
+    assert "recipe" not in str(error.value) and "layers" not in str(error.value)
 
 
-def test_random_states_round_trip_and_those_of_other_ranks_may_stay(tmp_path):
+def test_rank_restores_its_own_random_state(tmp_path):
     torch.manual_seed(3)
     manager = CheckpointManager(tmp_path, limit=1)
     manager.save(1, {**rng_state(rank=0), **rng_state(rank=3)}, {})
@@ -209,7 +209,7 @@ def test_random_states_round_trip_and_those_of_other_ranks_may_stay(tmp_path):
 
 
 def save_sharded(output_dir, rendezvous, rank):
-    """One of two ranks: saves half of a sharded tensor, a replicated one and its own random state, and loads them."""
+    """Save and load, as one of two ranks, half of a sharded tensor, a replicated tensor and a random state."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     manager = CheckpointManager(output_dir, limit=1, is_main=rank == 0)
@@ -223,16 +223,16 @@ def save_sharded(output_dir, rendezvous, rank):
         }
         manager.save(step, tensors, {"from_rank": rank}, in_background=step == 1)
     targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    found = manager.find("latest")
-    found.load(targets)
-    assert found.meta == {"from_rank": 0, "step": 2}
+    checkpoint = manager.find("latest")
+    checkpoint.load(targets)
+    assert checkpoint.meta == {"from_rank": 0, "step": 2}
     assert torch.equal(targets["sharded"].full_tensor(), tensors["sharded"].full_tensor())
     assert all(torch.equal(targets[name], tensors[name]) for name in tensors if name != "sharded")
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_two_ranks_save_what_one_can_read(tmp_path):
+def test_one_rank_can_load_checkpoint_of_two_ranks(tmp_path):
     output_dir, place = tmp_path / "run", tmp_path / "rendezvous"
     ranks = [CONTEXT.Process(target=save_sharded, args=(output_dir, place, rank), daemon=True) for rank in range(2)]
     for process in ranks:
@@ -241,7 +241,7 @@ def test_two_ranks_save_what_one_can_read(tmp_path):
         process.join(60)
         assert process.exitcode == 0
     manager = CheckpointManager(output_dir, limit=1)
-    assert names_in(manager) == ["step-00000002"]
+    assert checkpoint_names(manager) == ["step-00000002"]
     targets = {"sharded": torch.zeros(5, 2), "replicated": torch.zeros(3)}
     manager.find("latest").load(targets)
     assert torch.equal(targets["sharded"], torch.arange(10.0).reshape(5, 2) * 2)
@@ -253,27 +253,27 @@ def test_two_ranks_save_what_one_can_read(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "too_much",
+    "large_tensors",
     [
         pytest.param({"weight": torch.zeros(5_000_000)}, id="seen-beforehand"),
-        # The numbers are few but each tensor takes more than a kilobyte of file: the disk fills during a save.
+        # Each tensor has one value but needs more than a kilobyte in the file, so that the disk fills during the save.
         pytest.param({f"weight_{i}": torch.zeros(1) for i in range(6000)}, id="during-the-save"),
     ],
 )
-def test_full_disk(small_disk, too_much):
-    manager, good = CheckpointManager(small_disk, limit=2), {"weight": torch.arange(200_000.0)}
-    manager.save(1, good, {})
+def test_full_disk_keeps_previous_checkpoint(small_disk, large_tensors):
+    manager, tensors = CheckpointManager(small_disk, limit=2), {"weight": torch.arange(200_000.0)}
+    manager.save(1, tensors, {})
     with pytest.raises(UserError, match="step-00000002 .* No space"):
-        manager.save(2, too_much, {})
-    assert names_in(manager) == ["step-00000001"]
-    targets = blank_like(good)
+        manager.save(2, large_tensors, {})
+    assert checkpoint_names(manager) == ["step-00000001"]
+    targets = zeros_of(tensors)
     manager.find("latest").load(targets)
-    assert torch.equal(targets["weight"], good["weight"])
-    manager.save(3, good, {})
+    assert torch.equal(targets["weight"], tensors["weight"])
+    manager.save(3, tensors, {})
 
 
-def test_other_errors_keep_their_type(tmp_path):
+def test_unexpected_error_keeps_its_type(tmp_path):
     manager = CheckpointManager(tmp_path, limit=2)
     with pytest.raises(TypeError):
         manager.save(1, make_tensors(), {"entry": object()})
-    assert json.dumps(names_in(manager)) == "[]"
+    assert json.dumps(checkpoint_names(manager)) == "[]"

@@ -18,23 +18,23 @@ from tests.support.processes import run_ranks
 from tests.support.small import assert_same_bits, final_weights, records, steps, summary_json, train, write_rows
 
 LOSSES = {1: 5.0, 2: 3.0, 3: 4.0, 4: 3.5, 5: 6.0}
-"""Step -> the eval loss that a run takes in, in place of its own."""
+"""Step -> the eval loss that replaces the one that a run computes."""
 NO_WARMUP = ("--lr_scheduler=constant", "--num_warmup_steps=0", "--batch_size=4")
 
 
-def add_with(losses: Mapping[int, float]) -> Callable[[EvalHistory, int, float], None]:
-    """`EvalHistory.add`, but with the loss of the step in `losses`."""
+def replaced_add(losses: Mapping[int, float]) -> Callable[[EvalHistory, int, float], None]:
+    """Return a replacement for `EvalHistory.add` that records the step's loss in `losses`."""
     add = EvalHistory.add
     return lambda history, step, eval_loss: add(history, step, losses[step])
 
 
-def set_losses(losses: Mapping[int, float]) -> None:
-    """Set the eval losses of every run of this process, which is one rank's."""
-    EvalHistory.add = add_with(losses)  # type: ignore[method-assign]
+def replace_eval_losses(losses: Mapping[int, float]) -> None:
+    """Replace the eval losses of every run in this process, which is one rank."""
+    EvalHistory.add = replaced_add(losses)  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("patience", "stops_after"), [(1, 3), (2, 6), (3, None), (0, None)])
-def test_the_count_of_evaluations_without_improvement(patience, stops_after):
+def test_early_stopping_counts_evaluations_without_improvement(patience, stops_after):
     history = EvalHistory(patience=patience)
     for step, loss in {1: 5.0, 2: 4.0, 3: 4.05, 4: 3.85, 5: 4.5, 6: float("nan"), 7: 3.8}.items():
         history.add(step, loss)
@@ -43,7 +43,7 @@ def test_the_count_of_evaluations_without_improvement(patience, stops_after):
     assert (step if history.stops_early else None) == stops_after
 
 
-def test_the_first_of_equal_losses_is_the_best():
+def test_first_of_equal_losses_is_best():
     history = EvalHistory(keeps_best=True)
     for step, loss in ((1, float("inf")), (2, 2.0), (3, 2.0), (4, float("nan")), (5, 2.5)):
         history.add(step, loss)
@@ -59,71 +59,71 @@ def options(small_run) -> list[str]:
 
 @pytest.fixture
 def eval_losses(monkeypatch) -> dict[int, float]:
-    """The evaluations find these, which a test may change."""
+    """Replace the eval losses of runs by `LOSSES`; returns the dictionary in use, which a test may change."""
     losses = dict(LOSSES)
-    monkeypatch.setattr(EvalHistory, "add", add_with(losses))
+    monkeypatch.setattr(EvalHistory, "add", replaced_add(losses))
     return losses
 
 
-def checkpoints(folder: Path) -> list[int]:
+def checkpoint_steps(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
 
 
-def evaluated(folder: Path) -> list[int]:
+def evaluation_steps(folder: Path) -> list[int]:
     return [record["step"] for record in records(folder) if "eval_loss" in record]
 
 
 @pytest.mark.slow
-def test_the_best_checkpoint_is_kept_and_its_weights_are_exported(tmp_path, options, eval_losses, monkeypatch):
-    seen: dict[int, dict[str, torch.Tensor]] = {}
+def test_best_checkpoint_is_kept_and_exported(tmp_path, options, eval_losses, monkeypatch):
+    weights: dict[int, dict[str, torch.Tensor]] = {}
     save = Timeline.save
 
-    def remember(self):
+    def save_and_copy(self):
         save(self)
-        seen[self.step] = {name: tensor.clone() for name, tensor in self.setup.model.module.state_dict().items()}
+        weights[self.step] = {name: tensor.clone() for name, tensor in self.setup.model.module.state_dict().items()}
 
-    monkeypatch.setattr(Timeline, "save", remember)
+    monkeypatch.setattr(Timeline, "save", save_and_copy)
     assert train(*options, "--keep_best", "--save_every=1", f"--output_dir={tmp_path}") == 0
     best = tmp_path / "checkpoints" / "step-00000002"
-    assert checkpoints(tmp_path) == [2, 4, 5]
+    assert checkpoint_steps(tmp_path) == [2, 4, 5]
     assert summary_json(tmp_path)["best"] == {"step": 2, "eval_loss": 3.0, "checkpoint": str(best)}
     assert summary_json(tmp_path)["steps"] == 5 and summary_json(tmp_path)["exported_step"] == 2
-    assert_same_bits(final_weights(tmp_path), seen[2])
+    assert_same_bits(final_weights(tmp_path), weights[2])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("last", "kept", "exported"), [(1.0, [2, 5], 5), (6.0, [1, 2, 5], 2)])
-def test_checkpoints_come_where_the_loss_is_the_lowest_so_far(tmp_path, options, eval_losses, last, kept, exported):
-    eval_losses[5] = last
+@pytest.mark.parametrize(("last_loss", "saved", "exported"), [(1.0, [2, 5], 5), (6.0, [1, 2, 5], 2)])
+def test_keep_best_saves_at_each_lowest_loss(tmp_path, options, eval_losses, last_loss, saved, exported):
+    eval_losses[5] = last_loss
     train(*options, "--keep_best", f"--output_dir={tmp_path}")
-    assert checkpoints(tmp_path) == kept and summary_json(tmp_path)["exported_step"] == exported
+    assert checkpoint_steps(tmp_path) == saved and summary_json(tmp_path)["exported_step"] == exported
 
 
 @pytest.mark.slow
-def test_a_resumed_run_knows_the_best_step(tmp_path, options, eval_losses, stop_after):
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+def test_resumed_run_keeps_best_step(tmp_path, options, eval_losses, signal_after):
+    uninterrupted, resumed = tmp_path / "uninterrupted", tmp_path / "resumed"
     options = [*options, "--keep_best", "--save_every=1"]
-    train(*options, f"--output_dir={whole}")
-    stop_after(3)
+    train(*options, f"--output_dir={uninterrupted}")
+    signal_after(3)
     assert train(*options, f"--output_dir={resumed}") == 143
     assert train(*options, f"--output_dir={resumed}", "--resume_from=latest") == 0
-    assert summary_json(resumed)["best"]["step"] == 2 and checkpoints(resumed) == checkpoints(whole)
-    assert_same_bits(final_weights(whole), final_weights(resumed))
+    assert summary_json(resumed)["best"]["step"] == 2 and checkpoint_steps(resumed) == checkpoint_steps(uninterrupted)
+    assert_same_bits(final_weights(uninterrupted), final_weights(resumed))
 
 
 @pytest.mark.slow
-def test_losses_on_other_data_are_not_compared(tmp_path, options, eval_losses, stop_after):
-    """Step 2's loss is on what is no longer evaluated on; of the evaluations since, step 4 has the lowest."""
+def test_eval_losses_on_different_data_are_not_compared(tmp_path, options, eval_losses, signal_after):
+    """Step 2 has the lowest loss on the old data, and step 4 the lowest since the data changed."""
     options = [*options, "--keep_best", f"--output_dir={tmp_path / 'run'}"]
     first, other = (f"--eval_dataset_name={write_rows(tmp_path / f'{number}.jsonl', number)}" for number in (90, 80))
-    stop_after(3)
+    signal_after(3)
     assert train(*options, first) == 143
     assert train(*options, other, "--resume_from=latest") == 0
     assert summary_json(tmp_path / "run")["best"]["step"] == 4
 
 
 @pytest.mark.slow
-def test_the_best_checkpoint_is_looked_for_in_the_folder_of_the_run_alone(tmp_path, options, eval_losses, monkeypatch):
+def test_best_checkpoint_must_be_in_the_folder_of_the_run(tmp_path, options, eval_losses, monkeypatch):
     run, branch = tmp_path / "run", tmp_path / "branch"
     options = [*options, "--keep_best"]
     train(*options, "--save_every=1", "--save_total_limit=9", f"--output_dir={run}")
@@ -131,23 +131,24 @@ def test_the_best_checkpoint_is_looked_for_in_the_folder_of_the_run_alone(tmp_pa
     assert summary_json(branch)["best"]["step"] == 4
     evaluate = Timeline.evaluate
 
-    def lose(self):
+    def evaluate_after_loss(self):
         if self.step == 5:
             shutil.rmtree(tmp_path / "lost" / "checkpoints" / "step-00000002")
         return evaluate(self)
 
-    monkeypatch.setattr(Timeline, "evaluate", lose)
+    monkeypatch.setattr(Timeline, "evaluate", evaluate_after_loss)
     assert train(*options, f"--output_dir={tmp_path / 'lost'}") == 0
     assert summary_json(tmp_path / "lost")["exported_step"] == 5
 
 
 @pytest.mark.slow
-def test_the_run_ends_early_as_after_its_last_step(tmp_path, options, eval_losses):
+def test_early_stop_exports_and_summarises_as_after_the_last_step(tmp_path, options, eval_losses):
     options = [*options, "--save_every=2", "--early_stopping_patience=2", f"--output_dir={tmp_path}"]
     assert train(*options) == 0
-    found = summary_json(tmp_path)
-    assert (found["steps"], found["total_steps"], found["exported_step"]) == (4, 5, 4) and "stopped_early" in found
-    assert steps(tmp_path)[-1]["step"] == 4 and evaluated(tmp_path) == [1, 2, 3, 4] and final_weights(tmp_path)
+    summary = summary_json(tmp_path)
+    assert (summary["steps"], summary["total_steps"], summary["exported_step"]) == (4, 5, 4)
+    assert "stopped_early" in summary
+    assert steps(tmp_path)[-1]["step"] == 4 and evaluation_steps(tmp_path) == [1, 2, 3, 4] and final_weights(tmp_path)
     with pytest.raises(UserError, match="--early_stopping_patience"):
         train(*options, "--resume_from=latest")
     assert train(*options, "--early_stopping_patience=4", "--resume_from=latest") == 0
@@ -155,36 +156,36 @@ def test_the_run_ends_early_as_after_its_last_step(tmp_path, options, eval_losse
 
 
 @pytest.mark.slow
-def test_an_interrupted_and_resumed_run_stops_at_the_same_step(tmp_path, options, eval_losses, stop_after):
-    """A signal in step 4 comes before the evaluation that ends the run, which the resumed run makes up."""
+def test_resumed_run_stops_early_at_the_same_step(tmp_path, options, eval_losses, signal_after):
+    """The signal in step 4 skips the evaluation that would end the run; the resumed run does it first."""
     options = [*options, "--keep_best", "--early_stopping_patience=2", f"--output_dir={tmp_path}"]
-    stop_after(4)
+    signal_after(4)
     assert train(*options) == 143
     assert train(*options, "--resume_from=latest") == 0
-    assert evaluated(tmp_path) == [1, 2, 3, 4] and steps(tmp_path)[-1]["step"] == 4
+    assert evaluation_steps(tmp_path) == [1, 2, 3, 4] and steps(tmp_path)[-1]["step"] == 4
     assert summary_json(tmp_path)["exported_step"] == 2
-    (tmp_path / "summary.json").unlink()  # as where it was killed before its export
+    (tmp_path / "summary.json").unlink()  # the state after a kill before the export
     assert train(*options, "--resume_from=latest") == 0
-    assert evaluated(tmp_path) == [1, 2, 3, 4] and summary_json(tmp_path)["exported_step"] == 2
+    assert evaluation_steps(tmp_path) == [1, 2, 3, 4] and summary_json(tmp_path)["exported_step"] == 2
 
 
 @pytest.mark.slow
-def test_a_run_that_is_made_longer_counts_the_evaluation_after_its_last_step(tmp_path, options, eval_losses):
+def test_extended_run_counts_evaluation_after_last_step(tmp_path, options, eval_losses):
     eval_losses |= {1: 3.0, 2: 4.0, 3: 4.0, 4: 2.0}
     options = [*options, "--early_stopping_patience=2", "--save_every=9", f"--output_dir={tmp_path}"]
     assert train(*options, "--max_steps=3") == 0
     assert "stopped_early" not in summary_json(tmp_path)
     assert train(*options, "--max_steps=4", "--resume_from=latest", "--allow_changed=total_steps") == 0
     assert steps(tmp_path)[-1]["step"] == 3 and "stopped_early" in summary_json(tmp_path)
-    assert evaluated(tmp_path) == [1, 2, 3]
+    assert evaluation_steps(tmp_path) == [1, 2, 3]
 
 
 @pytest.mark.slow
-def test_two_ranks_stop_early_and_export_the_best_step(tmp_path, options):
+def test_two_ranks_stop_early_and_export_best_step(tmp_path, options):
     options = [*options, *NO_WARMUP, "--keep_best", "--async_save"]
-    asked = ["--early_stopping_patience=2", "--sharding_mode=fsdp_full", f"--output_dir={tmp_path}"]
-    run_ranks(2, tmp_path, *options, *asked, first=functools.partial(set_losses, LOSSES))
-    assert steps(tmp_path)[-1]["step"] == 4 and evaluated(tmp_path) == [1, 2, 3, 4]
+    more = ["--early_stopping_patience=2", "--sharding_mode=fsdp_full", f"--output_dir={tmp_path}"]
+    run_ranks(2, tmp_path, *options, *more, first=functools.partial(replace_eval_losses, LOSSES))
+    assert steps(tmp_path)[-1]["step"] == 4 and evaluation_steps(tmp_path) == [1, 2, 3, 4]
     assert summary_json(tmp_path)["best"]["step"] == summary_json(tmp_path)["exported_step"] == 2
     dcp_to_torch_save(tmp_path / "checkpoints" / "step-00000002", tmp_path / "merged.pt")
     saved = torch.load(tmp_path / "merged.pt")
@@ -193,12 +194,12 @@ def test_two_ranks_stop_early_and_export_the_best_step(tmp_path, options):
 
 
 @pytest.mark.slow
-def test_deepspeed_stops_early_and_exports_the_best_step(tmp_path, small_run):
-    """The weights are those of a run that ends at step 2."""
+def test_deepspeed_stops_early_and_exports_best_step(tmp_path, small_run):
+    """The exported weights equal those of a run that ends at step 2."""
     options = [*small_run, *NO_WARMUP, "--sharding_mode=deepspeed_2"]
-    kept, short = tmp_path / "kept", tmp_path / "short"
-    asked = ["--max_steps=5", "--eval_every=1", "--keep_best", "--early_stopping_patience=2"]
-    run_ranks(2, kept, *options, *asked, f"--output_dir={kept}", first=functools.partial(set_losses, LOSSES))
-    assert evaluated(kept) == [1, 2, 3, 4] and summary_json(kept)["exported_step"] == 2
+    early, short = tmp_path / "early", tmp_path / "short"
+    more = ["--max_steps=5", "--eval_every=1", "--keep_best", "--early_stopping_patience=2"]
+    run_ranks(2, early, *options, *more, f"--output_dir={early}", first=functools.partial(replace_eval_losses, LOSSES))
+    assert evaluation_steps(early) == [1, 2, 3, 4] and summary_json(early)["exported_step"] == 2
     run_ranks(2, short, *options, "--max_steps=2", f"--output_dir={short}")
-    assert_same_bits(final_weights(kept), final_weights(short))
+    assert_same_bits(final_weights(early), final_weights(short))

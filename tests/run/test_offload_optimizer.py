@@ -1,4 +1,4 @@
-"""Whole runs with --offload_optimizer: the bits of the run without it, resumed in both directions; host memory."""
+"""Runs with --offload_optimizer equal runs without it bitwise, also after a resume with the other setting."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ GIB = 2**30
 
 @pytest.fixture
 def options(rows) -> list[str]:
-    words = f"--dataset_name={rows} --max_seq_length=128 --batch_size=4 --gradient_accumulation_steps=2 --max_steps=4"
-    words += " --learning_rate=1e-2 --validation_fraction=0 --log_every=1 --save_every=2 --optimizer=adamw_master"
-    # torch 2.x packs for AMX in sdpa whatever ATEN_CPU_CAPABILITY says
-    return f"{words} --mixed_precision=bf16 --attn_implementation=eager".split()
+    options = f"--dataset_name={rows} --max_seq_length=128 --batch_size=4 --gradient_accumulation_steps=2 --max_steps=4"
+    options += " --learning_rate=1e-2 --validation_fraction=0 --log_every=1 --save_every=2 --optimizer=adamw_master"
+    # eager, because sdpa in torch 2.x uses AMX's format even if ATEN_CPU_CAPABILITY excludes AMX
+    return f"{options} --mixed_precision=bf16 --attn_implementation=eager".split()
 
 
 @pytest.fixture
-def pieces(monkeypatch) -> list[int]:
-    """Pieces of 1,000 elements; the numbers of those that pass through the device, as they come."""
-    passed: list[int] = []
+def piece_sizes(monkeypatch) -> list[int]:
+    """Limit pieces to 1,000 elements; returns the list of sizes of the pieces that pass through the device."""
+    sizes: list[int] = []
     update_ = StatePipeline.update_
 
-    def counted(self, state, update):
-        passed.append(len(state["exp_avg"]))
+    def recording_update_(self, state, update):
+        sizes.append(len(state["exp_avg"]))
         update_(self, state, update)
 
     monkeypatch.setattr(offload, "PIECE_ELEMENTS", 1000)
-    monkeypatch.setattr(StatePipeline, "update_", counted)
-    return passed
+    monkeypatch.setattr(StatePipeline, "update_", recording_update_)
+    return sizes
 
 
 @pytest.mark.parametrize(("dtype", "tied"), [(torch.float32, True), (torch.bfloat16, False)])
-def test_a_run_and_what_it_resumes_are_the_same_bits(options, pieces, tmp_path, capfd, dtype, tied):
-    """With a checkpoint in fp32, training starts from the remainders that loading filled, and exports them again."""
+def test_offloaded_and_resumed_runs_equal_plain_run(options, piece_sizes, tmp_path, capfd, dtype, tied):
+    """With fp32 weights, training starts from the lower 16 bits that loading stored, and the export has them again."""
     model = write_model(tmp_path / "model", dtype=dtype, tie_word_embeddings=tied)
     plain, offloaded = tmp_path / "plain", tmp_path / "offloaded"
     options = [f"--model_name={model}", *options]
     train(*options, f"--output_dir={plain}")
-    assert not pieces and "optimizer_gib_on_host" not in run_json(plain)["effective"]
+    assert not piece_sizes and "optimizer_gib_on_host" not in run_json(plain)["effective"]
     train(*options, "--offload_optimizer=1", f"--output_dir={offloaded}")
-    assert max(pieces) == 1000 and len(pieces) > 4 * 40
+    assert max(piece_sizes) == 1000 and len(piece_sizes) > 4 * 40
     assert_same_continuation(plain, offloaded, completed=0)
     assert all(tensor.dtype == dtype for tensor in final_weights(offloaded).values())
 
@@ -58,19 +58,19 @@ def test_a_run_and_what_it_resumes_are_the_same_bits(options, pieces, tmp_path, 
     assert run_json(offloaded)["effective"]["optimizer_gib_on_host"] == 8 * num_parameters / GIB
     assert "GiB in host memory (--offload_optimizer)" in capfd.readouterr().out
 
-    for begun, share in ((plain, 0.5), (offloaded, 0.0)):
+    for source, share in ((plain, 0.5), (offloaded, 0.0)):
         resumed = tmp_path / f"resumed-{share}"
-        checkpoint = begun / "checkpoints" / "step-00000002"
+        checkpoint = source / "checkpoints" / "step-00000002"
         train(*options, f"--offload_optimizer={share}", f"--output_dir={resumed}", f"--resume_from={checkpoint}")
         assert_same_continuation(plain, resumed, completed=2)
 
 
-def test_host_memory_is_asked_before_the_weights_are_read(options, tmp_path, monkeypatch):
-    """A model of two billion parameters in name only: its folder holds no weights."""
+def test_insufficient_host_memory_is_refused_before_reading_weights(options, tmp_path, monkeypatch):
+    """The model has a config for two billion parameters and no weights."""
     folder = tmp_path / "large"
     tiny_config(hidden_size=2048, intermediate_size=32768, num_hidden_layers=8).save_pretrained(folder)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10 * GIB))
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as error:
         train(f"--model_name={folder}", *options, "--offload_optimizer=1", f"--output_dir={tmp_path / 'run'}")
-    assert "--offload_optimizer 1 takes 12.8 GiB" in str(refused.value)
+    assert "--offload_optimizer 1 takes 12.8 GiB" in str(error.value)
     assert not (tmp_path / "run").exists()

@@ -1,6 +1,4 @@
-"""A run that was stopped or killed and resumed is the run that was not: the same bits in weights, optimizer and
-metrics.
-"""
+"""A stopped or killed run that is resumed equals an uninterrupted run bitwise in weights, optimizer and metrics."""
 
 from __future__ import annotations
 
@@ -37,44 +35,44 @@ pytestmark = pytest.mark.slow
 
 NUM_STEPS = 5
 CLOCKED = ("step_time_s", "eval_time_s", "model_tflops")
-"""What depends on the clock, beside all rates per second."""
+"""Metrics that depend on the clock, besides all rates per second."""
 
 
 @pytest.fixture(scope="module")
 def options(small_run) -> list[str]:
-    """Three steps to an epoch."""
-    few = ["--num_of_samples=32", f"--max_steps={NUM_STEPS}"]
-    return [*small_run, *few, "--save_every=100", "--eval_every=2"]
+    """Return options with three steps per epoch."""
+    lengths = ["--num_of_samples=32", f"--max_steps={NUM_STEPS}"]
+    return [*small_run, *lengths, "--save_every=100", "--eval_every=2"]
 
 
 @pytest.fixture(scope="module")
 def whole_run(options, tmp_path_factory) -> Path:
-    """A run that nothing disturbed. No test writes into its folder."""
-    folder = tmp_path_factory.mktemp("undisturbed") / "whole"
+    """Return the folder of an uninterrupted run, which no test may change."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
     assert train(*options, f"--output_dir={folder}") == 0
     return folder
 
 
 @pytest.fixture
 def whole(whole_run, tmp_path) -> Path:
-    """A copy of it."""
+    """Return a copy of `whole_run`, which a test may change."""
     return shutil.copytree(whole_run, tmp_path / "whole")
 
 
 def checkpoint_tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint by name, read without the project's code."""
+    """Return all tensors of a checkpoint by name, read without the package's code."""
     merged = folder / "merged.pt"
     dcp_to_torch_save(folder / "checkpoints" / f"step-{step:08d}", merged)
     return torch.load(merged)
 
 
 def meta(folder: Path, step: int) -> dict:
-    """meta.json of a checkpoint."""
+    """Return meta.json of a checkpoint."""
     return json.loads((folder / "checkpoints" / f"step-{step:08d}" / "meta.json").read_text())
 
 
 def without_clock(folder: Path) -> list[dict]:
-    """metrics.jsonl without what depends on the clock."""
+    """Return the records of metrics.jsonl without metrics that depend on the clock."""
     return [
         {key: value for key, value in record.items() if key not in CLOCKED and "per_s" not in key}
         for record in records(folder)
@@ -82,14 +80,14 @@ def without_clock(folder: Path) -> list[dict]:
 
 
 def assert_same_run(whole: Path, resumed: Path) -> None:
-    """Metrics, weights, optimizer state, random states and position in the data are the same, bit for bit."""
+    """Check that metrics, weights, optimizer state, random states and data position are bitwise equal."""
     assert without_clock(resumed) == without_clock(whole)
     assert_same_bits(final_weights(whole), final_weights(resumed))
     assert_same_bits(checkpoint_tensors(whole, NUM_STEPS), checkpoint_tensors(resumed, NUM_STEPS))
     assert meta(whole, NUM_STEPS) == meta(resumed, NUM_STEPS)
 
 
-# torch 2.x packs for AMX in sdpa whatever ATEN_CPU_CAPABILITY says
+# eager, because sdpa in torch 2.x uses AMX's format even if ATEN_CPU_CAPABILITY excludes AMX
 BF16 = ("--mixed_precision=bf16", "--attn_implementation=eager")
 SCENARIOS = {
     "padded": [],
@@ -102,19 +100,19 @@ SCENARIOS = {
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_a_stopped_and_resumed_run_is_the_whole_run(tmp_path, options, whole, stop_after, scenario):
-    """Stopped in the middle of an epoch, and once at the end of one too."""
+def test_resumed_run_equals_uninterrupted_run(tmp_path, options, whole, signal_after, scenario):
+    """Stop in the middle of an epoch, and in one scenario again at the end of an epoch."""
     options, resumed = [*options, *SCENARIOS[scenario]], tmp_path / "resumed"
     if SCENARIOS[scenario]:
-        whole = tmp_path / "of the scenario"
+        whole = tmp_path / "uninterrupted"
         assert train(*options, f"--output_dir={whole}") == 0
-    stop_after(2)
+    signal_after(2)
     assert train(*options, f"--output_dir={resumed}") == 143
     assert steps(resumed)[-1]["step"] == 2 and not (resumed / "final").exists()
     assert summary_json(resumed)["stopped_by"] == "SIGTERM"
     torch.manual_seed(99)
     if scenario == "padded":
-        stop_after(3, signal.SIGINT)
+        signal_after(3, signal.SIGINT)
         assert train(*options, f"--output_dir={resumed}", "--resume_from=latest") == 130
     assert train(*options, f"--output_dir={resumed}", "--resume_from=latest") == 0
     if "--lora_rank=2" not in options:
@@ -126,62 +124,60 @@ def test_a_stopped_and_resumed_run_is_the_whole_run(tmp_path, options, whole, st
 
 
 @pytest.mark.parametrize("stop", [2, 4])
-def test_an_evaluation_that_fell_due_in_the_step_of_a_signal_is_made_up_once(
-    tmp_path, options, whole, stop_after, stop, monkeypatch
+def test_evaluation_skipped_by_a_signal_runs_once_after_resume(
+    tmp_path, options, whole, signal_after, stop, monkeypatch
 ):
     options, resumed = [*options, "--save_every=2"], tmp_path / "resumed"
-    stop_after(stop)
-    again = [*options, f"--output_dir={resumed}"]
-    assert train(*again) == 143
+    signal_after(stop)
+    arguments = [*options, f"--output_dir={resumed}"]
+    assert train(*arguments) == 143
     assert [record["step"] for record in records(resumed) if "eval_loss" in record] == list(range(2, stop, 2))
 
     def killed(self, batches, start):
         raise RuntimeError("killed")
 
-    with monkeypatch.context() as patched:  # after the evaluation, before another checkpoint
+    with monkeypatch.context() as patched:  # fails after the evaluation and before the next checkpoint
         patched.setattr(Timeline, "take_step", killed)
         with pytest.raises(RuntimeError, match="killed"):
-            train(*again, "--resume_from=latest")
-    assert train(*again, "--resume_from=latest") == 0
+            train(*arguments, "--resume_from=latest")
+    assert train(*arguments, "--resume_from=latest") == 0
     assert_same_run(whole, resumed)
     assert [record["step"] for record in records(resumed) if "eval_loss" in record] == [2, 4, 5]
 
 
-def test_the_model_is_written_before_the_last_evaluation(tmp_path, options, monkeypatch):
-    """So a signal and the SIGKILL after it, or a GPU out of memory, cost that evaluation alone."""
-    written = []
+def test_model_is_exported_before_the_last_evaluation(tmp_path, options, monkeypatch):
+    """A signal followed by SIGKILL, or a GPU out of memory, then loses only that evaluation."""
+    model_exists = []
 
-    def evaluate_and_be_stopped(*arguments):
-        written.append((tmp_path / "final" / "model.safetensors").exists())
+    def evaluate_after_signal(*arguments):
+        model_exists.append((tmp_path / "final" / "model.safetensors").exists())
         os.kill(os.getpid(), signal.SIGTERM)
         return evaluate_loss(*arguments)
 
-    monkeypatch.setattr(timeline_module, "evaluate_loss", evaluate_and_be_stopped)
+    monkeypatch.setattr(timeline_module, "evaluate_loss", evaluate_after_signal)
     assert train(*options, "--eval_every=0", "--save_every=0", f"--output_dir={tmp_path}") == 0
-    assert written == [True] and "eval_loss" in records(tmp_path)[-1]
+    assert model_exists == [True] and "eval_loss" in records(tmp_path)[-1]
 
 
 @pytest.mark.parametrize("was_evaluated", [False, True])
-def test_a_run_killed_between_its_last_save_and_its_export_is_finished(
-    tmp_path, options, whole, whole_run, was_evaluated
-):
+def test_run_killed_before_its_export_is_finished_by_resume(tmp_path, options, whole, whole_run, was_evaluated):
     killed = shutil.copytree(whole_run, tmp_path / "killed")
     shutil.rmtree(killed / "final")
     (killed / "summary.json").unlink()
     if not was_evaluated:
         lines = (killed / "metrics.jsonl").read_text().splitlines(keepends=True)
         (killed / "metrics.jsonl").write_text("".join(lines[:-1]))
-    left = killed / "checkpoints" / ".tmp-step-00000004"
-    left.mkdir()
+    temporary = killed / "checkpoints" / ".tmp-step-00000004"
+    temporary.mkdir()
     assert train(*options, f"--output_dir={killed}", "--resume_from=latest") == 0
     assert_same_run(whole, killed)
-    assert not left.exists()
+    assert not temporary.exists()
 
 
-# What a resume keeps, and what it refuses
+# Resumes with other options, and resumes that are refused
 
 
-def test_an_older_checkpoint_of_the_run_and_one_for_another_folder(tmp_path, options):
+def test_resume_from_older_checkpoint_into_the_same_and_another_folder(tmp_path, options):
     whole, branch = tmp_path / "whole", tmp_path / "branch"
     train(*options, "--save_every=2", "--save_total_limit=9", f"--output_dir={whole}")
     before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
@@ -196,16 +192,16 @@ def test_an_older_checkpoint_of_the_run_and_one_for_another_folder(tmp_path, opt
 
 
 @pytest.fixture
-def stopped(tmp_path, options, stop_after) -> Path:
-    """A run that stopped after three steps."""
-    stop_after(3)
+def stopped(tmp_path, options, signal_after) -> Path:
+    """Return the folder of a run that stopped after three steps."""
+    signal_after(3)
     folder = tmp_path / "stopped"
     train(*options, f"--output_dir={folder}")
     return folder
 
 
-def assert_refused(folder: Path, options: list[str], *named: str) -> None:
-    """Resuming with `options` is one sentence that names what differs, and touches nothing."""
+def assert_refused(folder: Path, options: list[str], *messages: str) -> None:
+    """Check that a resume with `options` fails with one line that has all `messages`, and changes no file."""
 
     def contents() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK}
@@ -213,13 +209,13 @@ def assert_refused(folder: Path, options: list[str], *named: str) -> None:
     before = contents()
     with pytest.raises(UserError) as error:
         train(*options, f"--output_dir={folder}", "--resume_from=latest")
-    assert all(name in str(error.value) for name in named), str(error.value)
+    assert all(message in str(error.value) for message in messages), str(error.value)
     assert len(str(error.value).splitlines()) == 1 and contents() == before
 
 
-def test_a_checkpoint_of_another_run_is_refused(tmp_path, stopped, options):
+def test_checkpoint_of_a_different_run_is_refused(tmp_path, stopped, options):
     other = write_model(tmp_path / "other", num_hidden_layers=3, tie_word_embeddings=True)
-    for change, named in (
+    for change, messages in (
         (["--mixed_precision=bf16"], ("precision",)),
         (["--packing"], ("packing",)),
         (["--max_seq_length=112"], ("max_seq_length",)),
@@ -232,10 +228,10 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, stopped, options):
         (["--learning_rate=0.5", "--allow_changed=total_steps"], ("--allow_changed learning_rate",)),
         ([f"--model_name={other}"], ("num_hidden_layers", "tie_word_embeddings")),
     ):
-        assert_refused(stopped, [*options, *change], *named)
+        assert_refused(stopped, [*options, *change], *messages)
 
 
-def test_options_that_may_change_are_said_and_recorded(stopped, options, capsys):
+def test_allowed_changes_are_printed_and_recorded(stopped, options, capsys):
     change = ["--learning_rate=0.5", "--allow_changed=learning_rate", "--batch_size=4"]
     change.append("--gradient_accumulation_steps=2")
     assert train(*options, *change, f"--output_dir={stopped}", "--resume_from=latest") == 0
@@ -245,21 +241,21 @@ def test_options_that_may_change_are_said_and_recorded(stopped, options, capsys)
 
 
 @pytest.mark.parametrize(("batch_size", "num_steps"), [(2, 3 + 11), (16, 3 + 2)])
-def test_epochs_are_counted_in_rows_where_another_global_batch_resumes(tmp_path, small_run, batch_size, num_steps):
-    """22 of the 24 rows are short enough: an epoch has three steps of 8, the second one 11 of 2 or two of 16."""
-    asked = [*small_run, "--num_of_samples=24", "--validation_fraction=0", "--num_epochs=2", "--save_every=3"]
-    assert train(*asked, "--batch_size=8", "--save_total_limit=9", f"--output_dir={tmp_path / 'first'}") == 0
+def test_epochs_are_counted_in_rows_after_a_change_of_global_batch(tmp_path, small_run, batch_size, num_steps):
+    """22 of 24 rows are short enough. The first epoch has three steps of 8; the second has 11 of 2, or two of 16."""
+    options = [*small_run, "--num_of_samples=24", "--validation_fraction=0", "--num_epochs=2", "--save_every=3"]
+    assert train(*options, "--batch_size=8", "--save_total_limit=9", f"--output_dir={tmp_path / 'first'}") == 0
     resumed = tmp_path / "resumed"
     change = [f"--batch_size={batch_size}", "--allow_changed=global_batch_size,total_steps"]
     first = tmp_path / "first" / "checkpoints" / "step-00000003"
-    assert train(*asked, *change, f"--resume_from={first}", f"--output_dir={resumed}") == 0
+    assert train(*options, *change, f"--resume_from={first}", f"--output_dir={resumed}") == 0
     assert (steps(resumed)[-1]["step"], steps(resumed)[-1]["epoch"]) == (num_steps, 2.0)
-    assert train(*asked, *change, f"--output_dir={resumed}", "--resume_from=latest", "--num_epochs=3") == 0
+    assert train(*options, *change, f"--output_dir={resumed}", "--resume_from=latest", "--num_epochs=3") == 0
     assert steps(resumed)[-1]["epoch"] == 3.0
 
 
-def test_adapters_do_not_continue_on_another_models_weights(tmp_path, rows):
-    """Exported models are all called final."""
+def test_adapters_are_not_resumed_on_different_frozen_weights(tmp_path, rows):
+    """The folders have the same name, because all exported models are called final."""
     models = [Path(write_model(tmp_path / name / "final")) for name in ("a", "b", "moved")]
     weights = models[1] / "model.safetensors"
     save_file({name: tensor * 2 for name, tensor in load_file(weights).items()}, weights, metadata={"format": "pt"})
@@ -273,13 +269,11 @@ def test_adapters_do_not_continue_on_another_models_weights(tmp_path, rows):
 
 
 @pytest.mark.parametrize("was_stopped", [False, True])
-def test_a_finished_run_is_not_resumed_and_can_be_made_longer(
-    tmp_path, whole, options, stop_after, capsys, was_stopped
-):
-    """It goes on from its end, also where only a signal had it saved before."""
+def test_finished_run_is_resumed_only_with_more_steps(tmp_path, whole, options, signal_after, capsys, was_stopped):
+    """It continues from its end, also if only a signal had made it save before."""
     if was_stopped:
         whole, options = tmp_path / "stopped", [option for option in options if "save_every" not in option]
-        stop_after(2)
+        signal_after(2)
         train(*options, f"--output_dir={whole}")
         assert train(*options, f"--output_dir={whole}", "--resume_from=latest") == 0
     assert_refused(whole, options, "--max_steps", "--allow_changed max_steps")
@@ -291,7 +285,7 @@ def test_a_finished_run_is_not_resumed_and_can_be_made_longer(
     assert (whole / "final" / "model.safetensors").read_bytes() == before
 
 
-def test_latest_does_not_go_back_before_the_end_of_a_finished_run(tmp_path, options):
+def test_latest_refuses_checkpoint_before_the_end_of_a_finished_run(tmp_path, options):
     folder = tmp_path / "run"
     train(*options, "--save_every=2", "--save_total_limit=9", f"--output_dir={folder}")
     shutil.rmtree(folder / "checkpoints" / f"step-{NUM_STEPS:08d}")
@@ -303,7 +297,7 @@ def test_latest_does_not_go_back_before_the_end_of_a_finished_run(tmp_path, opti
 
 
 @pytest.mark.parametrize("more", [[], ["--resume_from=latest"]], ids=["same command", "latest"])
-def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(tmp_path, options, monkeypatch, capsys, more):
+def test_run_that_failed_before_its_first_checkpoint_restarts(tmp_path, options, monkeypatch, capsys, more):
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(Timeline, "save", lambda self: (_ for _ in ()).throw(MemoryError))
         train(*options, "--save_every=2", f"--output_dir={tmp_path / 'run'}")
@@ -319,31 +313,31 @@ def _write(path: Path) -> None:
     path.write_text("mine")
 
 
-def test_two_runs_never_share_a_folder(tmp_path, stopped, options):
-    """The same command twice, and two that resume the same run."""
+def test_folder_in_use_is_refused(tmp_path, stopped, options):
+    """Try the same command twice, and two resumes of the same run."""
     for folder, more in ((tmp_path / "new", []), (stopped, ["--resume_from=latest"])):
         folder.mkdir(exist_ok=True)
-        with open(folder / LOCK, "a") as held:
-            fcntl.flock(held, fcntl.LOCK_EX)
+        with open(folder / LOCK, "a") as lock_file:
+            fcntl.flock(lock_file, fcntl.LOCK_EX)
             with pytest.raises(UserError, match=f"--output_dir {folder} is in use by"):
                 train(*options, f"--output_dir={folder}", *more)
         assert train(*options, f"--output_dir={folder}", *more) == 0
 
 
-def test_a_folder_is_held_while_the_run_loads_and_one_that_was_only_held_is_gone(tmp_path, options, monkeypatch):
-    def load_beside_another(*_):
+def test_folder_is_locked_while_loading_and_removed_if_loading_fails(tmp_path, options, monkeypatch):
+    def fail_after_lock_check(*_):
         with pytest.raises(UserError, match=f"--output_dir {tmp_path / 'a' / 'b'} is in use by"), run_lock(folder):
             pass
-        raise UserError("seen")
+        raise UserError("checked")
 
     folder = tmp_path / "a" / "b"
-    monkeypatch.setattr(run_module, "load_data", load_beside_another)
-    with pytest.raises(UserError, match="seen"):
+    monkeypatch.setattr(run_module, "load_data", fail_after_lock_check)
+    with pytest.raises(UserError, match="checked"):
         train(*options, f"--output_dir={folder}")
     assert tmp_path.exists() and not folder.parent.exists()
 
 
-def test_what_a_killed_run_left_half_written_is_removed(stopped, options):
+def test_temporary_files_of_a_killed_run_are_removed(stopped, options):
     for name in (".run.json.123.tmp", ".mine.tmp", "a.7.tmp"):
         _write(stopped / name)
     (stopped / ".final.123.tmp").mkdir()

@@ -1,4 +1,4 @@
-"""Signals, checkpoints by the clock, and failures of the machine."""
+"""Signals, time-based checkpoints, and failures of terminal, pipe or disk."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ def options(small_run) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(options, tmp_path_factory) -> Path:
-    """A run that nothing disturbed."""
+    """Return the folder of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     train(*options, f"--output_dir={folder}")
     return folder
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
-def test_the_first_signal_sets_a_flag_and_the_handlers_come_back(sent, code):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_first_signal_sets_flag_and_handlers_are_restored(number, code):
     before = [signal.getsignal(number) for number in SIGNALS]
     with GracefulStop() as stop:
         assert not stop.agreed()
-        os.kill(os.getpid(), sent)
-        assert stop.agreed() and stop.requested == sent.name and stop.exit_code == code
+        os.kill(os.getpid(), number)
+        assert stop.agreed() and stop.requested == number.name and stop.exit_code == code
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.requested == sent.name, "a second SIGTERM changes nothing"
+        assert stop.requested == number.name, "a second SIGTERM changes nothing"
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def test_under_nohup_a_closed_terminal_stops_nothing():
+def test_ignored_sighup_does_not_stop_the_run():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with GracefulStop() as stop:
@@ -58,8 +58,8 @@ def test_under_nohup_a_closed_terminal_stops_nothing():
         signal.signal(signal.SIGHUP, before)
 
 
-def _prints_to(place: str) -> None:
-    """Lead a session that has this terminal, if it is one, and print to it."""
+def _redirect_output(place: str) -> None:
+    """Start a session and print to `place`; a terminal becomes the session's controlling terminal."""
     os.setsid()
     descriptor = os.open(place, os.O_RDWR if place.startswith("/dev/pts/") else os.O_WRONLY)
     for number in (1, 2):
@@ -69,11 +69,11 @@ def _prints_to(place: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("to", "sent"),
-    [("terminal", "SIGHUP"), *(("pipe", sent) for sent in ("SIGHUP", "SIGINT", "SIGTERM", "SIGPIPE"))],
-)  # a pipe as to `| tee`, which a closed ssh or Ctrl-C ends too; SIGPIPE stands for its end alone, as of `| head`
-def test_the_loss_of_the_terminal_or_reader_lets_the_run_save(tmp_path, options, to, sent):
-    if to == "terminal":
+    ("output", "name"),
+    [("terminal", "SIGHUP"), *(("pipe", name) for name in ("SIGHUP", "SIGINT", "SIGTERM", "SIGPIPE"))],
+)  # with `| tee`, a closed ssh or Ctrl-C ends the pipe's reader too; with `| head`, only the reader ends (SIGPIPE)
+def test_run_saves_after_terminal_or_pipe_reader_is_gone(tmp_path, options, output, name):
+    if output == "terminal":
         ours, theirs = pty.openpty()
         place = Path(os.ttyname(theirs))
     else:
@@ -81,76 +81,75 @@ def test_the_loss_of_the_terminal_or_reader_lets_the_run_save(tmp_path, options,
         os.mkfifo(place)
         ours = os.open(place, os.O_RDONLY | os.O_NONBLOCK)
     more = ["--max_steps=4000", "--log_every=1", f"--output_dir={tmp_path / 'run'}"]
-    process = start_training(place, *options, *more, first=functools.partial(_prints_to, str(place)))
+    process = start_training(place, *options, *more, first=functools.partial(_redirect_output, str(place)))
     assert wait_until(lambda: (tmp_path / "run" / "metrics.jsonl").exists() and bool(steps(tmp_path / "run")), process)
     if theirs >= 0:
         os.close(theirs)
-    os.close(ours)  # the kernel sends SIGHUP to whose terminal it was
-    if to == "pipe" and sent != "SIGPIPE":
-        os.kill(process.pid, signal.Signals[sent])
-    assert exit_code(process) == 128 + signal.Signals[sent]
-    assert summary_json(tmp_path / "run")["stopped_by"] == sent
+    os.close(ours)  # the kernel sends SIGHUP to the session of a closed terminal
+    if output == "pipe" and name != "SIGPIPE":
+        os.kill(process.pid, signal.Signals[name])
+    assert exit_code(process) == 128 + signal.Signals[name]
+    assert summary_json(tmp_path / "run")["stopped_by"] == name
     assert any((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
-def _prints_to_a_full_disk() -> None:
-    _prints_to("/dev/full")
-    plan_module.print_line = lambda text: None  # before the training, where a full disk ends the program
+def _redirect_output_to_full_disk() -> None:
+    _redirect_output("/dev/full")
+    plan_module.print_line = lambda text: None  # printed before the training, when a full disk does end the program
 
 
 @pytest.mark.slow
-def test_a_log_on_a_full_disk_ends_no_training(tmp_path, options):
+def test_full_disk_for_the_log_does_not_end_training(tmp_path, options):
     process = start_training(
-        tmp_path / "log", *options, f"--output_dir={tmp_path / 'run'}", first=_prints_to_a_full_disk
+        tmp_path / "log", *options, f"--output_dir={tmp_path / 'run'}", first=_redirect_output_to_full_disk
     )
     assert exit_code(process) == 0 and len(steps(tmp_path / "run")) == 6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", ["folder", "metrics.jsonl"])
-def test_a_run_whose_folder_is_moved_ends_and_goes_on_where_it_was_moved_to(
-    tmp_path, options, whole, monkeypatch, lost
-):
+@pytest.mark.parametrize("moved_path", ["folder", "metrics.jsonl"])
+def test_run_with_moved_folder_ends_and_resumes_in_the_new_place(tmp_path, options, whole, monkeypatch, moved_path):
     folder, moved = tmp_path / "run", tmp_path / "moved"
     take_step = timeline_module.Timeline.take_step
 
-    def moving(self, batches, start):
+    def take_step_after_move(self, batches, start):
         if self.step == 3 and not moved.exists():
-            (folder if lost == "folder" else folder / lost).rename(moved)
+            (folder if moved_path == "folder" else folder / moved_path).rename(moved)
         return take_step(self, batches, start)
 
-    monkeypatch.setattr(timeline_module.Timeline, "take_step", moving)
+    monkeypatch.setattr(timeline_module.Timeline, "take_step", take_step_after_move)
     with pytest.raises(UserError, match=f"--output_dir: {folder / 'metrics.jsonl'}"):
         train(*options, "--save_every=2", f"--output_dir={folder}")
-    there = moved if lost == "folder" else folder
-    assert train(*options, f"--output_dir={there}", "--resume_from=latest") == 0
-    assert [step["loss"] for step in steps(there)] == [step["loss"] for step in steps(whole)][-len(steps(there)) :]
-    assert_same_bits(final_weights(there), final_weights(whole))
+    new_folder = moved if moved_path == "folder" else folder
+    assert train(*options, f"--output_dir={new_folder}", "--resume_from=latest") == 0
+    resumed_losses = [step["loss"] for step in steps(new_folder)]
+    assert resumed_losses == [step["loss"] for step in steps(whole)][-len(resumed_losses) :]
+    assert_same_bits(final_weights(new_folder), final_weights(whole))
 
 
-# checkpoints by the clock
+# time-based checkpoints
 
 
-def saves(log: str) -> list[str]:
+def saved_checkpoints(log: str) -> list[str]:
     return [Path(line.split()[1]).name for line in log.splitlines() if line.startswith("saved ")]
 
 
 @pytest.mark.slow
-def test_checkpoints_come_at_log_lines_and_change_nothing(tmp_path, options, whole, capsys, monkeypatch):
-    """They come after steps 2 and 4, and after the last step because there are some."""
-    with_them, off = tmp_path / "with", tmp_path / "off"
-    assert not (whole / "checkpoints").exists(), "half an hour, the default, is not over"
+def test_time_based_checkpoints_do_not_change_results(tmp_path, options, whole, capsys, monkeypatch):
+    """They are saved at the log lines of steps 2 and 4, and therefore after the last step too."""
+    with_saves, without_saves = tmp_path / "with", tmp_path / "without"
+    assert not (whole / "checkpoints").exists(), "the default interval is half an hour"
     monkeypatch.setattr(timeline_module, "SAVE_AFTER_S", 0.0)
-    train(*options, "--save_every=0", f"--output_dir={off}")
-    assert not (off / "checkpoints").exists()
+    train(*options, "--save_every=0", f"--output_dir={without_saves}")
+    assert not (without_saves / "checkpoints").exists()
     capsys.readouterr()
-    train(*options, f"--output_dir={with_them}")
-    assert saves(capsys.readouterr().out) == ["step-00000002", "step-00000004", "step-00000006"]
-    assert [step["loss"] for step in steps(with_them)] == [step["loss"] for step in steps(whole)]
-    assert_same_bits(final_weights(whole), final_weights(with_them))
+    train(*options, f"--output_dir={with_saves}")
+    assert saved_checkpoints(capsys.readouterr().out) == ["step-00000002", "step-00000004", "step-00000006"]
+    assert [step["loss"] for step in steps(with_saves)] == [step["loss"] for step in steps(whole)]
+    assert_same_bits(final_weights(whole), final_weights(with_saves))
 
 
-def _clock_stands_on_rank(rank: str) -> None:
+def _stop_clock_of_rank(rank: str) -> None:
     timeline_module.SAVE_AFTER_S = 1e-9
     if os.environ["RANK"] == rank:
         timeline_module.time.monotonic = lambda: 0.0
@@ -158,13 +157,13 @@ def _clock_stands_on_rank(rank: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "num_saves"), [("1", 2), ("0", 0)])
-def test_the_clock_of_the_main_rank_decides_for_all(tmp_path, options, rank, num_saves):
+def test_clock_of_main_rank_decides_when_to_save(tmp_path, options, rank, num_saves):
     more = ["--batch_size=4", "--max_steps=3", "--sharding_mode=ddp", f"--output_dir={tmp_path / 'run'}"]
-    said = run_ranks(2, tmp_path / "run", *options, *more, first=functools.partial(_clock_stands_on_rank, rank))
-    assert len(saves(said)) == num_saves, said
+    output = run_ranks(2, tmp_path / "run", *options, *more, first=functools.partial(_stop_clock_of_rank, rank))
+    assert len(saved_checkpoints(output)) == num_saves, output
 
 
-def test_a_full_disk_is_a_sentence_that_blames_no_input(tmp_path):
+def test_full_disk_error_does_not_name_an_input(tmp_path):
     with pytest.raises(UserError, match="^(?!.*--model_name).*No space"), explained_failures(lambda: tmp_path):
         with reading("--model_name", "a/b"):
             raise OSError(errno.ENOSPC, "No space left on device")

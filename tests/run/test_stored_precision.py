@@ -1,4 +1,4 @@
-"""Checkpoints of higher precision than the bf16 weights that a run computes with."""
+"""Runs in bf16 that start from weights stored in fp32 or fp16."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ IN_BF16 = ["--mixed_precision=bf16", "--optimizer=adamw_master"]
 
 
 @pytest.mark.parametrize(("dtype", "mode"), [(torch.float32, None), (torch.float16, "fsdp_full")], ids=str)
-def test_a_run_that_learns_nothing_exports_the_stored_bits(dtype, mode, rows, tmp_path, capfd):
+def test_run_with_zero_learning_rate_exports_the_stored_bits(dtype, mode, rows, tmp_path, capfd):
     model, folder = write_model(tmp_path / "model", dtype=dtype), tmp_path / "run"
     options = [f"--model_name={model}", f"--dataset_name={rows}", *SHORT, *IN_BF16, "--max_steps=2"]
     options += ["--learning_rate=0", f"--output_dir={folder}"]
     if mode is None:
         train(*options)
-        said = capfd.readouterr().out
+        output = capfd.readouterr().out
     else:
         log = tmp_path / "log"
         assert [exit_code(process) for process in start_ranks(2, log, *options, f"--sharding_mode={mode}")] == [0, 0]
-        said = log.read_text()
+        output = log.read_text()
     name = str(dtype).removeprefix("torch.")
-    assert f"stored weights are {name}: training starts from their exact values" in said
+    assert f"stored weights are {name}: training starts from their exact values" in output
     assert_same_bits(final_weights(folder), stored_weights(tmp_path / "model"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_lower_bits_are_drawn_where_none_are_stored(dtype, rows, tmp_path, monkeypatch):
-    drawn = mock.Mock(side_effect=adamw_master.draw_remainder)
-    monkeypatch.setattr(adamw_master, "draw_remainder", drawn)
+def test_lower_bits_are_random_only_for_bf16_weights(dtype, rows, tmp_path, monkeypatch):
+    drawing = mock.Mock(side_effect=adamw_master.draw_remainder)
+    monkeypatch.setattr(adamw_master, "draw_remainder", drawing)
     model = write_model(tmp_path / "model", dtype=dtype)
     options = [f"--model_name={model}", f"--dataset_name={rows}", *SHORT, *IN_BF16, "--max_steps=2"]
     train(*options, "--learning_rate=0", f"--output_dir={tmp_path / 'run'}")
-    assert drawn.called == (dtype == torch.bfloat16)
+    assert drawing.called == (dtype == torch.bfloat16)
     assert_same_bits(final_weights(tmp_path / "run"), stored_weights(tmp_path / "model"))

@@ -1,4 +1,4 @@
-"""train_fp8.py as a user meets it, and every option that a CPU can show to have its effect."""
+"""train_fp8.py run as a user runs it, and the effects of options that a CPU can show."""
 
 from __future__ import annotations
 
@@ -41,14 +41,15 @@ finally:
 
 @pytest.fixture(scope="module")
 def plain_run(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """A run without a model or dataset, in a process of its own, and the folder that it ran in; what it imported is in
-    the file `modules` there.
+    """Run train_fp8.py without model and dataset in its own process; returns the process and its folder.
+
+    The names of all imported modules are in the folder's file `modules`.
     """
     folder = tmp_path_factory.mktemp("plain")
-    words = ["--max_steps=8", "--max_seq_length=128", "--num_of_samples=200", "--learning_rate=5e-3"]
-    words.append("--eval_batches=4")
+    options = ["--max_steps=8", "--max_seq_length=128", "--num_of_samples=200", "--learning_rate=5e-3"]
+    options.append("--eval_batches=4")
     return subprocess.run(
-        [sys.executable, "-c", PLAIN_RUN, str(ROOT / "train_fp8.py"), *words],
+        [sys.executable, "-c", PLAIN_RUN, str(ROOT / "train_fp8.py"), *options],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -56,17 +57,17 @@ def plain_run(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]
     ), folder
 
 
-def test_without_a_model_or_dataset_the_embedded_ones_are_trained_evaluated_and_exported(plain_run):
-    done, folder = plain_run
-    assert (done.returncode, done.stderr) == (0, ""), "no word of any library"
-    assert not any("\r" in line or "%|" in line or "arning" in line for line in done.stdout.splitlines())
+def test_run_without_model_and_dataset_uses_the_embedded_ones(plain_run):
+    process, folder = plain_run
+    assert (process.returncode, process.stderr) == (0, ""), "no library prints anything"
+    assert not any("\r" in line or "%|" in line or "arning" in line for line in process.stdout.splitlines())
     (run,) = (folder / "runs").iterdir()
-    ran = run_json(run)["precision"]["effective"].replace("no", "fp32")  # bf16 on a GPU
-    assert re.fullmatch(rf"\d{{8}}-\d{{6}}-embedded-{ran}", run.name)
+    precision = run_json(run)["precision"]["effective"].replace("no", "fp32")  # bf16 on a GPU
+    assert re.fullmatch(rf"\d{{8}}-\d{{6}}-embedded-{precision}", run.name)
 
     losses = [step["loss"] for step in steps(run)]
     assert len(losses) == 8 and losses[-1] < losses[0] - 1
-    assert losses[0] == pytest.approx(math.log(1024), abs=0.3), "random weights guess among the vocabulary"
+    assert losses[0] == pytest.approx(math.log(1024), abs=0.3), "random weights predict a uniform distribution"
     assert losses[-1] - 1 < records(run)[-1]["eval_loss"] < losses[0] - 1
 
     model, info = AutoModelForCausalLM.from_pretrained(run / "final", output_loading_info=True)
@@ -86,7 +87,7 @@ def test_without_a_model_or_dataset_the_embedded_ones_are_trained_evaluated_and_
     assert summary["phases_s"]["first_step"] == records(run)[0]["step_time_s"]
 
 
-def test_a_plain_run_loads_no_optional_package_and_no_mode_that_it_has_not(plain_run):
+def test_plain_run_imports_no_optional_package_and_no_unused_mode(plain_run):
     _, folder = plain_run
     loaded = (folder / "modules").read_text().split()
     modes = "distributed.deepspeed distributed.fsdp distributed.fp8_params "
@@ -98,40 +99,43 @@ def test_a_plain_run_loads_no_optional_package_and_no_mode_that_it_has_not(plain
 
 @pytest.fixture(scope="module")
 def hub_dataset(tmp_path_factory) -> Path:
-    """A folder laid out as the hub lays out the dataset of the documented commands."""
+    """Return a dataset folder with the layout of the documented commands' dataset on the hub."""
     return write_dataset(tmp_path_factory.mktemp("dataset"), 300)
 
 
 @pytest.fixture(scope="module")
 def hub_models(tiny_model, tmp_path_factory) -> dict[str, str]:
-    """Owner on the hub -> a model's folder, laid out as the hub lays them out."""
-    # The tokenizer class that belongs to this type of model adds a token.
+    """Return the folder of a model in the hub's layout for each owner of a documented model."""
+    # The tokenizer class of this model type adds a token.
     qwen = write_model(tmp_path_factory.mktemp("models") / "qwen", model_type="qwen2", vocab_size=1040)
     return {"meta-llama": tiny_model, "Qwen": qwen}
 
 
-def on_a_cpu(name: str) -> str:
-    """What tells a command's run on a CPU from others: all but the model's size, precision, length and W&B's name."""
-    asked = config_of(TESTED_COMMANDS[name])
-    model = dataclasses.replace(asked.model, model_name=asked.model.model_name.partition("/")[0], use_te=False)
-    data = dataclasses.replace(asked.data, max_seq_length=128)
-    run = dataclasses.replace(asked.run, wandb_run_name=None)
-    return repr(dataclasses.replace(asked, model=model, data=data, run=run, precision=PrecisionConfig()))
+def cpu_run_key(name: str) -> str:
+    """Return a key that two commands share if their runs on a CPU are equal.
+
+    It ignores model size, precision, sequence length and W&B's name.
+    """
+    config = config_of(TESTED_COMMANDS[name])
+    model = dataclasses.replace(config.model, model_name=config.model.model_name.partition("/")[0], use_te=False)
+    data = dataclasses.replace(config.data, max_seq_length=128)
+    run = dataclasses.replace(config.run, wandb_run_name=None)
+    return repr(dataclasses.replace(config, model=model, data=data, run=run, precision=PrecisionConfig()))
 
 
-@pytest.mark.parametrize("name", {on_a_cpu(name): name for name in reversed(ONE_GPU_COMMANDS)}.values())
-def test_a_documented_command(name, tmp_path, hub_models, hub_dataset, monkeypatch):
+@pytest.mark.parametrize("name", {cpu_run_key(name): name for name in reversed(ONE_GPU_COMMANDS)}.values())
+def test_documented_command_runs(name, tmp_path, hub_models, hub_dataset, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    asked, folder = config_of(TESTED_COMMANDS[name]), tmp_path / "run"
-    words = cpu_options(TESTED_COMMANDS[name], hub_models[asked.model.model_name.partition("/")[0]], hub_dataset)
-    assert train(*words, "--max_steps=3", "--eval_batches=1", f"--output_dir={folder}") == 0
+    config, folder = config_of(TESTED_COMMANDS[name]), tmp_path / "run"
+    options = cpu_options(TESTED_COMMANDS[name], hub_models[config.model.model_name.partition("/")[0]], hub_dataset)
+    assert train(*options, "--max_steps=3", "--eval_batches=1", f"--output_dir={folder}") == 0
     wandb.teardown()
     recorded = run_json(folder)
     assert recorded["data"]["num_rows_read"] == 300 and recorded["precision"]["effective"] == "bf16"
-    assert recorded["config"]["data"]["split_name"] == asked.data.split_name
-    assert recorded["effective"]["global_batch_size"] == asked.data.batch_size
+    assert recorded["config"]["data"]["split_name"] == config.data.split_name
+    assert recorded["effective"]["global_batch_size"] == config.data.batch_size
     assert len(steps(folder)) == 3 and (folder / "final" / "model.safetensors").exists()
-    assert len(list(folder.glob("wandb/offline-run-*/*.wandb"))) == asked.run.use_wandb
+    assert len(list(folder.glob("wandb/offline-run-*/*.wandb"))) == config.run.use_wandb
 
 
 # Options, one by one
@@ -139,8 +143,9 @@ def test_a_documented_command(name, tmp_path, hub_models, hub_dataset, monkeypat
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, tiny_model, rows):
-    """A function: train a few steps with these options in a new folder, which it returns; but for options that were
-    asked for before the folder of then.
+    """Return a function that trains a few steps with options in a new folder and returns the folder.
+
+    The same options are trained once.
     """
 
     @functools.cache
@@ -157,24 +162,24 @@ def losses(folder: Path) -> list[float]:
     return [step["loss"] for step in steps(folder)]
 
 
-def test_the_same_options_give_the_same_bits_and_another_seed_does_not(run):
-    first, again, other = run(), run("--seed=42"), run("--seed=7")  # 42 is the default
-    assert losses(first) == losses(again) != losses(other)
+def test_results_depend_on_the_seed_only(run):
+    first, same_seed, other_seed = run(), run("--seed=42"), run("--seed=7")  # 42 is the default
+    assert losses(first) == losses(same_seed) != losses(other_seed)
     for name, tensor in final_weights(first).items():
-        assert torch.equal(tensor, final_weights(again)[name])
+        assert torch.equal(tensor, final_weights(same_seed)[name])
 
 
-def test_mixed_precision_bf16_rounds_and_no_does_not(run):
+def test_losses_in_bf16_and_fp32_differ_by_rounding(run):
     fp32, bf16 = (losses(run("--attn_implementation=eager", f"--mixed_precision={name}")) for name in ("no", "bf16"))
     assert fp32 != bf16
     assert bf16 == pytest.approx(fp32, rel=1e-2)
 
 
-def test_an_evaluation_changes_nothing(run):
+def test_evaluation_does_not_change_training(run):
     assert losses(run("--eval_every=1")) == losses(run())
 
 
-def test_gradient_checkpointing_and_attention_are_recorded_and_change_no_result(run):
+def test_gradient_checkpointing_and_attention_do_not_change_losses(run):
     plain, checkpointed, eager = run(), run("--gradient_checkpointing"), run("--attn_implementation=eager")
     automatic = run("--gradient_checkpointing=auto")
     assert losses(checkpointed) == losses(plain) == losses(automatic)
@@ -184,7 +189,7 @@ def test_gradient_checkpointing_and_attention_are_recorded_and_change_no_result(
     assert run_json(plain)["effective"]["attn_implementation"] == "sdpa"
 
 
-def test_a_bf16_model_is_trained_in_fp32_and_exported_in_bf16(tmp_path, rows):
+def test_bf16_model_trains_in_fp32_and_exports_bf16(tmp_path, rows):
     model = write_model(tmp_path / "bf16", torch.bfloat16)
     options = [f"--model_name={model}", f"--dataset_name={rows}", "--max_seq_length=128", "--max_steps=2"]
     train(*options, f"--output_dir={tmp_path / 'run'}")

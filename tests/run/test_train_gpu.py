@@ -1,4 +1,4 @@
-"""train_fp8.py as a user runs it, on a GPU: real processes, a local model folder, the embedded dataset."""
+"""train_fp8.py run as a user runs it on a GPU, with a local model folder and the embedded dataset."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PRECISIONS = {
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_resume_continues_bit_for_bit_with_deterministic_attention(precision, model_folder, tmp_path):
+def test_resumed_run_is_bitwise_equal_with_deterministic_attention(precision, model_folder, tmp_path):
     options = [*PRECISIONS[precision], "--lr_scheduler", "constant", "--num_warmup_steps", "0"]
     printed_output(model_folder, tmp_path / "whole", *options, "--max_steps", "8", environment=DETERMINISTIC)
     longer = ["--max_steps", "8", "--allow_changed", "total_steps", "--resume_from", "latest"]
@@ -37,30 +37,28 @@ def test_resume_continues_bit_for_bit_with_deterministic_attention(precision, mo
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_loss_does_not_depend_on_how_the_batch_is_cut(precision, model_folder, tmp_path):
-    """The same global batch as 8 x 2, 4 x 4 and 16 x 1 rows gives the same losses up to rounding, in training and
-    evaluation.
-    """
-    by_cut = {}
+def test_losses_do_not_depend_on_micro_batch_size(precision, model_folder, tmp_path):
+    """Train on the same global batch as 8 x 2, 4 x 4 and 16 x 1 rows."""
+    losses_by_size = {}
     for batch_size, micro_batches in ((8, 2), (4, 4), (16, 1)):
         folder = tmp_path / f"{batch_size}x{micro_batches}"
-        cut = ["--batch_size", str(batch_size), "--gradient_accumulation_steps", str(micro_batches)]
+        sizes = ["--batch_size", str(batch_size), "--gradient_accumulation_steps", str(micro_batches)]
         printed_output(
-            model_folder, folder, *PRECISIONS[precision], *cut, "--max_steps", "4", "--learning_rate", "1e-4"
+            model_folder, folder, *PRECISIONS[precision], *sizes, "--max_steps", "4", "--learning_rate", "1e-4"
         )
-        by_cut[batch_size] = losses(folder)
-    for values in by_cut.values():
-        # Delayed scaling sees another history with another cut; bf16 and current scaling differ by rounding alone.
-        assert values == pytest.approx(by_cut[8], rel=5e-3 if precision == "delayed" else 1e-3)
+        losses_by_size[batch_size] = losses(folder)
+    for values in losses_by_size.values():
+        # Delayed scaling gets another amax history from other micro-batches; the others differ by rounding only.
+        assert values == pytest.approx(losses_by_size[8], rel=5e-3 if precision == "delayed" else 1e-3)
 
 
 @pytest.mark.parametrize("graphs", [(), ("--cuda_graphs",)], ids=["eager", "graphs"])
 @pytest.mark.parametrize("precision", ["delayed", "current"])
-def test_the_last_steps_are_bf16s_proven_and_resumed_bit_for_bit(precision, graphs, model_folder, tmp_path):
+def test_bf16_steps_after_fp8_until_are_certified_and_resume_bitwise(precision, graphs, model_folder, tmp_path):
     options = [*PRECISIONS[precision], *graphs, "--max_steps=16", "--fp8_until=0.5", "--no_export"]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    saved = ["--save_every=6", "--save_total_limit=9", "--eval_every=4"]
-    printed_output(model_folder, whole, *options, *saved, environment=DETERMINISTIC)
+    saving = ["--save_every=6", "--save_total_limit=9", "--eval_every=4"]
+    printed_output(model_folder, whole, *options, *saving, environment=DETERMINISTIC)
     fp8, bf16 = certificate_of(whole), json.loads((whole / "certificate_after_fp8.json").read_text())
     assert fp8["verdict"] == bf16["verdict"] == "certified", (fp8["reasons"], bf16["reasons"])
     assert fp8["num_fp8_gemm_kernels"] > 0 and "fp8" not in bf16["gemm_kernels_by_type"]
@@ -72,7 +70,7 @@ def test_the_last_steps_are_bf16s_proven_and_resumed_bit_for_bit(precision, grap
         assert metric_values(resumed / str(step), "eval_loss") == metric_values(whole, "eval_loss")[step // 4 :]
 
 
-def test_the_run_says_what_ran_and_exports_a_hugging_face_model(model_folder, tmp_path):
+def test_run_reports_recipe_and_attention_and_exports_a_hugging_face_model(model_folder, tmp_path):
     options = ("--mixed_precision", "fp8", "--fp8_scenario", "mxfp8", "--max_steps", "4")
     output = printed_output(model_folder, tmp_path / "run", *options)
     assert "parity with Hugging Face: 30 stored tensors loaded bit for bit; 33 tensors of 3 layers" in output
@@ -89,11 +87,8 @@ def test_the_run_says_what_ran_and_exports_a_hugging_face_model(model_folder, tm
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
 
-def test_a_system_cudnn_does_not_push_attention_off_the_fused_path(model_folder, tmp_path):
-    """With an empty CUDNN_HOME and no library path of the user's, Transformer Engine must still take torch's cuDNN.
-
-    Left to itself it would search the whole file system for one.
-    """
+def test_transformer_engine_uses_the_cudnn_of_torch(model_folder, tmp_path):
+    """With empty CUDNN_HOME and no cuDNN in LD_LIBRARY_PATH, Transformer Engine would search the whole file system."""
     environment = {"CUDNN_HOME": "", "LD_LIBRARY_PATH": os.environ.get("LD_LIBRARY_PATH", "")}
     others = [path for path in environment["LD_LIBRARY_PATH"].split(":") if "cudnn" not in path]
     environment["LD_LIBRARY_PATH"] = ":".join(others)
@@ -101,7 +96,7 @@ def test_a_system_cudnn_does_not_push_attention_off_the_fused_path(model_folder,
     assert "fused (cuDNN)" in printed_output(model_folder, tmp_path / "run", *options, environment=environment)
 
 
-def test_accelerate_launch_sets_the_recipe(model_folder, tmp_path):
+def test_accelerate_launch_file_sets_the_recipe(model_folder, tmp_path):
     config = tmp_path / "fp8.yaml"
     config.write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: fp8\nnum_processes: "
@@ -109,8 +104,8 @@ def test_accelerate_launch_sets_the_recipe(model_folder, tmp_path):
         "  override_linear_precision: [false, false, false]\n  use_autocast_during_eval: false\n"
     )
     launcher = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config))
-    done = train(*training_options(model_folder, tmp_path / "run", "--max_steps", "2"), launcher=launcher)
-    assert done.returncode == 0, done.stderr
+    process = train(*training_options(model_folder, tmp_path / "run", "--max_steps", "2"), launcher=launcher)
+    assert process.returncode == 0, process.stderr
     run = json.loads((tmp_path / "run" / "run.json").read_text())["precision"]
     assert run["effective"] == "fp8" and "amax_history_len=32" in run["recipe"]
     refused = train(*training_options(model_folder, tmp_path / "other", "--mixed_precision", "bf16"), launcher=launcher)
@@ -121,22 +116,22 @@ _ONE_BILLION = ("--model_name", "Llama-3.2-1B", "--random_init", "--use_te", "--
 
 
 @pytest.mark.exclusive
-@pytest.mark.parametrize(("decoder", "words"), [("--use_te", "this run cannot fit"), ("", "the GPU is out of memory")])
-def test_what_does_not_fit_ends_in_a_sentence(tmp_path, decoder, words):
-    """Before anything is loaded where activations are counted."""
+@pytest.mark.parametrize("decoder, message", [("--use_te", "this run cannot fit"), ("", "the GPU is out of memory")])
+def test_run_that_does_not_fit_ends_with_one_line(tmp_path, decoder, message):
+    """With TE, activations are estimated, so that the run ends before it loads anything."""
     model = [word for word in _ONE_BILLION if word != "--use_te"] + ([decoder] if decoder else [])
     more = ("--mixed_precision", "bf16", "--batch_size", "512", "--max_steps", "2")
-    done = train(*model, *more, "--output_dir", str(tmp_path / "run"))
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert done.stderr.strip().splitlines()[-1].startswith(f"error: {words}")
+    process = train(*model, *more, "--output_dir", str(tmp_path / "run"))
+    assert process.returncode == 2 and "Traceback" not in process.stderr
+    assert process.stderr.strip().splitlines()[-1].startswith(f"error: {message}")
 
 
 @pytest.mark.exclusive
-def test_auto_fills_the_gpu_and_takes_fp8(tmp_path):
+def test_auto_fills_the_gpu_and_chooses_fp8(tmp_path):
     folder = tmp_path / "run"
     auto = ("--mixed_precision", "auto", "--batch_size", "auto")
-    done = train(*_ONE_BILLION, *auto, "--max_steps", "3", "--output_dir", str(folder))
-    assert done.returncode == 0, done.stderr
+    process = train(*_ONE_BILLION, *auto, "--max_steps", "3", "--output_dir", str(folder))
+    assert process.returncode == 0, process.stderr
     record, summary = (json.loads((folder / name).read_text()) for name in ("run.json", "summary.json"))
     assert record["config"]["data"]["batch_size"] > 8 and record["precision"]["requested"] == "auto"
     measured = record["precision"]["measured_tokens_per_s"]
@@ -144,8 +139,7 @@ def test_auto_fills_the_gpu_and_takes_fp8(tmp_path):
     assert summary["certificate"]["verdict"] == "certified"
 
 
-def test_auto_trains_as_the_precision_that_it_chose(model_folder, tmp_path):
-    """So small a model is faster in bf16, whose run then holds no fp8 kernel; whichever it is, the bits are its own."""
+def test_auto_equals_a_run_in_the_chosen_precision(model_folder, tmp_path):
     printed_output(model_folder, tmp_path / "auto", "--mixed_precision", "auto", environment=DETERMINISTIC)
     chosen = json.loads((tmp_path / "auto" / "run.json").read_text())["precision"]["effective"]
     printed_output(model_folder, tmp_path / "named", "--mixed_precision", chosen, environment=DETERMINISTIC)

@@ -1,5 +1,7 @@
-"""train_multi_gpu.py under torchrun and accelerate launch, on the CPU. A process that starts as a user starts it takes
-five seconds, so one launch alone starts some; the ranks of all others are forked from torchrun's own agent.
+"""train_multi_gpu.py under torchrun and accelerate launch, on the CPU.
+
+A new process takes five seconds to start, so only one test starts its ranks as a user does. In all others, torchrun's
+agent forks them.
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ from tests.support.small import run_json, steps
 pytestmark = pytest.mark.slow
 
 
-def test_the_documented_command(tmp_path, tiny_model, monkeypatch):
-    """On folders laid out as the hub lays model and dataset out, in a precision and of a length that a CPU has."""
+def test_documented_command_runs(tmp_path, tiny_model, monkeypatch):
+    """Use local folders in the hub's layout, and a precision and sequence length for a CPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    words = cpu_options(COMMANDS["two_gpus"], tiny_model, write_dataset(tmp_path / "dataset", 64))
+    options = cpu_options(COMMANDS["two_gpus"], tiny_model, write_dataset(tmp_path / "dataset", 64))
     more = ["--max_steps=3", "--eval_batches=1", "--log_every=1", "--use_wandb"]
-    with ForkedTorchrun(tmp_path / "log", *words, *more) as run:
+    with ForkedTorchrun(tmp_path / "log", *options, *more) as run:
         assert run.end() == {}, run.printed()
-    (folder,) = (tmp_path / "runs").iterdir()  # one name, though two processes made one up
+    (folder,) = (tmp_path / "runs").iterdir()  # the two processes agree on the name
     assert [step["step"] for step in steps(folder)] == [1, 2, 3]
     assert run.printed().count("step 1/3") == 1 and "sharding: fsdp_full" in run.printed()
     assert run_json(folder)["effective"]["global_batch_size"] == 8
@@ -36,21 +38,21 @@ def test_the_documented_command(tmp_path, tiny_model, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("mistake", "said"),
+    ("option", "message"),
     [
         ("--sharding_mode=fsdp_ful", "--sharding_mode: invalid choice: 'fsdp_ful'"),
         ("--dataset_name=/no/such", "--dataset_name /no/such: no such file or folder"),
     ],
 )
-def test_a_mistake_is_said_once(tmp_path, mistake, said):
-    """All ranks see the first, one finds the second."""
-    with ForkedTorchrun(tmp_path / "log", mistake, f"--output_dir={tmp_path / 'run'}") as run:
+def test_wrong_option_is_reported_once(tmp_path, option, message):
+    """All ranks find the first error, only one rank finds the second."""
+    with ForkedTorchrun(tmp_path / "log", option, f"--output_dir={tmp_path / 'run'}") as run:
         assert 2 in run.end().values()
     (line,) = [line for line in run.printed().splitlines() if line.startswith("error: ")]
-    assert said in line
+    assert message in line
 
 
-def test_ranks_of_a_killed_accelerate_launch_save_and_end_in_the_mode_of_its_file(tmp_path, tiny_model, rows):
+def test_ranks_of_killed_accelerate_launch_save_and_end(tmp_path, tiny_model, rows):
     folder, file = tmp_path / "run", ROOT / "configs" / "accelerate_bf16_fsdp.yaml"
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes=2", f"--config_file={file}"]
     options = ["--model_name", tiny_model, "--dataset_name", rows, "--max_seq_length=256", "--max_steps=100000"]
@@ -68,12 +70,12 @@ def test_ranks_of_a_killed_accelerate_launch_save_and_end_in_the_mode_of_its_fil
             time.sleep(0.2)
         process.kill()
     wait_until_processes_end(*next(iter(mark.items())))
-    assert any(folder.glob("checkpoints/step-*")), "stopped as by SIGTERM"
+    assert any(folder.glob("checkpoints/step-*")), "the ranks save as after SIGTERM"
     recorded = run_json(folder)
     assert recorded["effective"]["sharding_mode"] == "fsdp_full" and recorded["precision"]["effective"] == "bf16"
 
 
-def test_torchrun_restarts_and_the_run_goes_on(tmp_path, tiny_model, rows, monkeypatch):
+def test_run_resumes_after_torchrun_restarts_its_ranks(tmp_path, tiny_model, rows, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = ("--model_name", tiny_model, "--dataset_name", rows, "--sharding_mode=ddp", "--max_seq_length=128")
     options += ("--batch_size=2", "--validation_fraction=0")
