@@ -1,4 +1,4 @@
-"""Runs that are killed or out of disk end cleanly, go on, and come to the end of a run that was left alone."""
+"""Runs that are killed or run out of disk resume to the same results as an undisturbed run."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ SCENARIOS = {
 }
 
 
-def words(model: str, rows: str, scenario: str, folder: Path) -> list[str]:
-    """Options of a run of twelve steps that saves and evaluates often."""
+def run_options(model: str, rows: str, scenario: str, folder: Path) -> list[str]:
+    """Return the options of a run of twelve steps that saves and evaluates often."""
     shared = [f"--model_name={model}", f"--dataset_name={rows}", "--max_seq_length=128", "--batch_size=8"]
-    often = ["--max_steps=12", "--save_every=2", "--eval_every=5", "--log_every=1", "--learning_rate=1e-2"]
-    return [*shared, *often, *SCENARIOS[scenario], f"--output_dir={folder}"]
+    lengths = ["--max_steps=12", "--save_every=2", "--eval_every=5", "--log_every=1", "--learning_rate=1e-2"]
+    return [*shared, *lengths, *SCENARIOS[scenario], f"--output_dir={folder}"]
 
 
 def outcome(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """All metrics but the clock's, and hashes of the exported weights."""
+    """Return all metrics that do not depend on the clock, and hashes of the exported weights."""
     metrics = [{k: v for k, v in record.items() if not k.endswith(CLOCK)} for record in records(folder)]
     weights = sorted(folder.glob("final/*.safetensors"))
     assert weights
@@ -44,50 +44,50 @@ def outcome(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, tiny_model, rows) -> Callable[[str], Any]:
-    """What a scenario comes to when nothing happens."""
+    """Return a function from a scenario to the outcome of its undisturbed run."""
 
     @functools.cache
-    def of(scenario: str) -> Any:
+    def train_scenario(scenario: str) -> Any:
         folder = tmp_path_factory.mktemp("whole") / "run"
-        assert train(*words(tiny_model, rows, scenario, folder)) == 0
+        assert train(*run_options(tiny_model, rows, scenario, folder)) == 0
         return outcome(folder)
 
-    return of
+    return train_scenario
 
 
 def num_steps(folder: Path) -> int:
     return len(steps(folder)) if (folder / "metrics.jsonl").exists() else 0
 
 
-def _saves_again(folder: Path) -> bool:
+def _is_saving_again(folder: Path) -> bool:
     return any(folder.glob("checkpoints/step-*")) and any(folder.glob("checkpoints/.tmp-*"))
 
 
 MOMENTS: dict[str, tuple[str, Callable[[Path], bool]]] = {
     "before the first checkpoint": ("packed", lambda folder: num_steps(folder) > 0),
-    "in a save": ("packed", lambda folder: _saves_again(folder)),
+    "during a save": ("packed", lambda folder: _is_saving_again(folder)),
     "between saves": ("lora", lambda folder: num_steps(folder) > 6),
 }
-"""The scenario, and when it is killed. What signals stop is in tests/run: test_stop.py and test_resume.py."""
+"""Name -> scenario and condition for the kill. Tests of signals are in tests/run: test_stop.py and test_resume.py."""
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_killed_run_goes_on_to_the_same_end(undisturbed, moment, tmp_path, tiny_model, rows):
+def test_killed_run_resumes_to_the_same_results(undisturbed, moment, tmp_path, tiny_model, rows):
     scenario, is_time = MOMENTS[moment]
     folder, log = tmp_path / "run", tmp_path / "log"
-    options = words(tiny_model, rows, scenario, folder)
+    options = run_options(tiny_model, rows, scenario, folder)
     process = start_training(log, *options)
     if wait_until(lambda: is_time(folder), process, poll_s=0.005):
         os.kill(process.pid, signal.SIGKILL)
-    assert exit_code(process) in (-signal.SIGKILL, 0), log.read_text()  # 0: it was done before the signal came
+    assert exit_code(process) in (-signal.SIGKILL, 0), log.read_text()  # 0: it had ended before the signal
     if process.exitcode:
         has_saved = any(folder.glob("checkpoints/step-*"))
-        assert train(*options, *(["--resume_from=latest"] if has_saved else [])) == 0  # else it begins anew
+        assert train(*options, *(["--resume_from=latest"] if has_saved else [])) == 0  # else it restarts
     assert outcome(folder) == undisturbed(scenario)
 
 
-def _tokenise_in_workers(fault: signal.Signals) -> None:
-    """A worker is killed, or Ctrl-C comes to the main process while it works."""
+def _tokenise_with_fault(fault: signal.Signals) -> None:
+    """Make a tokenising worker kill itself, or send the main process a SIGINT."""
 
     def fail(*_: Any) -> None:
         os.kill(os.getpid() if fault == signal.SIGKILL else os.getppid(), fault)
@@ -97,17 +97,17 @@ def _tokenise_in_workers(fault: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize(("fault", "code"), [(signal.SIGKILL, 2), (signal.SIGINT, 130)])
-def test_a_fault_among_workers_does_not_blame_the_data(tmp_path, tiny_model, rows, fault, code):
-    log, options = tmp_path / "log", words(tiny_model, rows, "packed", tmp_path / "run")
+def test_fault_in_tokenising_worker_is_not_reported_as_bad_data(tmp_path, tiny_model, rows, fault, code):
+    log, options = tmp_path / "log", run_options(tiny_model, rows, "packed", tmp_path / "run")
     process = start_training(
-        log, *options, "--max_seq_length=120", first=functools.partial(_tokenise_in_workers, fault)
+        log, *options, "--max_seq_length=120", first=functools.partial(_tokenise_with_fault, fault)
     )
     assert exit_code(process) == code, log.read_text()
     assert rows not in log.read_text() and len(log.read_text().splitlines()) == 1 and not (tmp_path / "run").exists()
 
 
-def test_a_full_disk_is_said_in_one_line_and_the_run_goes_on(undisturbed, small_disk, tmp_path, tiny_model, rows):
-    log, options = tmp_path / "log", words(tiny_model, rows, "packed", small_disk / "run")
+def test_full_disk_is_reported_in_one_line_and_run_resumes(undisturbed, small_disk, tmp_path, tiny_model, rows):
+    log, options = tmp_path / "log", run_options(tiny_model, rows, "packed", small_disk / "run")
     subprocess.run(["mount", "-o", "remount,size=500k", str(small_disk)], check=True)
     assert exit_code(start_training(log, *options)) == 2
     errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]

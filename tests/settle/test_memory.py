@@ -1,4 +1,4 @@
-"""What a run's GPU memory settles and refuses."""
+"""Choices that depend on GPU memory: batch size, recomputation, merged micro-batches, and runs that are refused."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def test_auto_batch_size_fills_the_gpu():
     assert settle(1000.0, "Llama-3.2-1B", batch_size=AUTO_BATCH_SIZE)[0].data.batch_size == MOST_TOKENS // 1024
 
 
-def test_auto_batch_size_suits_fp8_gemms():
+def test_auto_batch_size_gives_token_multiple_of_fp8_gemms():
     config, _ = settle(30.0, "Llama-3.2-1B", batch_size=AUTO_BATCH_SIZE, max_seq_length=200, recipe="block")
     assert config.data.batch_size * 200 % 128 == 0
 
 
 @pytest.mark.parametrize("row", [{"use_te": False}, {"recipe": "mxfp8"}, {"mode": "deepspeed_2", "num_gpus": 2}])
-def test_auto_batch_size_is_refused_where_memory_is_not_known(row):
+def test_auto_batch_size_is_refused_without_memory_estimate(row):
     with pytest.raises(UserError, match="--batch_size auto"):
         settle(139.8, "Llama-3.2-1B", batch_size=AUTO_BATCH_SIZE, **row)
 
@@ -44,13 +44,13 @@ def test_auto_batch_size_is_refused_where_memory_is_not_known(row):
     "row",
     [{}, {"batch_size": AUTO_BATCH_SIZE}, {"mode": "ddp", "num_gpus": 2}, {"use_te": False}],
 )
-def test_what_cannot_fit_is_refused_with_what_would(row):
+def test_run_that_cannot_fit_is_refused_with_suggestion(row):
     with pytest.raises(UserError, match="cannot fit") as raised:
         settle(79.2, **row)
     assert "What would fit" in str(raised.value)
 
 
-def test_what_would_fit_fits():
+def test_suggested_options_fit():
     with pytest.raises(UserError, match="--offload_optimizer 1.0 "):
         settle(79.2)
     assert parts(offload_optimizer=1.0).needed_gib <= 79.2
@@ -58,15 +58,15 @@ def test_what_would_fit_fits():
         settle(79.2, mode="ddp", num_gpus=2)
 
 
-def test_only_changes_that_the_run_would_take_are_suggested():
+def test_suggestions_are_valid_for_the_run():
     with pytest.raises(UserError, match="cannot fit") as raised:
         settle(79.2, optimizer="adamw_fp32")
-    assert "--offload_optimizer" not in str(raised.value), "it goes with adamw_master"
-    with pytest.raises(UserError, match="--offload_optimizer 1.0 "):  # as auto leaves a run on a GPU without fp8
+    assert "--offload_optimizer" not in str(raised.value), "--offload_optimizer needs adamw_master"
+    with pytest.raises(UserError, match="--offload_optimizer 1.0 "):  # the state that auto leaves on a GPU without fp8
         settle(79.2, recipe="bf16", mixed_precision="bf16", fp8_format="E4M3")
 
 
-def test_a_micro_batch_that_is_too_long_is_warned_of_or_refused():
+def test_large_micro_batch_is_warned_about_or_refused():
     total_gib = parts("Llama-3.2-3B", batch_size=16).total_gib
     config, notes = settle(total_gib + 1, "Llama-3.2-3B", batch_size=16)
     assert config.data.batch_size == 16 and notes[0].startswith("WARNING") and "--gradient_checkpointing" in notes[0]
@@ -77,7 +77,8 @@ def test_a_micro_batch_that_is_too_long_is_warned_of_or_refused():
 DOCUMENTED = dict(model="Llama-3.2-3B", mode="fsdp_full", num_gpus=2, batch_size=1, max_seq_length=512)
 
 
-def cut(config: Config) -> tuple[int, int]:
+def shape(config: Config) -> tuple[int, int]:
+    """Return rows per micro-batch and number of micro-batches."""
     return config.data.batch_size, config.optim.gradient_accumulation_steps
 
 
@@ -86,9 +87,9 @@ def cut(config: Config) -> tuple[int, int]:
     [{}, {"gradient_checkpointing": 1}, {"recipe": "bf16"}, {"use_te": False}, {"use_te": False, "recipe": "mxfp8"}]
     + [{"lora_rank": 16}, {"mode": "fsdp_hybrid"}, {"mode": "fsdp_offload"}],
 )
-def test_micro_batches_that_fit_together_are_one(row):
+def test_micro_batches_that_fit_together_are_merged(row):
     config, notes = settle(79.2, **{**DOCUMENTED, **row})
-    assert cut(config) == (4, 1) and notes == ["4 micro-batches of 512 tokens run as 1 of 2,048"]
+    assert shape(config) == (4, 1) and notes == ["4 micro-batches of 512 tokens run as 1 of 2,048"]
 
 
 @pytest.mark.parametrize(
@@ -96,15 +97,15 @@ def test_micro_batches_that_fit_together_are_one(row):
     [{"mode": "deepspeed_3"}, {"use_te": False, "recipe": "no"}, {"use_te": False, "attn_implementation": "eager"}]
     + [{"use_te": False, "mode": "ddp", "optimizer": "adamw_fp32"}, {"recipe": "fp16"}],
 )
-def test_micro_batches_stay_where_their_memory_has_no_bound(row):
-    assert cut(settle(139.8, **{**DOCUMENTED, **row})[0]) == (1, 4)
+def test_micro_batches_without_memory_bound_are_not_merged(row):
+    assert shape(settle(139.8, **{**DOCUMENTED, **row})[0]) == (1, 4)
 
 
 @pytest.mark.parametrize(
     ("gpu_gib", "row"),
     [(79.2, {}), (60.0, {"recipe": "bf16"}), (79.2, {"use_te": False}), (60.0, {"mode": "fsdp_hybrid", "num_gpus": 2})],
 )
-def test_as_few_layers_as_fit_are_recomputed(gpu_gib, row):
+def test_smallest_sufficient_number_of_layers_is_recomputed(gpu_gib, row):
     run = run_size({"batch_size": 24, **row}, hf_config("Llama-3.2-3B"))
     size, notes = settle_memory(run.changed(gradient_checkpointing="auto"), gpu_gib)
     config = size.config
@@ -117,39 +118,39 @@ def test_as_few_layers_as_fit_are_recomputed(gpu_gib, row):
     assert len(notes) == 1 and f"auto: {number} of 28 layers" in notes[0]
 
 
-def test_fewer_recomputed_layers_win_over_longer_micro_batches():
+def test_fewer_recomputed_layers_have_priority_over_larger_micro_batches():
     row = dict(batch_size=4, gradient_accumulation_steps=4, gradient_checkpointing="auto")
     configs = [settle(gpu_gib, "Llama-3.2-3B", **row)[0] for gpu_gib in (139.8, 79.2, 65.0, 50.0)]
-    assert [cut(config) for config in configs] == [(16, 1), (8, 2), (4, 4), (4, 4)]
+    assert [shape(config) for config in configs] == [(16, 1), (8, 2), (4, 4), (4, 4)]
     assert [config.model.gradient_checkpointing > 0 for config in configs] == [False, False, False, True]
-    # A single micro-batch keeps no unsharded gradients.
+    # With a single micro-batch, no unsharded gradients are kept.
     config, _ = settle(24.0, "Llama-3.2-3B", **row, mode="fsdp_full", num_gpus=8)
-    assert cut(config) == (16, 1) and 0 < config.model.gradient_checkpointing < 1
+    assert shape(config) == (16, 1) and 0 < config.model.gradient_checkpointing < 1
     resumed = run_size(row, hf_config("Llama-3.2-3B"))
     config = settle_memory(resumed, 79.2, resumed_rows=16)[0].config
-    assert cut(config) == (16, 1) and config.model.gradient_checkpointing > 0
+    assert shape(config) == (16, 1) and config.model.gradient_checkpointing > 0
 
 
-def test_auto_batch_size_recomputes_only_what_its_smallest_micro_batch_needs():
+def test_auto_batch_size_recomputes_only_layers_that_one_row_needs():
     row = dict(batch_size=AUTO_BATCH_SIZE, max_seq_length=16384, gradient_checkpointing="auto")
-    (plenty, _), (little, notes) = (settle(gpu_gib, "Llama-3.2-3B", **row) for gpu_gib in (139.8, 60.0))
-    assert plenty.model.gradient_checkpointing == 0 < little.model.gradient_checkpointing
-    assert little.data.batch_size == 1 and len(notes) == 2
+    (large, _), (small, notes) = (settle(gpu_gib, "Llama-3.2-3B", **row) for gpu_gib in (139.8, 60.0))
+    assert large.model.gradient_checkpointing == 0 < small.model.gradient_checkpointing
+    assert small.data.batch_size == 1 and len(notes) == 2
 
 
-def test_what_no_recomputation_makes_fit_recomputes_all_and_is_warned_of():
+def test_insufficient_recomputation_uses_all_layers_and_warns():
     gpu_gib = parts("Llama-3.2-3B", batch_size=64, gradient_checkpointing=1).total_gib
     config, notes = settle(gpu_gib, "Llama-3.2-3B", batch_size=64, gradient_checkpointing="auto")
     assert config.model.gradient_checkpointing == 1 and notes[0].startswith("WARNING") and "28 of 28" in notes[1]
 
 
 @pytest.mark.parametrize("row", [{"mode": "deepspeed_3", "num_gpus": 2}, {"use_te": False, "recipe": "fp16"}])
-def test_automatic_recomputation_is_refused_where_memory_has_no_bound(row):
+def test_automatic_recomputation_is_refused_without_memory_bound(row):
     with pytest.raises(UserError, match="--gradient_checkpointing auto.*give a number"):
         settle(139.8, gradient_checkpointing="auto", **row)
 
 
-def test_what_may_be_bf16_has_to_fit_in_bf16_too():
+def test_run_that_may_become_bf16_must_fit_in_bf16():
     row = {"batch_size": AUTO_BATCH_SIZE, "gradient_accumulation_steps": 1, "max_seq_length": 512}
     run = run_size(row, hf_config("Llama-3.2-1B"))
     sizes = [
@@ -160,17 +161,17 @@ def test_what_may_be_bf16_has_to_fit_in_bf16_too():
     assert sizes[1] < sizes[0] and in_bf16.estimate().needed_gib <= 79.1
 
 
-def test_micro_batches_are_merged_as_far_as_memory_allows():
-    eight_billion = dict(mode="fsdp_full", num_gpus=4, batch_size=4, gradient_accumulation_steps=6)
-    rows = [cut(settle(gpu_gib, **eight_billion)[0]) for gpu_gib in (79.2, 95.0, 139.8)]
+def test_number_of_merged_micro_batches_grows_with_memory():
+    row = dict(mode="fsdp_full", num_gpus=4, batch_size=4, gradient_accumulation_steps=6)
+    rows = [shape(settle(gpu_gib, **row)[0]) for gpu_gib in (79.2, 95.0, 139.8)]
     assert rows == sorted(rows) and rows[0][0] < rows[-1][0] and {a * b for a, b in rows} == {24}
-    assert cut(settle(79.2, "Llama-3.2-1B", batch_size=32, packing=False)[0]) == (32, 4), "longer padding costs more"
-    assert cut(settle(139.8, "Llama-3.2-1B", batch_size=32)[0]) == (64, 2), "no longer than the longest recorded"
+    assert shape(settle(79.2, "Llama-3.2-1B", batch_size=32, packing=False)[0]) == (32, 4), "merging adds padding"
+    assert shape(settle(139.8, "Llama-3.2-1B", batch_size=32)[0]) == (64, 2), "the longest recorded micro-batch"
 
 
-def test_a_cut_is_kept_where_it_is_asked_for_or_was_the_checkpoints():
+def test_micro_batches_of_option_or_checkpoint_are_kept():
     config, notes = settle(79.2, **DOCUMENTED, merge_micro_batches=False)
-    assert cut(config) == (1, 4) and notes == []
+    assert shape(config) == (1, 4) and notes == []
     run = run_size(DOCUMENTED | {"gradient_accumulation_steps": 4}, hf_config("Llama-3.2-3B"))
-    assert cut(settle_memory(run, 79.2, resumed_rows=2)[0].config) == (2, 2)
-    assert cut(settle_memory(run, 79.2, resumed_rows=3)[0].config) == (4, 1)
+    assert shape(settle_memory(run, 79.2, resumed_rows=2)[0].config) == (2, 2)
+    assert shape(settle_memory(run, 79.2, resumed_rows=3)[0].config) == (4, 1)

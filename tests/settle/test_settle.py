@@ -1,4 +1,4 @@
-"""Runs on assumed machines: their sharding mode, what is decided for them, and what is refused."""
+"""The decisions of `settle` on assumed machines, and the options that it refuses for a machine, launch or model."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ ONE, FOUR, CPU = assume(LaunchRanks()), assume(TWO_HOSTS), Machine()
 LLAMA = LlamaConfig(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_hidden_layers=2, vocab_size=256)
 
 
-def settled(words: str, machine: Machine = ONE, model: LlamaConfig = LLAMA) -> Settled:
-    return settle(parse_config(words.split(), parallel=True), model, machine)
+def settled(options: str, machine: Machine = ONE, model: LlamaConfig = LLAMA) -> Settled:
+    return settle(parse_config(options.split(), parallel=True), model, machine)
 
 
 @pytest.mark.parametrize(
-    ("words", "decoder", "num_shards", "named"),
+    ("options", "decoder", "num_shards", "message"),
     [
         ("--use_te --context_parallel_size 2", {"windows": (None, 64)}, 4, "--context_parallel_size"),
         (FP8_PARAMS, {}, 7, "--fp8_params"),
     ],
 )
-def test_what_a_decoder_cannot_do(words, decoder, num_shards, named):
-    config = parse_config(words.split(), parallel=True)
+def test_option_that_the_decoder_does_not_allow_is_refused(options, decoder, num_shards, message):
+    config = parse_config(options.split(), parallel=True)
     spec = decoder_sizes(LLAMA)
     check_te_decoder(config, spec, num_shards=4)
-    with pytest.raises(UserError, match=named):
+    with pytest.raises(UserError, match=message):
         check_te_decoder(config, dataclasses.replace(spec, **decoder), num_shards)
 
 
@@ -69,20 +69,20 @@ REFUSED: list[tuple[str, Machine, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("words", "machine", "named"), REFUSED)
-def test_what_this_machine_or_launch_cannot_do(words, machine, named):
-    with pytest.raises(UserError, match=named):
-        settled(words, machine)
+@pytest.mark.parametrize(("options", "machine", "message"), REFUSED)
+def test_option_that_machine_or_launch_does_not_allow_is_refused(options, machine, message):
+    with pytest.raises(UserError, match=message):
+        settled(options, machine)
 
 
-def test_graphs_would_repeat_the_random_numbers_of_a_dropout():
+def test_cuda_graphs_are_refused_with_dropout():
     settled(GRAPHS)
     with pytest.raises(UserError, match="--cuda_graphs"):
         settled(GRAPHS, model=LlamaConfig(**LLAMA.to_dict() | {"attention_dropout": 0.1}))
 
 
 @pytest.mark.parametrize(
-    ("words", "machine", "precision", "mode", "optimizer"),
+    ("options", "machine", "precision", "mode", "optimizer"),
     [
         ("", CPU, "no", "single", "adamw_fp32"),
         ("", ONE, "bf16", "single", "adamw_master"),
@@ -96,47 +96,47 @@ def test_graphs_would_repeat_the_random_numbers_of_a_dropout():
         ("--sharding_mode deepspeed_2", FOUR, "bf16", "deepspeed_2", "adamw_fp32"),
     ],
 )
-def test_what_a_run_comes_to(words, machine, precision, mode, optimizer):
-    run = settled(words, machine)
+def test_settled_precision_mode_and_optimizer(options, machine, precision, mode, optimizer):
+    run = settled(options, machine)
     assert (run.precision.name.replace("fp32", "no"), run.mode, run.optimizer_kind) == (precision, mode, optimizer)
-    assert bool(run.precision.fallback_reason) == (machine is ONE and "mxfp8" in words)
+    assert bool(run.precision.fallback_reason) == (machine is ONE and "mxfp8" in options)
 
 
-def test_auto_measures_both_and_keeps_its_micro_batches():
-    words = "--mixed_precision auto --use_te --batch_size 2 --gradient_accumulation_steps 4 --max_seq_length 1024"
+def test_auto_precision_keeps_micro_batches_after_measurement_and_resume():
+    options = "--mixed_precision auto --use_te --batch_size 2 --gradient_accumulation_steps 4 --max_seq_length 1024"
     model = load_config(resolve_source(parse_config(["--model_name=Llama-3.2-1B", "--random_init"]).model))
-    requested = parse_config(words.split())
-    open_run = settle(requested, model, ONE)
-    assert open_run.measures_precision and open_run.precision.requested == "auto"
+    config = parse_config(options.split())
+    unmeasured = settle(config, model, ONE)
+    assert unmeasured.measures_precision and unmeasured.precision.requested == "auto"
     for measured, name in (("bf16", "bf16"), ("fp8", "fp8 delayed")):
-        run = settle(requested, model, ONE, measured=measured)
+        run = settle(config, model, ONE, measured=measured)
         assert not run.measures_precision and run.precision.name == name
-        assert run.config.data == open_run.config.data and run.config.optim == open_run.config.optim
+        assert run.config.data == unmeasured.config.data and run.config.optim == unmeasured.config.optim
         resumed = {"fingerprint": {"precision": name}, "options": {"batch_size": 2}}
-        run = settle(requested, model, ONE, resumed)
+        run = settle(config, model, ONE, resumed)
         assert not run.measures_precision and run.precision.name == name
         assert (run.config.data.batch_size, run.config.optim.gradient_accumulation_steps) == (2, 4)
-    assert requested == parse_config(words.split()), "nothing rewrites the options"
+    assert config == parse_config(options.split()), "settle must not change its argument"
 
 
 @pytest.mark.parametrize(
     ("billions", "ranks", "gpu_memory_gib", "options", "mode"),
     [
         (1.2, EIGHT_GPUS, 139.8, [], "ddp"),  # 13.4 GiB
-        (8, EIGHT_GPUS, 139.8, [], "fsdp_grad"),  # ddp would take 89.4 of 83.9 GiB; 2 + 2 bytes each are 29.8
-        (14.8, EIGHT_GPUS, 139.8, ["--gradient_accumulation_steps=4"], "fsdp_full"),  # 8 bytes are 110 GiB, 6 are 82.7
+        (8, EIGHT_GPUS, 139.8, [], "fsdp_grad"),  # ddp needs 89.4 of 83.9 GiB; 2 + 2 bytes per parameter are 29.8
+        (14.8, EIGHT_GPUS, 139.8, ["--gradient_accumulation_steps=4"], "fsdp_full"),  # 82.7 GiB; fsdp_grad: 110
         (14.8, EIGHT_GPUS, 139.8, [], "fsdp_grad"),
-        (70, EIGHT_GPUS, 139.8, [], "fsdp_full"),  # 130 GiB: comes nearest
+        (70, EIGHT_GPUS, 139.8, [], "fsdp_full"),  # needs 130 GiB, the least of all modes
         (8, EIGHT_GPUS, None, [], "ddp"),
         (8, LaunchRanks(launched=True), 139.8, [], "single"),
         (8, EIGHT_GPUS, 139.8, ["--sharding_mode=ddp"], "ddp"),
-        (8, EIGHT_GPUS, 80, ["--optimizer=adamw_8bit"], "ddp"),  # 6 bytes are 44.7 of 48 GiB
-        (8, EIGHT_GPUS, 80, ["--offload_optimizer=1"], "ddp"),  # 4 bytes are 29.8 of 48 GiB
+        (8, EIGHT_GPUS, 80, ["--optimizer=adamw_8bit"], "ddp"),  # 6 bytes per parameter are 44.7 of 48 GiB
+        (8, EIGHT_GPUS, 80, ["--offload_optimizer=1"], "ddp"),  # 4 bytes per parameter are 29.8 of 48 GiB
         (6.5, EIGHT_GPUS, 139.8, [], "ddp"),
-        (6.5, EIGHT_GPUS, 139.8, ["--optimizer=adamw_fp32"], "fsdp_grad"),  # 16 bytes are 96.9 of 83.9 GiB
+        (6.5, EIGHT_GPUS, 139.8, ["--optimizer=adamw_fp32"], "fsdp_grad"),  # ddp needs 16 bytes: 96.9 of 83.9 GiB
     ],
 )
-def test_auto_takes_the_first_mode_that_fits(billions, ranks, gpu_memory_gib, options, mode):
+def test_auto_chooses_the_first_mode_that_fits(billions, ranks, gpu_memory_gib, options, mode):
     config = parse_config(options, parallel=True)
     chosen_mode, reason = choose_mode(config, ranks, int(billions * 10**9), gpu_memory_gib)
     assert chosen_mode == mode

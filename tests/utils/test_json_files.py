@@ -1,4 +1,4 @@
-"""JSONL files as others write them."""
+"""Reading of JSONL files, and atomic writes of JSON files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_jsonl, write_json_atomic
 
 
-def test_line_separators_within_a_string_end_no_line(tmp_path: Path):
+def test_line_separators_in_strings_do_not_split_records(tmp_path: Path):
     records = [{"problem": "a\u2028b\u0085c\x0bd"}, {"problem": "2"}]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(record, ensure_ascii=False) for record in records))
@@ -25,7 +25,7 @@ def test_line_separators_within_a_string_end_no_line(tmp_path: Path):
     assert read_jsonl(path) == []
 
 
-def test_a_line_that_is_no_object_is_named(tmp_path: Path):
+def test_invalid_line_is_named(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     for line in ("{", "", "3"):
         path.write_text('{"a": 1}\n' + line + "\n")
@@ -33,16 +33,16 @@ def test_a_line_that_is_no_object_is_named(tmp_path: Path):
             read_jsonl(path)
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path, monkeypatch, capsys):
+def test_full_disk_is_reported_and_keeps_previous_file(tmp_path: Path, monkeypatch, capsys):
     (tmp_path / "out.json").write_text("before")
 
-    def full(descriptor: int) -> None:
+    def fail(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(SystemExit) as ended:
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(SystemExit) as system_exit:
         run_script(lambda: write_json_atomic(tmp_path / "out.json", {}) or 0)
-    assert ended.value.code == 2
+    assert system_exit.value.code == 2
     printed = capsys.readouterr().err
     assert printed.startswith(f"error: {tmp_path / 'out.json'}: ") and printed.count("\n") == 1
     assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]

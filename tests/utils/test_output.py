@@ -1,4 +1,4 @@
-"""Output that is closed or full."""
+"""Output to a file that cannot grow."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 
 
 @pytest.mark.slow
-def test_a_log_at_its_limit_of_size_ends_no_run(tmp_path: Path) -> None:
+def test_log_at_its_size_limit_does_not_end_the_run(tmp_path: Path) -> None:
     program = (
         "import resource; from llm_fp8.utils import output; output.on_closed_pipe = lambda: None; "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (8, 8)); [output.say('a line') for _ in range(3)]"
     )
     with open(tmp_path / "log", "w") as log:
-        done = subprocess.run([sys.executable, "-c", program], stdout=log, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "log").stat().st_size == 8
+        process = subprocess.run([sys.executable, "-c", program], stdout=log, stderr=subprocess.PIPE, text=True)
+    assert (process.returncode, process.stderr) == (0, "") and (tmp_path / "log").stat().st_size == 8

@@ -1,4 +1,4 @@
-"""Packages that only some options need are named with the command that installs them."""
+"""Missing optional packages are reported with the command that installs them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import OptionalPackage
 
 
-def test_a_package_is_imported_or_named_with_its_command():
+def test_optional_package_is_imported_or_reported_with_install_command():
     assert OptionalPackage("JSON", "json.decoder", "none").require("--flag").__name__ == "json.decoder"
     with pytest.raises(UserError, match="^--flag needs it .* run: pip install it$"):
         OptionalPackage("it", "no_such_module.part", "pip install it").require("--flag")
