@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import os
 import signal
@@ -39,7 +40,10 @@ MODES = [
     (2, "deepspeed_1", 4, 2, []),
     (2, "deepspeed_2", 2, 4, []),
     (2, "deepspeed_3", 4, 2, ["--gradient_checkpointing"]),
+    (3, "deepspeed_3", 2, 3, ["--deepspeed_config=shards_all.json"]),
 ]
+# DeepSpeed leaves tensors below the threshold whole, which are all of the tiny model's.
+SHARDS_ALL = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
 
 
 @pytest.mark.parametrize(
@@ -50,6 +54,8 @@ MODES = [
 def test_every_sharding_mode_trains_as_the_reference_loop(
     tmp_path, tiny_model, sixteen_rows, num_ranks, mode, batch_size, accumulation, more
 ):
+    (tmp_path / "shards_all.json").write_text(json.dumps(SHARDS_ALL))
+    more = [option.replace("shards_all.json", str(tmp_path / "shards_all.json")) for option in more]
     cut = [f"--batch_size={batch_size}", f"--gradient_accumulation_steps={accumulation}", f"--sharding_mode={mode}"]
     options = [*reference_options(tiny_model, sixteen_rows, tmp_path), *cut, *more]
     run_ranks(num_ranks, tmp_path, *options, hosts=1 + (mode == "fsdp_hybrid"))
