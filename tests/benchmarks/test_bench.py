@@ -1,4 +1,4 @@
-"""The throughput benchmark: its variants, its data, and what it makes of runs."""
+"""The throughput benchmark: its variants, its random data, the rows that it writes, and the speed tables."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.support.processes import run_program
 WORK = Workload("embedded", 2, 64, 2)
 
 
-def test_a_variant_is_a_line_of_options():
-    ours, theirs = parse_variants("fp8: --use_te --mixed_precision fp8; hf: baseline hf_bf16 --seed 3")
+def test_variants_are_parsed_and_become_commands():
+    ours, baseline = parse_variants("fp8: --use_te --mixed_precision fp8; hf: baseline hf_bf16 --seed 3")
     assert ours == Variant("fp8", ("--use_te", "--mixed_precision", "fp8"))
-    assert theirs == Variant("hf", ("--seed", "3"), "hf_bf16")
+    assert baseline == Variant("hf", ("--seed", "3"), "hf_bf16")
     (sharded,) = parse_variants("a: --sharding_mode fsdp_full", num_gpus=2)
     assert sharded.command(2, ["--x"])[-3:] == ["--x", "--sharding_mode", "fsdp_full"]
     assert "--nproc_per_node=2" in sharded.command(2, [])
@@ -41,30 +41,30 @@ def test_invalid_variants_are_refused(text):
         parse_variants(text)
 
 
-@pytest.mark.parametrize("words", [["--warmup", "5"], ["--steps", "6"], ["--variants", "x"]])
-def test_options_that_measure_nothing_are_refused(words, call_main):
-    with pytest.raises(UserError, match=words[0]):
-        call_main(bench, *words)
+@pytest.mark.parametrize("argv", [["--warmup", "5"], ["--steps", "6"], ["--variants", "x"]])
+def test_options_without_a_measured_step_are_refused(argv, call_main):
+    with pytest.raises(UserError, match=argv[0]):
+        call_main(bench, *argv)
 
 
 @pytest.mark.parametrize("module", [module for module, _ in PROGRAMS.values()][1:] + [bench.__name__])  # not training
-def test_numbers_and_outputs_of_every_tool_are_checked(module, tmp_path, monkeypatch, call_main):
-    """The parser of a tool is what its main function calls first."""
-    with monkeypatch.context() as only, pytest.raises(LookupError) as stopped:
-        only.setattr(OneSentenceParser, "parse_known_args", lambda parser, *_: {}[parser])
+def test_every_tool_refuses_invalid_numbers_and_outputs(module, tmp_path, monkeypatch, call_main):
+    """The main function of a tool first calls its parser, which the test obtains from a KeyError."""
+    with monkeypatch.context() as patch, pytest.raises(KeyError) as error:
+        patch.setattr(OneSentenceParser, "parse_known_args", lambda parser, *_: {}[parser])
         call_main(importlib.import_module(module))
-    (parser,) = stopped.value.args
+    (parser,) = error.value.args
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "fifo")
-    wrong = {"int": ["-1", "0", "nan", "x", "", 10**30], "float": ["-1", "nan", "inf", "x", ""]}
-    wrong["writable"] = wrong["<lambda>"] = [tmp_path / "file" / "x", tmp_path / "fifo", "/proc/x"]
+    invalid = {"int": ["-1", "0", "nan", "x", "", 10**30], "float": ["-1", "nan", "inf", "x", ""]}
+    invalid["writable"] = invalid["<lambda>"] = [tmp_path / "file" / "x", tmp_path / "fifo", "/proc/x"]
     for action in parser._actions:
-        for value in wrong.get(getattr(action.type, "__name__", ""), []):
+        for value in invalid.get(getattr(action.type, "__name__", ""), []):
             with pytest.raises(UserError, match=action.option_strings[0]):
                 parser.parse_known_args([f"{action.option_strings[0]}={value}"])
 
 
-def test_rows_of_random_text_fill_their_length(tmp_path):
+def test_rows_of_random_text_have_at_least_the_requested_tokens(tmp_path):
     from transformers import AutoTokenizer
 
     write_random_rows(tmp_path / "rows.jsonl", 20, 64)
@@ -73,46 +73,46 @@ def test_rows_of_random_text_fill_their_length(tmp_path):
     assert len(tokens) == 20 and all(len(ids) >= 64 for ids in tokens)
 
 
-def answer(*speeds: float, failed: str | None = None, **more) -> dict:
+def result_of_run(*speeds: float, failed: str | None = None, **more) -> dict:
     steps = [{"tokens_per_s": speed, "real_tokens_per_s": speed / 2, "model_tflops": 1.0, **more} for speed in speeds]
     return {"failed": failed, "steps": steps, "losses": [2.0, 1.0]}
 
 
-def test_a_row_summarises_the_steps_of_all_rounds():
-    rounds = [answer(1, 2, 3, peak_memory_gib=4.0), answer(4, 5, peak_memory_gib=5.0)]
+def test_row_summarises_the_steps_of_all_rounds():
+    rounds = [result_of_run(1, 2, 3, peak_memory_gib=4.0), result_of_run(4, 5, peak_memory_gib=5.0)]
     row = summarise(WORK, Variant("a", ("--x",)), rounds)
     assert (row["tokens_per_s"], row["real_tokens_per_s"], row["num_timed_steps"]) == (3, 1.5, 5)
     assert row["tokens_per_s_p10"] == pytest.approx(1.4) and row["tokens_per_s_p90"] == pytest.approx(4.6)
     assert (row["peak_memory_gib"], row["num_rounds"], row["options"]) == (5.0, 2, "--x")
-    assert summarise(WORK, Variant("a", ()), [answer(failed="out of memory")])["failed"] == "out of memory"
-    assert summarise(WORK, Variant("a", ()), [answer(1), answer(failed="x")])["num_rounds"] == 1
+    assert summarise(WORK, Variant("a", ()), [result_of_run(failed="out of memory")])["failed"] == "out of memory"
+    assert summarise(WORK, Variant("a", ()), [result_of_run(1), result_of_run(failed="x")])["num_rounds"] == 1
 
 
-def test_variants_take_turns_and_one_that_failed_is_not_tried_again(monkeypatch, tmp_path, capsys):
-    turns = []
+def test_variants_alternate_and_a_failed_one_is_not_run_again(monkeypatch, tmp_path, capsys):
+    measured_variants = []
 
-    def measured(work, variant, *_):
-        turns.append(variant.name)
-        return answer(failed="out of memory") if variant.name == "b" else answer(10.0)
+    def measure(work, variant, *_):
+        measured_variants.append(variant.name)
+        return result_of_run(failed="out of memory") if variant.name == "b" else result_of_run(10.0)
 
-    monkeypatch.setattr(bench, "measure", measured)
+    monkeypatch.setattr(bench, "measure", measure)
     variants, output = parse_variants("a: ; b: ; c: "), tmp_path / "out.json"
     rows = measure_all(WORK, variants, Plan(8, 6, num_rounds=2, timeout_s=9), output)
-    assert turns == ["a", "b", "c", "a", "c"]
+    assert measured_variants == ["a", "b", "c", "a", "c"]
     assert [row.get("failed") for row in rows] == [None, "out of memory", None]
     assert json.loads(output.read_text())["rows"] == rows
     bench.print_table(rows)
     assert "out of memory" in capsys.readouterr().out
 
 
-def test_a_failed_run_returns_its_reason(monkeypatch):
+def test_result_of_a_failed_run_has_the_reason(monkeypatch):
     monkeypatch.setattr(bench, "run_program", lambda *_, **__: Outcome(2, "error: no such file", 1.0))
     result = bench.measure(WORK, Variant("a", ()), "rows.jsonl", Plan(8, 6, num_rounds=1, timeout_s=9))
     assert "no such file" in result["failed"]
 
 
 @pytest.mark.slow
-def test_our_variants_and_baselines_train_on_the_same_full_rows(monkeypatch):
+def test_variants_and_baselines_train_on_the_same_full_rows(monkeypatch):
     monkeypatch.setattr(bench, "run_program", run_program)
     variants = parse_variants("ours: --mixed_precision no; hf: baseline hf_bf16")
     rows = measure_all(WORK, variants, Plan(8, 6, num_rounds=1, timeout_s=300))
@@ -124,7 +124,7 @@ def test_our_variants_and_baselines_train_on_the_same_full_rows(monkeypatch):
 
 
 @pytest.mark.parametrize("table", ["speed_table.json", "speed_table_h100.json"])
-def test_the_speed_tables_name_trainings_that_exist(table):
+def test_rows_of_the_speed_tables_are_valid_trainings(table):
     rows = speed_table.read_table(speed_table.TABLE.with_name(table))
     assert len({row["row"] for row in rows}) == len(rows) > 5
     for row in rows:
@@ -132,7 +132,7 @@ def test_the_speed_tables_name_trainings_that_exist(table):
         assert {variant.baseline for variant in speed_table.variants_of(row)} >= {None, "hf_bf16"}
 
 
-def test_targets_are_judged():
+def test_targets_are_missed_or_reached():
     row = {"row": "1b", "target_tokens_per_s_per_gpu": 100, "num_gpus": 2, "target_times_padded": 3}
     ours = {"baseline": None, "tokens_per_s": 190.0, "real_tokens_per_s": 90.0}
     reference = {"baseline": "hf_bf16", "tokens_per_s": 500.0, "real_tokens_per_s": 30.0}

@@ -1,4 +1,4 @@
-"""The record of the GPU tests, by file."""
+"""The record of the GPU tests, which counts outcomes by file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_outcomes_are_counted_by_file(tmp_path):
         outcomes.pytest_runtest_logreport(report(name, when="setup"))
         outcomes.pytest_runtest_logreport(report(name, outcome))
     outcomes.pytest_runtest_logreport(report("b_gpu.py::under way", when="setup"))
-    assert json.loads((tmp_path / "gpu_tests.json").read_text())["exit_code"] is None, "in case the process is killed"
+    assert json.loads((tmp_path / "gpu_tests.json").read_text())["exit_code"] is None, "until the tests end"
     outcomes.write(1)
     record = json.loads((tmp_path / "gpu_tests.json").read_text())
     assert record["counts"] == {"passed": 1, "failed": 1, "skipped": 1} and record["exit_code"] == 1
@@ -33,25 +33,25 @@ def test_outcomes_are_counted_by_file(tmp_path):
     assert record["provenance"]["packages"]
 
 
-def test_files_that_ran_before_are_kept_and_those_run_now_take_their_place(tmp_path, monkeypatch):
+def test_new_outcomes_replace_those_of_the_same_file(tmp_path, monkeypatch):
     monkeypatch.setenv("LLM_FP8_COMMIT", "new")
     path = tmp_path / "gpu_tests.json"
     old = {name: {"outcomes": {"passed": 3}, "commit": "old"} for name in ("a_gpu.py", "b_gpu.py", "c_gpu.py")}
     path.write_text(json.dumps({"files": old}))
     outcomes = Outcomes(path)
     outcomes.pytest_runtest_logreport(report("a_gpu.py::one"))
-    outcomes.pytest_runtest_logreport(report("b_gpu.py::one", "skipped"))  # a machine of fewer GPUs
+    outcomes.pytest_runtest_logreport(report("b_gpu.py::one", "skipped"))  # as on a machine with too few GPUs
     files = outcomes.files()
     assert [files[name]["commit"] for name in sorted(files)] == ["new", "old", "old"]
 
 
-def test_another_file_is_not_overwritten(tmp_path):
+def test_other_file_is_not_overwritten(tmp_path):
     (tmp_path / "other.json").write_text('{"rows": []}')
     with pytest.raises(UserError, match="--output"):
         Outcomes(tmp_path / "other.json")
 
 
-def test_a_folder_selects_its_gpu_tests():
+def test_folder_selects_its_gpu_tests():
     assert gpu_files(["tests/benchmarks/test_gpu_tests.py"]) == ["tests/benchmarks/test_gpu_tests.py"]
     files = gpu_files(["tests/kernels"])
     assert files and all(name.endswith("_gpu.py") for name in files)

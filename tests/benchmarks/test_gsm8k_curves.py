@@ -1,4 +1,4 @@
-"""The trainings whose loss curves are compared: a step is the same on one GPU and on several."""
+"""The trainings of the GSM8K loss curves: their plan, and the comparison of several GPUs with one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def settings(num_gpus: int) -> argparse.Namespace:
     )
 
 
-def test_on_one_gpu_every_precision_with_every_seed():
+def test_plan_on_one_gpu_has_every_precision_with_every_seed():
     jobs = plan(settings(1))
     assert [(job.variant, job.seed) for job in jobs] == [(variant, seed) for seed in (1, 2) for variant in VARIANTS]
     for job in jobs:
@@ -27,16 +27,16 @@ def test_on_one_gpu_every_precision_with_every_seed():
 
 
 @pytest.mark.parametrize("variants", ["bf16,fp16", "delayed", "bf16,delayed,delayed"])
-def test_variants_that_cannot_be_compared(variants):
+def test_variants_that_cannot_be_compared_are_refused(variants):
     with pytest.raises(UserError, match="--variants"):
         parse_variants(variants)
 
 
 @pytest.mark.parametrize("num_gpus", [2, 8])
-def test_the_global_batch_does_not_depend_on_the_number_of_gpus(num_gpus):
-    chosen = settings(num_gpus)
-    for job in plan(chosen):
-        config = parse_config(job.options(Path("out"), chosen), parallel=job.mode is not None)
+def test_global_batch_does_not_depend_on_the_number_of_gpus(num_gpus):
+    arguments = settings(num_gpus)
+    for job in plan(arguments):
+        config = parse_config(job.options(Path("out"), arguments), parallel=job.mode is not None)
         gpus = num_gpus if job.mode else 1
         assert config.data.batch_size * config.optim.gradient_accumulation_steps * gpus == 16
         assert config.optim.optimizer == "adamw_fp32" and config.optim.seed == job.seed
@@ -54,9 +54,9 @@ def run(variant: str, num_gpus: int, *losses: float, rows: int = 16) -> dict:
     }
 
 
-def test_the_comparison_with_one_gpu():
+def test_comparison_with_one_gpu_has_final_and_largest_difference():
     runs = [run("bf16", 1, 3.0, 2.0), run("delayed", 1, 3.0, 2.5), run("ddp:bf16", 4, 3.5, 2.25)]
-    (found,) = compare_to_one_gpu(runs)["variants"]["ddp:bf16"]
-    assert found["final_difference"] == 0.25 and found["largest_difference"] == 0.5
+    (comparison,) = compare_to_one_gpu(runs)["variants"]["ddp:bf16"]
+    assert comparison["final_difference"] == 0.25 and comparison["largest_difference"] == 0.5
     with pytest.raises(FailedCheck, match="used 8 rows a step, but one GPU used 16"):
         compare_to_one_gpu([runs[0], run("ddp:bf16", 4, 3.5, 2.25, rows=8)])

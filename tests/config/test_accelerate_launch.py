@@ -1,4 +1,4 @@
-"""What `accelerate launch` asks for becomes our options and leaves the environment. Its own launcher is asked."""
+"""Settings of `accelerate launch` become our options and leave the environment. Its own launcher sets the variables."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_
 
 @pytest.fixture
 def launch(monkeypatch, tmp_path):
-    """A function: the variables that the launcher sets for a file with these entries, on eight GPUs."""
-    monkeypatch.setattr(accelerate.utils.launch, "is_fp8_available", lambda: True)  # asks for the machine's libraries
+    """Return a function that returns the variables of the launcher for a file with these entries, on eight GPUs."""
+    monkeypatch.setattr(accelerate.utils.launch, "is_fp8_available", lambda: True)  # whatever is installed here
 
     def variables(*, kind: str = "MULTI_GPU", processes: int = 8, **entries: Any) -> dict[str, str]:
         content = yaml.safe_load((REPOSITORY / "configs" / "accelerate_bf16_ddp.yaml").read_text())
@@ -42,14 +42,14 @@ def launch(monkeypatch, tmp_path):
 
 
 def options(config: Config) -> dict[str, Any]:
-    """The options that are not the defaults."""
+    """Return the options that differ from their defaults."""
     defaults = Config().options
     return {name: value for name, value in config.options.items() if value != defaults[name]}
 
 
-def read(environ: dict[str, str], *words: str) -> dict[str, Any]:
-    """The options that a launch comes to, without the learning rate."""
-    config = parse_launch(list(words), environ, parallel=True)
+def options_of_launch(environ: dict[str, str], *argv: str) -> dict[str, Any]:
+    """Parse a launch. Return the options that differ from their defaults, without the learning rate."""
+    config = parse_launch(list(argv), environ, parallel=True)
     assert not [name for name in environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))]
     return {name: value for name, value in options(config).items() if name != "learning_rate"}
 
@@ -98,13 +98,13 @@ FULL = {"mixed_precision": "bf16", "sharding_mode": "fsdp_full"}
     ],
     ids=str,
 )
-def test_a_file_becomes_options(launch, entries, expected, capsys):
-    assert read(launch(**entries)) == expected
+def test_launch_file_becomes_options(launch, entries, expected, capsys):
+    assert options_of_launch(launch(**entries)) == expected
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
-    ("entries", "named"),
+    ("entries", "message"),
     [
         ({"fp8_config": {"backend": "MSAMP"}, "mixed_precision": "fp8"}, "backend"),
         ({"fp8_config": {**TE, "fp8_format": "E5M2"}, "mixed_precision": "fp8"}, "E5M2"),
@@ -127,46 +127,46 @@ def test_a_file_becomes_options(launch, entries, expected, capsys):
     ],
     ids=str,
 )
-def test_what_cannot_be_honoured_is_an_error(launch, entries, named):
-    with pytest.raises(UserError, match=named):
-        read(launch(**entries))
+def test_unsupported_entry_is_refused(launch, entries, message):
+    with pytest.raises(UserError, match=message):
+        options_of_launch(launch(**entries))
 
 
-def test_the_first_process_names_an_entry_that_the_recipe_has_no_use_for(launch, capsys):
+def test_entry_that_the_recipe_ignores_is_a_warning_of_the_first_process(launch, capsys):
     environ = launch(mixed_precision="fp8", fp8_config={"backend": "AO", "amax_history_len": 16})
     for rank in range(2):
-        assert "amax_history_len" not in read({**environ, "RANK": str(rank)})
+        assert "amax_history_len" not in options_of_launch({**environ, "RANK": str(rank)})
         assert capsys.readouterr().out.startswith("WARNING: fp8_config.amax_history_len of ") == (rank == 0)
 
 
-def test_the_table_knows_every_key_of_the_launcher():
+def test_defaults_have_every_fp8_key_of_the_launcher():
     options = vars(launch_command_parser().parse_args(["x.py"]))
     known = {name.removeprefix(PREFIX).lower() for name in DEFAULTS if name.startswith(PREFIX)}
     keys = {name.removeprefix("fp8_") for name in options if name.startswith("fp8_")}
     assert keys - known == {"override_linear_precision"}
 
 
-def test_a_deepspeed_file_says_the_stage(launch, tmp_path):
+def test_deepspeed_file_determines_the_stage(launch, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
-    settings = read(launch(kind="DEEPSPEED", deepspeed_config={"deepspeed_config_file": str(file)}))
+    settings = options_of_launch(launch(kind="DEEPSPEED", deepspeed_config={"deepspeed_config_file": str(file)}))
     assert (settings["sharding_mode"], settings["deepspeed_config"]) == ("deepspeed_1", str(file))
 
 
-def test_flags_win_over_the_launchers_defaults_and_contradict_the_rest(launch):
+def test_flags_override_the_launchers_defaults_but_not_its_explicit_settings(launch):
     def environ() -> dict[str, str]:
         return launch(kind="FSDP", fsdp_config=FSDP, mixed_precision="fp8", fp8_config={"backend": "TE"})
 
-    assert read(environ(), "--amax_compute_algo=max")["amax_compute_algo"] == "max"
-    assert "amax_compute_algo" not in read(environ(), "--fp8_scenario=current")
-    assert read(launch(), "--sharding_mode=fsdp_full")["sharding_mode"] == "fsdp_full"
-    assert read(environ(), "--sharding_mode=fsdp_hybrid")["sharding_mode"] == "fsdp_hybrid"
-    for words in ("--mixed_precision=bf16", "--sharding_mode=ddp", "--mixed_precision=no"):
-        with pytest.raises(UserError, match=words.partition("=")[0]):
-            read(environ(), words)
+    assert options_of_launch(environ(), "--amax_compute_algo=max")["amax_compute_algo"] == "max"
+    assert "amax_compute_algo" not in options_of_launch(environ(), "--fp8_scenario=current")
+    assert options_of_launch(launch(), "--sharding_mode=fsdp_full")["sharding_mode"] == "fsdp_full"
+    assert options_of_launch(environ(), "--sharding_mode=fsdp_hybrid")["sharding_mode"] == "fsdp_hybrid"
+    for flag in ("--mixed_precision=bf16", "--sharding_mode=ddp", "--mixed_precision=no"):
+        with pytest.raises(UserError, match=flag.partition("=")[0]):
+            options_of_launch(environ(), flag)
 
 
-def test_how_the_process_was_started():
+def test_script_must_match_the_launcher_and_ranks_must_be_valid():
     with pytest.raises(UserError, match="torchrun"):
         parse_launch([], {}, parallel=True)
     for environ in ({"WORLD_SIZE": "2", "RANK": "0"}, {"ACCELERATE_USE_FSDP": "true"}):
@@ -175,10 +175,10 @@ def test_how_the_process_was_started():
     for name, value in {"RANK": "8", "LOCAL_RANK": "-1", "LOCAL_WORLD_SIZE": "9", "WORLD_SIZE": "x"}.items():
         with pytest.raises(UserError, match=f"^{name} '{value}'"):
             parse_launch([], {**LAUNCHED, "WORLD_SIZE": "8", name: value}, parallel=True)
-    left_over = {"RANK": "0", "WORLD_SIZE": "1"}
-    assert parse_launch([], left_over) == parse_config([]) and left_over == {}
+    one_process = {"RANK": "0", "WORLD_SIZE": "1"}
+    assert parse_launch([], one_process) == parse_config([]) and one_process == {}
 
 
-def test_a_bare_variable_is_a_flag():
+def test_single_variable_counts_as_an_option():
     config = apply_launch_settings(Config(), {"ACCELERATE_MIXED_PRECISION": "fp8"}, ())
     assert options(config) == {"mixed_precision": "fp8"}

@@ -1,4 +1,4 @@
-"""The command line and the YAML file: every documented command parses, every option is explained and read."""
+"""The command line and the YAML file: values, names and mistakes, and every option is documented and used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.documented_commands import COMMANDS, config_of, options_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
-PROMISED_OPTIONS = """
+STABLE_OPTIONS = """
 model_name dataset_name split_name batch_size mixed_precision max_seq_length use_te fp8_scenario use_wandb
 wandb_project wandb_run_name num_epochs learning_rate gradient_accumulation_steps num_warmup_steps
 gradient_checkpointing num_of_samples max_steps eval_every eval_batches save_every save_total_limit
@@ -30,26 +30,26 @@ train_on_prompt random_init log_every fp8_format amax_history_len amax_compute_a
 """.split()
 
 
-def test_promised_options_exist_and_no_name_occurs_in_two_sections():
+def test_stable_options_exist_and_names_are_unique():
     names = [field.name for section in SECTIONS.values() for field in dataclasses.fields(section)]
-    assert len(names) == len(set(names)) and set(PROMISED_OPTIONS) <= set(names)
+    assert len(names) == len(set(names)) and set(STABLE_OPTIONS) <= set(names)
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_a_documented_command_means_what_it_says(command):
-    words = options_of(command)
+def test_documented_command_sets_its_options(command):
+    argv = options_of(command)
     options = config_of(command).options
-    for word, value in zip(words, [*words[1:], "--"], strict=True):
-        if word.startswith("--"):
-            parsed = options[word.removeprefix("--")]
+    for flag, value in zip(argv, [*argv[1:], "--"], strict=True):
+        if flag.startswith("--"):
+            parsed = options[flag.removeprefix("--")]
             assert parsed == (1 if value.startswith("--") else type(parsed)(value))
 
 
 def test_help_explains_every_option_with_its_default(capsys):
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as stopped:
         parse_config(["--help_all"], prog="train_multi_gpu.py", parallel=True)
-    assert ended.value.code == 0
-    printed = "".join(capsys.readouterr().out.split())  # lines are broken at hyphens too
+    assert stopped.value.code == 0
+    printed = "".join(capsys.readouterr().out.split())  # because lines also break at hyphens
     for field in FIELDS.values():
         default = f"(default: {field.default})" if field.default is not None else "default"
         assert f"--{field.name}" in printed and "".join(field.metadata["help"].split()) in printed
@@ -57,7 +57,7 @@ def test_help_explains_every_option_with_its_default(capsys):
 
 
 @pytest.mark.parametrize("parallel", [False, True])
-def test_the_short_help_begins_with_the_most_used_options_and_names_all_others(parallel):
+def test_short_help_explains_the_most_used_options_and_lists_the_others(parallel):
     text = OptionsParser(parallel).format_help()
     first, others = text.split("Further options, which --help_all explains:")
     explained = set(re.findall(r"^  --(\w+)", first, re.MULTILINE)) - {"help_all", "config"}
@@ -67,8 +67,8 @@ def test_the_short_help_begins_with_the_most_used_options_and_names_all_others(p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["--help"], ["--bach_size=8"], ["--lora_alpha=3"]], ids=str)
-def test_help_and_mistakes_answer_without_torch(words):
+@pytest.mark.parametrize("argv", [["--help"], ["--bach_size=8"], ["--lora_alpha=3"]], ids=str)
+def test_help_and_errors_do_not_import_torch(argv):
     code = """
 import runpy, sys
 sys.argv = sys.argv[1:]
@@ -77,14 +77,14 @@ try:
 finally:
     print({"torch", "transformers", "datasets", "wandb"} & set(sys.modules))
 """
-    command = [sys.executable, "-c", code, "train_fp8.py", *words]
+    command = [sys.executable, "-c", code, "train_fp8.py", *argv]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == (0 if words == ["--help"] else 2), done.stderr
+    assert done.returncode == (0 if argv == ["--help"] else 2), done.stderr
     assert done.stdout.splitlines()[-1] == "set()"
 
 
 @pytest.mark.parametrize(
-    ("words", "name", "value"),
+    ("argv", "name", "value"),
     [
         ("--num_train_epochs 3", "num_epochs", 3),
         ("--per_device_train_batch_size 2", "batch_size", 2),
@@ -100,26 +100,26 @@ finally:
         ("--gradient_checkpointing auto", "gradient_checkpointing", "auto"),
     ],
 )
-def test_the_trainers_names_are_names_of_the_same_options(words, name, value, tmp_path):
-    assert parse_config(words.split()).options[name] == value
-    key, _, text = words.removeprefix("--").replace("=", " ").partition(" ")
+def test_names_and_values_of_the_trainer_are_accepted(argv, name, value, tmp_path):
+    assert parse_config(argv.split()).options[name] == value
+    key, _, text = argv.removeprefix("--").replace("=", " ").partition(" ")
     (tmp_path / "run.yaml").write_text(f"{key}: {text}\n")
     assert parse_config(["--config", str(tmp_path / "run.yaml")]).options[name] == value
 
 
-def test_a_name_of_the_trainer_stands_for_what_transformers_means_by_it():
-    theirs = {field.name for field in dataclasses.fields(TrainingArguments)} | {"model_name_or_path"}
+def test_other_names_exist_in_transformers_and_refer_to_existing_options():
+    trainer_names = {field.name for field in dataclasses.fields(TrainingArguments)} | {"model_name_or_path"}
     aliases = {alias[2:] for field in FIELDS.values() for alias in field.metadata["aliases"] if "_" in alias}
-    assert aliases and aliases <= theirs
+    assert aliases and aliases <= trainer_names
     names, flags = " ".join(OTHER_NAMES).split(), re.findall(r" --(\w+)", " ".join(OTHER_NAMES.values()))
     assert len(set(names)) == len(names) and not {*names} & {*aliases, *Config().options}
     assert {*flags} - {"nproc_per_node"} <= {*Config().options}
 
 
 @pytest.mark.parametrize(
-    ("words", "hint"),
+    ("argv", "hint"),
     [
-        *((f"--{slip}=8", "--batch_size?") for slip in ("bach_size", "batchsize")),
+        *((f"--{typo}=8", "--batch_size?") for typo in ("bach_size", "batchsize")),
         *(("--lora_rnk=8", "--lora_rank?"), ("--learing_rate 2", "--learning_rate?"), ("--use_t", "--use_te?")),
         ("--fp8_scenario dealyed", "delayed?"),
         ("--lr_scheduler_type COSIN", "cosine?"),
@@ -143,70 +143,70 @@ def test_a_name_of_the_trainer_stands_for_what_transformers_means_by_it():
         ),
     ],
 )
-def test_a_mistake_comes_with_what_was_probably_meant(words, hint):
-    with pytest.raises(UserError) as refused:
-        parse_config(words.split(), prog="train_fp8.py")
-    assert hint in str(refused.value) and len(str(refused.value).splitlines()) == 1
+def test_error_for_a_mistake_suggests_the_right_option(argv, hint):
+    with pytest.raises(UserError) as error:
+        parse_config(argv.split(), prog="train_fp8.py")
+    assert hint in str(error.value) and len(str(error.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(
     ("argv", "packing"),
     [([], None), (["--packing"], True), (["--packing", "true"], True), (["--no_packing"], False)],
 )
-def test_a_flag_with_three_states(argv, packing):
+def test_packing_is_true_false_or_undecided(argv, packing):
     assert parse_config(argv).data.packing is packing
     assert parse_config([*argv, "--use_te"]).packing is (packing is not False)
 
 
-def test_the_learning_rate_follows_what_is_trained():
-    words = ("", "--model_name x", "--model_name x --lora_rank 4", "--model_name x --random_init", "--learning_rate 3")
-    assert [parse_config(each.split()).optim.learning_rate for each in words] == [1e-3, 1e-5, 2e-4, 1e-3, 3]
+def test_default_learning_rate_depends_on_model_and_lora():
+    argv = ("", "--model_name x", "--model_name x --lora_rank 4", "--model_name x --random_init", "--learning_rate 3")
+    assert [parse_config(each.split()).optim.learning_rate for each in argv] == [1e-3, 1e-5, 2e-4, 1e-3, 3]
 
 
-def test_yaml_is_read_and_the_command_line_overrides_it(tmp_path):
+def test_command_line_overrides_the_yaml_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("learning-rate: 3e-4\nbatch_size: 2\nexport: false\npacking: true\nmax_steps:\nmodel_name: a/b\n")
     options = parse_config(["--config", str(file), "--batch_size", "4", "--no_packing"]).options
-    written = {"learning_rate": 3e-4, "batch_size": 4, "export": False, "packing": False, "model_name": "a/b"}
-    assert options == {**Config().options, **written}
+    expected = {"learning_rate": 3e-4, "batch_size": 4, "export": False, "packing": False, "model_name": "a/b"}
+    assert options == {**Config().options, **expected}
     for text in ("batch_size: 2\nseed: 3\nbatch_size: 4", "batch-size: ~\nper_device_train_batch_size: 4"):
         file.write_text(text)
         with pytest.raises(UserError, match="batch_size"):
             parse_config(["--config", str(file)])
 
 
-def test_the_type_of_an_option_reads_the_text_of_a_file(tmp_path):
+def test_yaml_values_are_parsed_by_the_type_of_the_option(tmp_path):
     (tmp_path / "run.yaml").write_text(
         "{seed: 017, output_dir: 2025_11_28, wandb_run_name: 0123, split_name: no, mixed_precision: no, packing: ~, "
         "learning_rate: 1e-5, use_wandb: on, export: Off, max_steps: 1_000, lora_targets: [[q_proj, v_proj], o_proj], "
         "lora_rank: '08', chat_template_kwargs: {think: off, date: 2025-11-28, n: 3, code: 017, text: '1', x: 1e-5}}"
     )
-    written = {
+    expected = {
         "seed": 17, "output_dir": "2025_11_28", "wandb_run_name": "0123", "split_name": "no", "mixed_precision": "no",
         "learning_rate": 1e-5, "use_wandb": True, "export": False, "max_steps": 1000, "lora_rank": 8,
         "lora_targets": "q_proj,v_proj,o_proj", "chat_template_kwargs":
             '{"think": false, "date": "2025-11-28", "n": 3, "code": "017", "text": "1", "x": 1e-05}',
     }  # fmt: skip
-    assert parse_config(["--config", str(tmp_path / "run.yaml")]).options == {**Config().options, **written}
-    assert parse_config(to_argv(written)).options == {**Config().options, **written}
+    assert parse_config(["--config", str(tmp_path / "run.yaml")]).options == {**Config().options, **expected}
+    assert parse_config(to_argv(expected)).options == {**Config().options, **expected}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("[!a]*.yaml")), ids=lambda path: path.stem)
-def test_every_example_file_is_a_configuration(path):
+def test_every_example_configuration_parses(path):
     config = parse_config(["--config", str(path)])
     assert config.model.model_name != EMBEDDED
     assert not config.run.use_wandb, "an example runs without an account"
 
 
-def test_a_tilde_is_the_home_folder_where_no_shell_replaced_it(tmp_path, monkeypatch):
+def test_tilde_in_a_path_becomes_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "options.yaml").write_text("model_name: ~/model\n")
     options = parse_config(["--config=~/options.yaml", "--output_dir=~/run"]).options
     assert (options["model_name"], options["output_dir"]) == (f"{tmp_path}/model", f"{tmp_path}/run")
 
 
-def test_every_option_is_read_somewhere():
-    """By name, as an attribute or as a string, outside of the declaration and of the checks of its value."""
+def test_every_option_is_used_in_the_package():
+    """The name occurs as an attribute or as a string outside of llm_fp8/config, which declares and checks options."""
     names = set(RECIPE_OPTIONS)  # `build_recipe` reads them through the table
     for path in [*ROOT.glob("*.py"), *(ROOT / "llm_fp8").rglob("*.py")]:
         if path.parent == ROOT / "llm_fp8" / "config":
@@ -225,7 +225,7 @@ def test_every_sharding_mode_has_a_row():
     assert {"single", *get_args(ShardingMode)} == {"auto", *MODES}
 
 
-def test_declared_conditions_name_options():
+def test_conditions_in_the_declarations_name_existing_options():
     conditions = {each for field in FIELDS.values() for each in (*field.metadata["needs"], *field.metadata["excludes"])}
     parts = {part for condition in conditions for part in re.split(" and | or ", condition)}
     assert {part.partition("=")[0] for part in parts} <= set(Config().options)

@@ -1,4 +1,4 @@
-"""The recipe table is the only list of recipes: a row that is made up here is known everywhere."""
+"""RECIPES is the only list of recipes: a row that this test adds is available everywhere."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ MADE_UP = Recipe(
 
 
 @pytest.fixture(autouse=True)
-def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def add_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RECIPES, "made_up", MADE_UP)
 
 
-def test_help_and_options():
+def test_new_recipe_is_in_the_help_and_restricts_options():
     assert "made_up (te): a scale that nobody has" in " ".join(OptionsParser().format_help().split())
-    words = ["--mixed_precision=fp8", "--fp8_scenario=made_up"]
-    assert parse_config([*words, "--amax_history_len=1"]).precision.fp8_scenario == "made_up"
+    argv = ["--mixed_precision=fp8", "--fp8_scenario=made_up"]
+    assert parse_config([*argv, "--amax_history_len=1"]).precision.fp8_scenario == "made_up"
     with pytest.raises(UserError, match="--fp8_format"):
-        parse_config([*words, "--fp8_format=E4M3"])
+        parse_config([*argv, "--fp8_format=E4M3"])
 
 
-def test_what_the_machine_says_of_it():
+def test_availability_comes_from_the_function_of_the_row():
     te = SimpleNamespace(is_made_up_available=lambda return_reason: (False, "nobody has it"))
     assert recipe_available(te, MADE_UP) == (False, "nobody has it") and row_of("made_up").token_multiple == 48
 
 
-def test_it_is_a_variant_of_a_comparison():
+def test_new_recipe_is_a_variant_of_a_comparison():
     assert parse_variants("made_up,bf16") == ["bf16", "made_up"]
-    words = variant_argv("made_up", ["--amax_history_len", "1", "--fp8_format", "E4M3"])
-    assert words[-4:] == ["--fp8_backend", MADE_UP.backend, "--fp8_scenario", "made_up"]
-    assert words[:-4] == ["--amax_history_len", "1", "--mixed_precision", "fp8"]
+    argv = variant_argv("made_up", ["--amax_history_len", "1", "--fp8_format", "E4M3"])
+    assert argv[-4:] == ["--fp8_backend", MADE_UP.backend, "--fp8_scenario", "made_up"]
+    assert argv[:-4] == ["--amax_history_len", "1", "--mixed_precision", "fp8"]

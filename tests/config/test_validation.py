@@ -1,4 +1,4 @@
-"""What the options must satisfy, alone and on a machine."""
+"""Combinations of options that the parser refuses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llm_fp8.utils.errors import UserError
 FP8 = "--mixed_precision=fp8 "
 GRAPHS = "--cuda_graphs --use_te "
 REFUSED = [
-    # the option that is named, and the words that name it
+    # the option in the error message, and the command line
     *((each.name, f"--{each.name}={limit + {'at_least': -1, 'at_most': 1}.get(bound, 0)}")
       for each in FIELDS.values() for bound, limit in each.metadata["bounds"].items()),
     ("batch_size", "--batch_size 0"),
@@ -75,14 +75,14 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "words"), REFUSED, ids=[words for _, words in REFUSED])
-def test_what_cannot_take_effect_is_refused_by_name(name, words):
+@pytest.mark.parametrize(("name", "argv"), REFUSED, ids=[argv for _, argv in REFUSED])
+def test_options_without_effect_are_refused_by_name(name, argv):
     with pytest.raises(UserError, match=f"--{name}") as error:
-        parse_config(words.split(), parallel=True)
+        parse_config(argv.split(), parallel=True)
     assert "\n" not in str(error.value)
 
 
 def test_fp8_params_work_with_both_back_ends():
     for more in ("--use_te", "--fp8_backend torchao"):
-        words = FP8 + f"--fp8_params --sharding_mode fsdp_full {more}"
-        assert parse_config(words.split(), parallel=True).parallel.fp8_params
+        argv = FP8 + f"--fp8_params --sharding_mode fsdp_full {more}"
+        assert parse_config(argv.split(), parallel=True).parallel.fp8_params

@@ -1,4 +1,4 @@
-"""The fused linear + cross entropy against torch's own, in value, gradient, stability and what it keeps."""
+"""The fused linear + cross entropy compared with torch's: value, gradient, stability, and the size of its tensors."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def make_inputs(dtype=torch.float64, tokens=TOKENS, ignored=(0, 5, 6, 36), scale
 
 
 def reference(hidden, weight, labels, softcap=None):
-    """Loss and gradients in fp64 from torch's cross entropy."""
+    """Return loss and gradients of torch's cross entropy in fp64."""
     hidden, weight = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     logits = hidden @ weight.t()
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
@@ -38,36 +38,37 @@ def test_matches_torch_for_every_chunking(dtype, tolerance, chunk_tokens):
     loss = linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=chunk_tokens)
     assert loss.dtype == torch.promote_types(dtype, torch.float32)
     (loss * 0.37).backward()
-    want_loss, want_hidden, want_weight = reference(hidden, weight, labels)
+    expected_loss, expected_hidden, expected_weight = reference(hidden, weight, labels)
     pairs = {
-        "loss": (loss, want_loss),
-        "hidden": (hidden.grad, 0.37 * want_hidden),
-        "weight": (weight.grad, 0.37 * want_weight),
+        "loss": (loss, expected_loss),
+        "hidden": (hidden.grad, 0.37 * expected_hidden),
+        "weight": (weight.grad, 0.37 * expected_weight),
     }
-    for name, (got, want) in pairs.items():
-        error = (got.double() - want).norm() / want.norm()
+    for name, (actual, expected) in pairs.items():
+        error = (actual.double() - expected).norm() / expected.norm()
         assert error < tolerance, f"{name}: relative error {error:.1e}"
     assert hidden.grad.dtype == weight.grad.dtype == dtype
     assert not hidden.grad[labels == IGNORE_INDEX].any()
 
 
 @pytest.mark.parametrize("chunk_tokens", [7, None])
-def test_capped_logits(chunk_tokens):
+def test_softcapped_logits_match_torch(chunk_tokens):
     hidden, weight, labels = make_inputs(scale=3.0)
     loss = linear_cross_entropy_sum(hidden, weight, labels, softcap=5.0, chunk_tokens=chunk_tokens)
     loss.backward()
-    for got, want in zip((loss, hidden.grad, weight.grad), reference(hidden, weight, labels, 5.0), strict=True):
-        torch.testing.assert_close(got, want)
+    for actual, expected in zip((loss, hidden.grad, weight.grad), reference(hidden, weight, labels, 5.0), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("chunk_tokens", [4, 100])
-def test_ignored_labels(chunk_tokens):
+def test_ignored_labels_have_no_loss_and_no_gradient(chunk_tokens):
     hidden, weight, labels = make_inputs(ignored=range(4, 8))  # the second chunk of four is ignored as a whole
     loss = linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=chunk_tokens)
     torch.testing.assert_close(loss, reference(hidden, weight, labels)[0])
-    nothing = linear_cross_entropy_sum(hidden, weight, torch.full_like(labels, IGNORE_INDEX), chunk_tokens=chunk_tokens)
-    nothing.backward()
-    assert nothing.item() == 0.0
+    ignored = torch.full_like(labels, IGNORE_INDEX)
+    loss = linear_cross_entropy_sum(hidden, weight, ignored, chunk_tokens=chunk_tokens)
+    loss.backward()
+    assert loss.item() == 0.0
     assert not hidden.grad.any() and not weight.grad.any()
 
 
@@ -76,16 +77,16 @@ def test_large_logits_are_stable(chunk_tokens):
     hidden, weight, labels = make_inputs(torch.float32, scale=1e4)
     loss = linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=chunk_tokens)
     loss.backward()
-    want_loss, want_hidden, want_weight = reference(hidden, weight, labels)
-    assert want_loss > 1e5
-    assert (loss.double() - want_loss).abs() / want_loss < 1e-5
-    # At such sizes the softmax is a step function whose jump fp32 logits may place elsewhere in a row or two.
+    expected_loss, expected_hidden, expected_weight = reference(hidden, weight, labels)
+    assert expected_loss > 1e5
+    assert (loss.double() - expected_loss).abs() / expected_loss < 1e-5
+    # With logits this large the softmax is a step function. In some rows, fp32 rounding selects another logit.
     assert torch.isfinite(hidden.grad).all() and torch.isfinite(weight.grad).all()
-    assert F.cosine_similarity(hidden.grad.double().flatten(), want_hidden.flatten(), dim=0) > 0.99
+    assert F.cosine_similarity(hidden.grad.double().flatten(), expected_hidden.flatten(), dim=0) > 0.99
 
 
 @pytest.mark.parametrize("chunk_tokens", [4, 100])
-def test_nan_is_not_hidden(chunk_tokens):
+def test_nan_in_the_inputs_gives_a_nan_loss(chunk_tokens):
     hidden, weight, labels = make_inputs(torch.float32)
     with torch.no_grad():
         hidden[10, 3] = float("nan")
@@ -100,32 +101,32 @@ def test_only_inputs_that_require_grad_get_gradients(frozen, chunk_tokens):
     hidden, weight, labels = make_inputs()
     (hidden if frozen == "hidden" else weight).requires_grad_(False)
     linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=chunk_tokens).backward()
-    _, want_hidden, want_weight = reference(hidden, weight, labels)
+    _, expected_hidden, expected_weight = reference(hidden, weight, labels)
     if frozen == "hidden":
         assert hidden.grad is None
-        torch.testing.assert_close(weight.grad, want_weight)
+        torch.testing.assert_close(weight.grad, expected_weight)
     else:
         assert weight.grad is None
-        torch.testing.assert_close(hidden.grad, want_hidden)
+        torch.testing.assert_close(hidden.grad, expected_hidden)
 
 
 @pytest.mark.parametrize("chunk_tokens", [4, 100])
 def test_bf16_compute_with_fp32_parameters(chunk_tokens):
-    """The same numbers as with everything cast to bf16 beforehand, and gradients in the parameters' fp32."""
+    """The values equal those of inputs that were cast to bf16 beforehand. The gradients are in fp32."""
     hidden, weight, labels = make_inputs(torch.float32)
-    low_hidden, low_weight = (t.detach().bfloat16().requires_grad_() for t in (hidden, weight))
-    want = linear_cross_entropy_sum(low_hidden, low_weight, labels, chunk_tokens=chunk_tokens)
-    want.backward()
+    bf16_hidden, bf16_weight = (t.detach().bfloat16().requires_grad_() for t in (hidden, weight))
+    expected = linear_cross_entropy_sum(bf16_hidden, bf16_weight, labels, chunk_tokens=chunk_tokens)
+    expected.backward()
     loss = linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=chunk_tokens, compute_dtype=torch.bfloat16)
     loss.backward()
     assert loss.dtype == hidden.grad.dtype == weight.grad.dtype == torch.float32
-    assert loss.item() == want.item()
+    assert loss.item() == expected.item()
     assert loss.item() != linear_cross_entropy_sum(hidden.detach(), weight.detach(), labels).item()
-    torch.testing.assert_close(hidden.grad.bfloat16(), low_hidden.grad)
-    torch.testing.assert_close(weight.grad.bfloat16(), low_weight.grad)
+    torch.testing.assert_close(hidden.grad.bfloat16(), bf16_hidden.grad)
+    torch.testing.assert_close(weight.grad.bfloat16(), bf16_weight.grad)
 
 
-def test_second_backward_is_an_error_and_not_a_wrong_gradient():
+def test_second_backward_raises_an_error():
     hidden, weight, labels = make_inputs()
     loss = linear_cross_entropy_sum(hidden, weight, labels)
     loss.backward(retain_graph=True)
@@ -134,7 +135,7 @@ def test_second_backward_is_an_error_and_not_a_wrong_gradient():
 
 
 class LargestTensor(TorchDispatchMode):
-    """Records the most elements that any operation's output had."""
+    """Records the number of elements of the largest output of any operation."""
 
     def __init__(self):
         super().__init__()
@@ -148,7 +149,7 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def test_chunks_never_hold_all_logits():
+def test_no_tensor_is_larger_than_the_logits_of_a_chunk():
     tokens, chunk_tokens = 400, 20
     hidden, weight, labels = make_inputs(torch.float32, tokens=tokens)
     with LargestTensor() as chunked:
@@ -159,7 +160,7 @@ def test_chunks_never_hold_all_logits():
     assert whole.numel == tokens * VOCAB
 
 
-def test_default_chunk_size():
+def test_default_chunks_are_equal_and_multiples_of_128_tokens():
     assert default_chunk_tokens(16_384, 128_256, torch.bfloat16) >= 16_384  # one chunk
     assert default_chunk_tokens(16_384, 128_256, torch.float32) == 8_192  # two equal ones
     assert default_chunk_tokens(40_000, 151_936, torch.bfloat16) == 13_440  # three, of a multiple of 128 tokens

@@ -1,4 +1,4 @@
-"""Transformer Engine's cross-entropy kernels against fp32 torch, on logits of a real vocabulary's size."""
+"""Transformer Engine's cross-entropy kernels compared with torch in fp32, for a vocabulary of real size."""
 
 import pytest
 import torch
@@ -27,24 +27,24 @@ def test_kernels_match_fp32_reference(dtype):
     labels = make_labels()
     assert cross_entropy.use_triton(logits)
     reference_logits = logits.float().requires_grad_()
-    want = F.cross_entropy(reference_logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    expected_loss = F.cross_entropy(reference_logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
     factor = torch.tensor(0.25, device="cuda")
-    (want.sum() * factor).backward()
+    (expected_loss.sum() * factor).backward()
 
     original = logits.clone()
     losses, statistics = cross_entropy.losses_and_statistics(logits, labels)
-    assert torch.equal(logits, original), "the forward kernel must leave the logits alone"
-    torch.testing.assert_close(losses, want.detach(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(logits, original), "the forward kernel must not change the logits"
+    torch.testing.assert_close(losses, expected_loss.detach(), rtol=1e-5, atol=1e-5)
     cross_entropy.to_gradient_(logits, statistics, labels, factor, None)
     gradient = logits.float()
-    # One rounding to the logits' dtype is all that may differ.
+    # The gradients may differ only by the rounding to the logits' dtype.
     unit_roundoff = torch.finfo(dtype).eps / 2
     assert ((gradient - reference_logits.grad).norm() / reference_logits.grad.norm()).item() < max(unit_roundoff, 1e-5)
     assert not gradient[labels == IGNORE_INDEX].any()
 
 
 @pytest.mark.parametrize("chunk_tokens", [600, None])
-def test_whole_function_on_the_gpu(chunk_tokens):
+def test_linear_cross_entropy_matches_fp32_reference(chunk_tokens):
     generator = torch.Generator("cuda").manual_seed(3)
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator, device="cuda").bfloat16().requires_grad_()
     weight = (0.05 * torch.randn(VOCAB, HIDDEN, generator=generator, device="cuda")).bfloat16().requires_grad_()
@@ -54,18 +54,18 @@ def test_whole_function_on_the_gpu(chunk_tokens):
     loss.backward()
 
     reference_hidden, reference_weight = (t.detach().float().requires_grad_() for t in (hidden, weight))
-    want = F.cross_entropy(reference_hidden @ reference_weight.t(), labels, ignore_index=IGNORE_INDEX)
-    want.backward()
-    assert (loss - want).abs() / want < 1e-3
-    for name, got, expected in [
+    expected_loss = F.cross_entropy(reference_hidden @ reference_weight.t(), labels, ignore_index=IGNORE_INDEX)
+    expected_loss.backward()
+    assert (loss - expected_loss).abs() / expected_loss < 1e-3
+    for name, actual, expected in [
         ("hidden", hidden.grad, reference_hidden.grad),
         ("weight", weight.grad, reference_weight.grad),
     ]:
-        error = ((got.float() - expected).norm() / expected.norm()).item()
+        error = ((actual.float() - expected).norm() / expected.norm()).item()
         assert error < 1e-2, f"{name}: relative error {error:.1e}"
 
 
-def test_second_backward_is_an_error():
+def test_second_backward_raises_an_error():
     hidden = torch.randn(32, HIDDEN, device="cuda").bfloat16().requires_grad_()
     weight = torch.randn(1024, HIDDEN, device="cuda").bfloat16()
     loss = linear_cross_entropy_sum(hidden, weight, torch.randint(0, 1024, (32,), device="cuda"))
@@ -74,7 +74,7 @@ def test_second_backward_is_an_error():
         loss.backward()
 
 
-def test_no_fp32_copy_of_the_logits():
+def test_memory_has_no_room_for_an_fp32_copy_of_the_logits():
     hidden = torch.randn(TOKENS, HIDDEN, device="cuda").bfloat16().requires_grad_()
     weight = torch.randn(VOCAB, HIDDEN, device="cuda").bfloat16().requires_grad_()
     labels = make_labels()

@@ -1,7 +1,7 @@
-"""Both kinds of norm kernels are right, and each is where it was chosen.
+"""The norm kernels of Transformer Engine and of cuDNN are correct, and each runs for the widths for which it is chosen.
 
-Each choice is measured in a process of its own (`python -m tests.kernels.test_norm_gpu WIDTH ...`), because Transformer
-Engine asks for it once: a line of JSON for each width and number of tokens.
+Transformer Engine reads the choice only once in a process. So this module is also a program that measures some widths
+(`python -m tests.kernels.test_norm_gpu WIDTH ...`) and prints a line of JSON for each width and number of tokens.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OTHER_WIDTHS = (1536, 2560, 3072, 3584, 5120, 6144)
 """Widths of Qwen and Llama models."""
 BOUNDS = {False: 0.005, True: 0.09}
-"""Relative differences from fp32 in bf16 and in fp8, whose gradients in E5M2 have an eighth as the largest error of
-an element.
-"""
+"""Is fp8 -> largest allowed relative difference from fp32. An element of an E5M2 gradient may be wrong by an eighth."""
 
 
 NUM_TOKENS = (16, 4096)
@@ -36,7 +34,7 @@ EPSILON = 1e-5
 
 
 def reference(layer: nn.Module, inputs: Tensor, gradient: Tensor) -> list[Tensor]:
-    """Output and gradients of inputs and norm weight, from fp32 throughout."""
+    """Return the output and the gradients of inputs and norm weight, computed in fp32."""
     weight, scale = (value.detach().float().requires_grad_() for value in (layer.weight, layer.layer_norm_weight))
     exact = inputs.detach().float().requires_grad_()
     output = nn.functional.linear(nn.functional.rms_norm(exact, (inputs.shape[-1],), scale, EPSILON), weight)
@@ -44,8 +42,8 @@ def reference(layer: nn.Module, inputs: Tensor, gradient: Tensor) -> list[Tensor
     return [output, exact.grad, scale.grad]
 
 
-def check(width: int, num_tokens: int, fp8: bool) -> dict[str, object]:
-    """What the fourth pass computes, in which delayed scaling has its scales, and by which norm kernels."""
+def measure(width: int, num_tokens: int, fp8: bool) -> dict[str, object]:
+    """Return the differences from fp32 and the norm kernels of the fourth pass, when delayed scaling has its scales."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling
 
@@ -57,7 +55,7 @@ def check(width: int, num_tokens: int, fp8: bool) -> dict[str, object]:
     inputs = torch.randn(num_tokens, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
     gradient = torch.randn(num_tokens, 128, device="cuda", dtype=torch.bfloat16)
 
-    def one() -> Tensor:
+    def train_step() -> Tensor:
         layer.zero_grad()
         inputs.grad = None
         with te.autocast(enabled=fp8, recipe=DelayedScaling()):
@@ -66,9 +64,9 @@ def check(width: int, num_tokens: int, fp8: bool) -> dict[str, object]:
         return output
 
     for _ in range(3):
-        one()
+        train_step()
     with record_kernels() as recorded:
-        output = one()
+        output = train_step()
     results = [output, inputs.grad, layer.layer_norm_weight.grad]
     differences = [relative_difference(*pair) for pair in zip(results, reference(layer, inputs, gradient), strict=True)]
     names = sorted(name for name in kernel_times(recorded) if kernel_class(name) == "norm")
@@ -76,29 +74,29 @@ def check(width: int, num_tokens: int, fp8: bool) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("kind", ["tuned", "others"])
-def test_norms_match_the_reference(kind, record_property):
+def test_norms_match_fp32_and_use_the_chosen_kernels(kind, record_property):
     widths = TUNED_WIDTHS if kind == "tuned" else OTHER_WIDTHS
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "tests.kernels.test_norm_gpu", *map(str, widths)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    entries = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert process.returncode == 0, process.stderr[-3000:]
+    entries = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
     assert {entry["width"] for entry in entries} == set(widths)
     record_property(
         "worst",
         {str(fp8): max(max(entry["differences"]) for entry in entries if entry["fp8"] == fp8) for fp8 in BOUNDS},
     )
-    takes_cudnn = kind == "others" and torch.cuda.get_device_capability()[0] == HOPPER
+    uses_cudnn = kind == "others" and torch.cuda.get_device_capability()[0] == HOPPER
     for entry in entries:
         assert max(entry["differences"]) < BOUNDS[entry["fp8"]], entry
         names = entry["kernels"]
         for direction in ("fwd", "bwd"):
             is_te = any("rmsnorm" in name and direction in name for name in names)
-            assert is_te == (not takes_cudnn), entry
+            assert is_te == (not uses_cudnn), entry
 
 
 if __name__ == "__main__":
@@ -107,4 +105,4 @@ if __name__ == "__main__":
     for width in widths:
         for num_tokens in NUM_TOKENS:
             for fp8 in (False, True):
-                print(json.dumps(check(width, num_tokens, fp8)), flush=True)
+                print(json.dumps(measure(width, num_tokens, fp8)), flush=True)

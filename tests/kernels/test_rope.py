@@ -1,5 +1,5 @@
-"""Split and RoPE without a GPU: the reference that the GPU tests hold the kernel to, which decoder layers take the
-kernel, and how they call it.
+"""Splitting q, k, v and RoPE without a GPU: the reference that GPU tests compare the kernel with, the decoder layers
+that use the kernel, and their calls.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def hf_split_rope(fused, angles, num_heads, num_kv_heads, cu_seqlens=None):
-    """Hugging Face's rotate-half on every token's own cosine and sine; what lies beyond the rotary columns passes."""
+    """Split the projection and rotate with Hugging Face's function. Columns beyond the rotary ones are unchanged."""
     rotary_dim = angles.shape[-1]
     positions = (
         torch.arange(fused.shape[-2]).expand(fused.shape[:-1]) if cu_seqlens is None else positions_of(cu_seqlens)
@@ -39,19 +39,19 @@ def hf_split_rope(fused, angles, num_heads, num_kv_heads, cu_seqlens=None):
     heads = fused.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=-2)
     rotated = apply_rotary_pos_emb(q[..., :rotary_dim], k[..., :rotary_dim], table.cos(), table.sin(), unsqueeze_dim=-2)
-    q, k = (torch.cat((turned, x[..., rotary_dim:]), dim=-1) for turned, x in zip(rotated, (q, k), strict=True))
+    q, k = (torch.cat((head, x[..., rotary_dim:]), dim=-1) for head, x in zip(rotated, (q, k), strict=True))
     return q.contiguous(), k.contiguous(), v.contiguous()
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_reference_is_hugging_faces_rotate_half(name):
+def test_reference_equals_hugging_faces_rotation(name):
     assert_same_split(split_rope_reference, hf_split_rope, CASES[name], torch.float32, "contiguous", "cpu")
 
 
 @pytest.fixture
 def stand_in_kernel(monkeypatch):
-    """Transformer Engine and the kernel in plain torch, and layers that take the CPU for a GPU; yields the shapes
-    that the kernel was given.
+    """Install stand-ins for Transformer Engine and the kernel. Return a list that records the kernel's calls: the shape
+    of the projection and the document bounds.
     """
     install_stand_in(monkeypatch)
     calls = []
@@ -67,7 +67,7 @@ def stand_in_kernel(monkeypatch):
 
 
 def train(family, layout, recompute):
-    """Loss and gradients of a model of plain torch modules, fp32."""
+    """Return loss and gradients of an fp32 model whose modules are the stand-ins."""
     model = te_llama.build_te_model(family_config(family), torch.float32, "cpu")
     fill_weights(Model(model))
     if recompute:
@@ -81,10 +81,10 @@ def train(family, layout, recompute):
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("layout", BATCHES)
-def test_a_layer_calls_the_kernel_with_what_it_needs(layout, recompute, stand_in_kernel, monkeypatch):
+def test_layers_call_the_kernel_with_projection_and_document_bounds(layout, recompute, stand_in_kernel, monkeypatch):
     family = "llama3_rope_gqa"
-    wanted = train(family, layout, recompute)
-    assert not stand_in_kernel, "on a CPU Transformer Engine's path is taken"
+    expected = train(family, layout, recompute)
+    assert not stand_in_kernel, "on a CPU the layers use Transformer Engine's path"
     monkeypatch.setattr(te_llama.TEDecoderLayer, "_one_kernel_rotates", lambda self, fused: True)
     results = train(family, layout, recompute)
     batch, config = BATCHES[layout]("cpu"), family_config(family)
@@ -92,15 +92,15 @@ def test_a_layer_calls_the_kernel_with_what_it_needs(layout, recompute, stand_in
     shape = batch.input_ids.shape if layout == "padded" else (batch.input_ids.numel(),)
     bounds = None if layout == "padded" else batch.cu_seqlens.tolist()
     assert stand_in_kernel == [((*shape, width), bounds)] * config.num_hidden_layers * (2 if recompute else 1)
-    assert results.keys() == wanted.keys()
+    assert results.keys() == expected.keys()
     for name, value in results.items():
         torch.testing.assert_close(
-            value, wanted[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            value, expected[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
 @pytest.mark.parametrize(
-    ("family", "context_size", "on_gpu", "dtype", "takes_kernel"),
+    ("family", "context_size", "on_gpu", "dtype", "uses_kernel"),
     [
         ("llama2", 1, True, torch.bfloat16, True),
         ("llama2", 1, True, torch.float16, True),
@@ -111,14 +111,14 @@ def test_a_layer_calls_the_kernel_with_what_it_needs(layout, recompute, stand_in
         ("qwen3_qk_norm_head_dim", 1, True, torch.bfloat16, False),
     ],
 )
-def test_which_layers_take_the_kernel(family, context_size, on_gpu, dtype, takes_kernel, monkeypatch):
+def test_layers_that_use_the_kernel(family, context_size, on_gpu, dtype, uses_kernel, monkeypatch):
     install_stand_in(monkeypatch)
     layer = te_llama.build_te_model(family_config(family), torch.float32, "cpu").model.layers[0]
     layer.context_size = context_size
-    assert layer._one_kernel_rotates(SimpleNamespace(is_cuda=on_gpu, dtype=dtype)) is takes_kernel
+    assert layer._one_kernel_rotates(SimpleNamespace(is_cuda=on_gpu, dtype=dtype)) is uses_kernel
 
 
-INTERPRETED = """
+INTERPRETED_PROGRAM = """
 import torch
 from llm_fp8.kernels.rope_triton import split_rope
 from tests.support.rope_reference import CASES, assert_same_split, split_rope_reference
@@ -132,11 +132,11 @@ print([tuple(part.shape) for part in empty])
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton comes with torch's CUDA builds")
-def test_the_kernel_in_tritons_interpreter():
-    """The kernel itself, run by numpy."""
+def test_kernel_in_tritons_interpreter_equals_the_reference():
+    """Triton's interpreter runs the kernel with numpy on the CPU."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], cwd=REPOSITORY, env=environment, capture_output=True, text=True
+    process = subprocess.run(
+        [sys.executable, "-c", INTERPRETED_PROGRAM], cwd=REPOSITORY, env=environment, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "[(0, 4, 64), (0, 2, 64), (0, 2, 64)]\n"
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == "[(0, 4, 64), (0, 2, 64), (0, 2, 64)]\n"

@@ -1,6 +1,4 @@
-"""The kernel that splits the fused projection and rotates q and k: against plain torch, against Transformer
-Engine's, and in a model.
-"""
+"""The kernel that splits the fused projection and rotates q and k, compared with torch and with Transformer Engine."""
 
 from __future__ import annotations
 
@@ -39,39 +37,37 @@ def split_rope():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernel_is_plain_torch_to_rounding(name, dtype, split_rope, device):
+def test_kernel_equals_torch_up_to_rounding(name, dtype, split_rope, device):
     assert_same_split(split_rope, split_rope_reference, CASES[name], dtype, "contiguous", device)
 
 
 @pytest.mark.parametrize("layout", [layout for layout in GRADIENT_LAYOUTS if layout != "contiguous"])
 @pytest.mark.parametrize("name", ["Llama-3.1-8B", "part of a head", "padded", "padded, part of a head"])
-def test_gradients_of_any_strides(name, layout, split_rope, device):
+def test_gradients_may_have_any_strides(name, layout, split_rope, device):
     assert_same_split(split_rope, split_rope_reference, CASES[name], torch.bfloat16, layout, device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", LARGER)
-def test_many_tokens(name, dtype, split_rope, device):
+def test_kernel_equals_torch_for_many_tokens(name, dtype, split_rope, device):
     assert_same_split(split_rope, split_rope_reference, LARGER[name], dtype, "contiguous", device)
 
 
-def test_a_position_beyond_the_table_gives_nan_for_its_token_only(split_rope, device):
+def test_position_beyond_the_table_gives_nan_for_its_token_only(split_rope, device):
     case = Case(4, 2, 64, 64, lengths=(10, 14))
     fused, cu_seqlens = case.fused(torch.bfloat16, device), case.cu_seqlens(device)
     angles = case.angles(device)
     q, k, v = split_rope(fused, angles[:12], 4, 2, cu_seqlens)
-    wanted = split_rope_reference(fused, angles, 4, 2, cu_seqlens)
-    assert q[22:].isnan().all() and k[22:].isnan().all() and torch.equal(v, wanted[2])
-    torch.testing.assert_close(q[:22], wanted[0][:22])
-    torch.testing.assert_close(k[:22], wanted[1][:22])
+    expected = split_rope_reference(fused, angles, 4, 2, cu_seqlens)
+    assert q[22:].isnan().all() and k[22:].isnan().all() and torch.equal(v, expected[2])
+    torch.testing.assert_close(q[:22], expected[0][:22])
+    torch.testing.assert_close(k[:22], expected[1][:22])
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("layout", BATCHES)
-def test_a_model_trains_as_with_transformer_engines_path(layout, recompute, device, monkeypatch):
-    """Loss and every gradient, and which kernels ran: one forward and one backward per layer, one more where a layer
-    is recomputed.
-    """
+def test_model_has_the_gradients_of_transformer_engines_path(layout, recompute, device, monkeypatch):
+    """The test also counts the kernels: one forward and one backward per layer, and one more per recomputed layer."""
     config = family_config("llama3_rope_gqa")
     batch = BATCHES[layout](device)
     results, kernels = [], []

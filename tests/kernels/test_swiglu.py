@@ -1,4 +1,4 @@
-"""The entry in Transformer Engine's table of activations; its kernel is tested on a GPU."""
+"""The entry for our SwiGLU in Transformer Engine's table of activations. test_swiglu_gpu.py tests its kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.stand_in_te import activations, dswiglu, install_stand_in, sw
 
 @pytest.fixture
 def table(monkeypatch):
-    """Transformer Engine's module that holds the table, for this test."""
+    """Install the stand-in for Transformer Engine and return its module that has the table."""
     install_stand_in(monkeypatch)
     from transformer_engine.pytorch.module import layernorm_mlp
 
@@ -24,15 +24,15 @@ def mlp() -> nn.Module:
     return module
 
 
-def test_the_name_is_added_and_the_others_stay(table):
+def test_entry_is_added_once_and_the_other_entries_are_unchanged(table):
     first, second = mlp(), mlp()
     fuse_swiglu_backward(first)
-    with_ours = table._get_act_func_supported_list
+    extended_table = table._get_act_func_supported_list
     fuse_swiglu_backward(second)
-    assert table._get_act_func_supported_list is with_ours
+    assert table._get_act_func_supported_list is extended_table
     assert first.activation == second.activation == NAME
     for recipe in (None, object()):
-        entries = dict(with_ours(recipe))
+        entries = dict(extended_table(recipe))
         forward, backward, cast = entries.pop(NAME)
         assert (forward, backward) == (swiglu, dswiglu)
         assert (cast is None) == (recipe is None)

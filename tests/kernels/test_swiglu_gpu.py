@@ -1,4 +1,4 @@
-"""SwiGLU's backward pass that writes fp8: against fp64, against Transformer Engine's two kernels, and in a model."""
+"""SwiGLU's backward kernel with fp8 output, compared with fp64 and with Transformer Engine's two separate kernels."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def dswiglu_cast():
 
 
 def inputs(shape: tuple[int, int], dtype: torch.dtype, device: Any) -> tuple[Tensor, Tensor]:
-    """A gradient [T, f] of many magnitudes, and gate and up [T, 2 f]."""
+    """Return a gradient [T, f] of many magnitudes, and gate and up [T, 2 f]."""
     tokens, width = shape
     generator = torch.Generator(device=device).manual_seed(0)
     gradient = torch.randn(tokens, width, generator=generator, device=device) * 0.01
@@ -43,7 +43,7 @@ def inputs(shape: tuple[int, int], dtype: torch.dtype, device: Any) -> tuple[Ten
 
 
 def exact(gradient: Tensor, gate_and_up: Tensor) -> Tensor:
-    """autograd's gradient with respect to `gate_and_up`, in fp64."""
+    """Return the gradient with respect to `gate_and_up`, computed by autograd in fp64."""
     wide = gate_and_up.double().requires_grad_()
     gate, up = wide.chunk(2, dim=1)
     return torch.autograd.grad(torch.nn.functional.silu(gate) * up, wide, gradient.double())[0]
@@ -56,14 +56,14 @@ def scalars(device: Any, amax: float = 0.0) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("fp8_dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_values_are_exact_values_rounded_once(shape, dtype, fp8_dtype, dswiglu_cast, device):
+def test_values_are_rounded_once_from_the_exact_ones(shape, dtype, fp8_dtype, dswiglu_cast, device):
     gradient, gate_and_up = inputs(shape, dtype, device)
     scale, amax = scalars(device)
     rowwise, transposed, scale_inverse = dswiglu_cast(gradient, gate_and_up, scale, amax, fp8_dtype)
     truth = exact(gradient, gate_and_up)
     scaled, values = truth * SCALE, rowwise.double()
     info = torch.finfo(fp8_dtype)
-    # Half a unit in the last place, of subnormal numbers half their spacing, and what fp32 rounds.
+    # Half a unit in the last place (for subnormal numbers, half their spacing), plus rounding in fp32.
     unit_roundoff = 2.0 ** -(FORMATS[fp8_dtype] + 1)
     allowed = (scaled.abs() * (1 + 1e-3) + info.smallest_normal) * unit_roundoff
     assert bool(((values - scaled.clamp(info.min, info.max)).abs() <= allowed).all())
@@ -80,7 +80,7 @@ def test_amax_keeps_a_larger_value(dswiglu_cast, device):
 
 
 @pytest.mark.parametrize("fp8_dtype", FORMATS, ids=str)
-def test_out_of_range_values_saturate_and_nan_stays(fp8_dtype, dswiglu_cast, device):
+def test_out_of_range_values_saturate_and_nan_is_preserved(fp8_dtype, dswiglu_cast, device):
     gradient, gate_and_up = torch.ones(16, 16, device=device), torch.ones(16, 32, device=device)
     gradient[0, 0], gradient[1, 1], gradient[2, 2] = 1e9, -1e9, float("nan")
     rowwise, _, _ = dswiglu_cast(gradient, gate_and_up, *scalars(device), fp8_dtype)
@@ -92,7 +92,7 @@ def test_out_of_range_values_saturate_and_nan_stays(fp8_dtype, dswiglu_cast, dev
 
 
 def unfuse(model: torch.nn.Module) -> None:
-    """Give Transformer Engine's MLPs back the activation that they were built with."""
+    """Restore Transformer Engine's own activation in all its MLPs."""
     mlps = [module for module in model.modules() if getattr(module, "activation", None) == NAME]
     assert mlps
     for mlp in mlps:
@@ -100,25 +100,25 @@ def unfuse(model: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_gradients_of_a_model_are_as_near_to_bf16_as_without_it(scenario, device, record_property):
+def test_gradients_with_the_fused_kernel_are_as_close_to_bf16_as_without(scenario, device, record_property):
     batch = packed_batch(device)
     gradients = {}
     in_fp8 = fp8(fp8_scenario=scenario)
-    for name, options in {"bf16": BF16, "fused": in_fp8, "apart": in_fp8}.items():
+    for name, options in {"bf16": BF16, "fused": in_fp8, "separate": in_fp8}.items():
         model, precision, _ = build(options, device)
-        if name == "apart":
+        if name == "separate":
             unfuse(model)
-        for _ in range(2):  # delayed scaling has its scales from the first pass
+        for _ in range(2):  # the first pass gives delayed scaling its scales
             model.zero_grad()
             step(model, precision, batch)
         gradients[name] = {weight: parameter.grad.float() for weight, parameter in model.named_parameters()}
     errors = {
         name: [relative_difference(gradients[name][weight], value) for weight, value in gradients["bf16"].items()]
-        for name in ("fused", "apart")
+        for name in ("fused", "separate")
     }
     means = {name: sum(values) / len(values) for name, values in errors.items()}
     record_property("mean_difference_from_bf16", means)
-    assert means["fused"] <= 1.01 * means["apart"]
+    assert means["fused"] <= 1.01 * means["separate"]
 
 
 def kernels_of_a_step(options: Any, device: Any, fused: bool) -> dict[str, int]:
@@ -133,20 +133,20 @@ def kernels_of_a_step(options: Any, device: Any, fused: bool) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("scenario", [*SCENARIOS, None])
-def test_a_step_runs_fewer_kernels(scenario, device):
+def test_step_with_the_fused_kernel_runs_fewer_kernels(scenario, device):
     options = BF16 if scenario is None else fp8(fp8_scenario=scenario)
-    fused, apart = (kernels_of_a_step(options, device, fused) for fused in (True, False))
+    fused, separate = (kernels_of_a_step(options, device, fused) for fused in (True, False))
     layers = family_config("llama3_rope_gqa").num_hidden_layers
     delayed = scenario == "default"
     assert fused.get(KERNEL, 0) == (layers if delayed else 0)
-    assert KERNEL not in apart
+    assert KERNEL not in separate
     if scenario is None:
-        assert sum(fused.values()) == sum(apart.values())
+        assert sum(fused.values()) == sum(separate.values())
     else:
-        assert sum(fused.values()) <= sum(apart.values()) - layers
+        assert sum(fused.values()) <= sum(separate.values()) - layers
 
 
-def test_other_activations_and_an_mlp_with_biases_are_transformer_engines(device):
+def test_other_activations_and_mlps_with_biases_use_transformer_engines_kernels(device):
     import transformer_engine.pytorch as te
 
     model = te_llama.build_te_model(family_config("llama_biases"), torch.bfloat16, device)

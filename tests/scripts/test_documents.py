@@ -1,4 +1,4 @@
-"""What the documents point at is there: files, headings, options, and commands that parse."""
+"""The files, headings and options that the documents name exist, and their commands parse."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from tests.support.documented_commands import README, config_of, training_comman
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 TRAINING = ("train_fp8", "train_multi_gpu")
-TAKE_TRAINING_OPTIONS = ("llm_fp8.tools.diagnose.cli", "scripts.diagnose_fp8")
+ACCEPT_TRAINING_OPTIONS = ("llm_fp8.tools.diagnose.cli", "scripts.diagnose_fp8")
 PROGRAM = re.compile(
     rf"((?:scripts|benchmarks|examples)/\w+|{'|'.join(TRAINING)})\.py|llm-fp8 ({'|'.join(PROGRAMS)})\b"
 )
-OTHERS = {"--nproc_per_node", "--max_restarts", "--config_file", "--mixed_precision", "--no-build-isolation", "--gpus"}
-"""Options of torchrun, accelerate, pip and docker that documents name."""
+FOREIGN = {"--nproc_per_node", "--max_restarts", "--config_file", "--mixed_precision", "--no-build-isolation", "--gpus"}
+"""Options of torchrun, accelerate, pip and docker that occur in documents."""
 
 
 def without_code(text: str) -> str:
-    """The text without the blocks between fences."""
+    """Return the text without its fenced code blocks."""
     return re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S)
 
 
 def anchors(path: Path) -> set[str]:
-    """The names that GitHub gives the headings of a document: lower case, punctuation dropped, blanks as hyphens."""
+    """Return GitHub's anchors of the headings: lower case, without punctuation, and with hyphens for blanks."""
     headings = re.findall(r"^#{1,6} (.+)$", without_code(path.read_text()), re.M)
     return {re.sub(r"[^\w -]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
-def test_every_link_leads_somewhere(document):
+def test_every_link_has_a_target(document):
     for link in re.findall(r"\]\(([^)\s]+)\)", without_code(document.read_text())):
         path, _, anchor = link.partition("#")
         target = document.parent / path if path else document
@@ -48,35 +48,35 @@ def test_every_link_leads_somewhere(document):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
-def test_every_program_that_is_named_is_there(document):
+def test_every_named_file_exists(document):
     words = {word for code in re.findall(r"`([^`\n]+)`", document.read_text()) for word in code.split()}
     files = r"(scripts|benchmarks|examples|tests|llm_fp8|configs)/[\w/.-]+\.\w+"
     assert [word for word in sorted(words) if re.fullmatch(files, word) and not (ROOT / word).is_file()] == []
 
 
-class _Called(BaseException):
-    """A parser was called; its `args` are the parser and the words."""
+class _ParserCalled(BaseException):
+    """Raised instead of parsing. Its `args` are the parser and the command line."""
 
 
 def parser_of(program: str, words: list[str]) -> tuple[argparse.ArgumentParser, list[str]]:
-    """The parser that the main function of a program calls, and what it hands to it."""
+    """Return the parser that the main function of a program uses, and the command line that the parser gets."""
     if program in TRAINING:
         return OptionsParser(parallel=program == "train_multi_gpu"), words
 
-    def called(parser, args=None, namespace=None):
-        raise _Called(parser, list(sys.argv[1:] if args is None else args))
+    def raise_call(parser, args=None, namespace=None):
+        raise _ParserCalled(parser, list(sys.argv[1:] if args is None else args))
 
     with (
-        mock.patch.object(argparse.ArgumentParser, "parse_known_args", called),
+        mock.patch.object(argparse.ArgumentParser, "parse_known_args", raise_call),
         mock.patch.object(sys, "argv", [program, *words]),
-        pytest.raises(_Called) as found,
+        pytest.raises(_ParserCalled) as call,
     ):
         importlib.import_module(program).main()
-    return found.value.args
+    return call.value.args
 
 
-def dotted(program: re.Match[str]) -> str:
-    """What to import of a program."""
+def module_of(program: re.Match[str]) -> str:
+    """Return the name of the module to import."""
     return PROGRAMS[program[2]][0] if program[2] else program[1].replace("/", ".")
 
 
@@ -87,21 +87,21 @@ def test_every_command_parses(document):
     for block in re.findall(r"^ *```bash$(.*?)^ *```$", document.read_text().replace("\\\n", " "), re.M | re.S):
         for line in block.splitlines():
             command = shlex.join(shlex.split(line, comments=True))
-            found = PROGRAM.search(command)
-            if found is None or dotted(found) in TRAINING or "..." in command:
+            program = PROGRAM.search(command)
+            if program is None or module_of(program) in TRAINING or "..." in command:
                 continue
-            parser, words = parser_of(dotted(found), shlex.split(command[found.end() :]))
-            _, rest = parser.parse_known_args(words)
-            assert not rest or dotted(found) in TAKE_TRAINING_OPTIONS, command
+            parser, argv = parser_of(module_of(program), shlex.split(command[program.end() :]))
+            _, rest = parser.parse_known_args(argv)
+            assert not rest or module_of(program) in ACCEPT_TRAINING_OPTIONS, command
             parse_config(rest)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
-def test_every_option_is_one_of_a_program(document):
+def test_every_option_exists(document):
     text = document.read_text()
-    programs = {*TRAINING, *map(dotted, PROGRAM.finditer(text)), *(module for module, _ in PROGRAMS.values())}
+    programs = {*TRAINING, *map(module_of, PROGRAM.finditer(text)), *(module for module, _ in PROGRAMS.values())}
     programs.discard("train")
-    known = set(OTHERS)
+    known = set(FOREIGN)
     for program in programs:
         known |= {name for action in parser_of(program, [])[0]._actions for name in action.option_strings}
     scripts = "".join(path.read_text() for path in (ROOT / "scripts").glob("*.s*"))
@@ -112,5 +112,5 @@ def test_every_option_is_one_of_a_program(document):
 def test_every_training_option_is_mentioned():
     text = "".join(document.read_text() for document in DOCUMENTS)
     names = {name for action in OptionsParser(parallel=True)._actions for name in action.option_strings[:1]}
-    plain = {name.replace("--no_", "--") for name in names}
-    assert sorted(name for name in plain if name not in text and name.replace("--", "--no_") not in text) == []
+    positive = {name.replace("--no_", "--") for name in names}
+    assert sorted(name for name in positive if name not in text and name.replace("--", "--no_") not in text) == []

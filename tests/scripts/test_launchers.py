@@ -1,4 +1,4 @@
-"""The scripts that start trainings: pairs that differ in precision alone, accelerate's files, several hosts, Slurm."""
+"""The scripts that start trainings: bf16/fp8 pairs, configurations of accelerate, several hosts, and Slurm."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ PAIRS = [("train_bf16", "train_fp8"), MULTI_GPU, ("llama_8b_full_finetune_bf16",
 
 @pytest.fixture
 def stand_in(tmp_path) -> str:
-    """A program in place of Python that prints the words it is given, one a line."""
+    """Write a program that replaces Python and prints its arguments, one a line."""
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     program.chmod(0o755)
     return str(program)
 
 
-def words_of(script: str, python: str, *options: str) -> list[str]:
-    """What a script starts its Python with; an exported CDPATH must not move the repository."""
+def argv_of(script: str, python: str, *options: str) -> list[str]:
+    """Return the arguments with which a script starts Python. An exported CDPATH must not change the folder."""
     variables = {**os.environ, "PYTHON": python, "NPROC_PER_NODE": "2", "CDPATH": ".:/"}
     command = [f"scripts/{script}.sh", *options]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
@@ -50,16 +50,16 @@ def words_of(script: str, python: str, *options: str) -> list[str]:
 
 
 def config_of(script: str, python: str, *options: str) -> Config:
-    """What a script trains, as the training script itself reads it."""
-    words = words_of(script, python, *options)
-    place = words.index(str(ROOT / ("train_multi_gpu.py" if script in MULTI_GPU else "train_fp8.py")))
+    """Return the configuration of the training that a script starts."""
+    argv = argv_of(script, python, *options)
+    index = argv.index(str(ROOT / ("train_multi_gpu.py" if script in MULTI_GPU else "train_fp8.py")))
     if script in MULTI_GPU:
-        assert words[:2] == ["-m", "torch.distributed.run"] and "--nproc_per_node=2" in words[:place]
-    return parse_config(words[place + 1 :], parallel=script in MULTI_GPU)
+        assert argv[:2] == ["-m", "torch.distributed.run"] and "--nproc_per_node=2" in argv[:index]
+    return parse_config(argv[index + 1 :], parallel=script in MULTI_GPU)
 
 
 @pytest.mark.parametrize(("bf16", "fp8"), PAIRS, ids=lambda name: name)
-def test_a_pair_differs_in_precision_alone_and_options_after_it_win(bf16, fp8, stand_in):
+def test_pair_differs_only_in_precision_and_accepts_options(bf16, fp8, stand_in):
     baseline, other = config_of(bf16, stand_in), config_of(fp8, stand_in)
     assert (baseline.precision.mixed_precision, other.precision.mixed_precision) == ("bf16", "fp8")
     assert baseline.run.output_dir != other.run.output_dir
@@ -69,28 +69,28 @@ def test_a_pair_differs_in_precision_alone_and_options_after_it_win(bf16, fp8, s
     assert (config.model.model_name, config.optim.max_steps, config.model.use_te) == ("a folder/model", 7, False)
 
 
-def test_the_twins_train_the_pair_of_one_gpu(stand_in):
-    one, several = config_of("train_fp8", stand_in), config_of("train_fp8_multi_gpu", stand_in)
+def test_multi_gpu_scripts_train_the_single_gpu_configuration(stand_in):
+    single, several = config_of("train_fp8", stand_in), config_of("train_fp8_multi_gpu", stand_in)
     assert several.parallel.sharding_mode == "ddp"
-    run = dataclasses.replace(several.run, output_dir=one.run.output_dir)
-    assert dataclasses.replace(several, parallel=one.parallel, run=run) == one
+    run = dataclasses.replace(several.run, output_dir=single.run.output_dir)
+    assert dataclasses.replace(several, parallel=single.parallel, run=run) == single
 
 
-def test_one_command_compares_the_8b_pair(stand_in, tmp_path):
-    words = words_of("compare_llama_8b", stand_in, "--seeds", "3", "--", "--optimizer", "adamw_8bit")
-    assert words[0] == str(SCRIPTS / "compare_performance.py")
-    parsed = cli.parse(words[1:])
+def test_compare_llama_8b_compares_the_8b_pair(stand_in, tmp_path):
+    argv = argv_of("compare_llama_8b", stand_in, "--seeds", "3", "--", "--optimizer", "adamw_8bit")
+    assert argv[0] == str(SCRIPTS / "compare_performance.py")
+    parsed = cli.parse(argv[1:])
     assert (parsed.variants, parsed.output) == ("bf16,fp8", ROOT / "runs" / "compare_llama_8b")
     runs = cli.plan_runs(parsed.train, ["bf16", "delayed"], parsed.seeds, 1, tmp_path)
     assert len(runs) == 6
     for run in runs:
         config = parse_config(list(run.argv))
         script = config_of(f"llama_8b_full_finetune_{config.precision.mixed_precision}", stand_in)
-        changed = dataclasses.replace(script.optim, seed=run.seed, optimizer="adamw_8bit")
-        assert (config.model, config.data, config.optim) == (script.model, script.data, changed)
+        optim = dataclasses.replace(script.optim, seed=run.seed, optimizer="adamw_8bit")
+        assert (config.model, config.data, config.optim) == (script.model, script.data, optim)
 
 
-def test_without_options_the_pairs_own_runs_are_compared(tmp_path, monkeypatch):
+def test_compare_performance_without_options_compares_the_runs_of_the_pair(tmp_path, monkeypatch):
     assert [folder.relative_to(ROOT).as_posix() for folder in cli.PAIR] == ["runs/train_bf16", "runs/train_fp8"]
     monkeypatch.setattr(cli, "PAIR", (tmp_path / "train_bf16", tmp_path / "train_fp8"))
     monkeypatch.setattr(sys, "argv", ["compare_performance.py", "--output", str(tmp_path)])
@@ -103,15 +103,15 @@ def test_without_options_the_pairs_own_runs_are_compared(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_a_file_of_accelerate_asks_for_what_its_name_says(monkeypatch, precision, mode):
-    """With the variables that `accelerate launch` sets for this file, made by its own code."""
-    # Whether fp8 could run is a question to the machine's libraries, and not what this test is about.
+def test_accelerate_configuration_has_the_precision_and_mode_of_its_name(monkeypatch, precision, mode):
+    """The environment is the one that `accelerate launch` creates for the file."""
+    # Whether this machine's libraries support fp8 must not matter here.
     monkeypatch.setattr(accelerate.utils.launch, "is_fp8_available", lambda: True)
     file = str(ROOT / "configs" / f"accelerate_{precision}_{mode}.yaml")
-    words = ["--config_file", file, "--main_process_port", str(free_port()), "train_multi_gpu.py"]
-    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
-    made = accelerate.utils.launch.prepare_multi_gpu_env(arguments)
-    environ = {name: value for name, value in made.items() if os.environ.get(name) != value}
+    argv = ["--config_file", file, "--main_process_port", str(free_port()), "train_multi_gpu.py"]
+    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(argv))
+    launch_environ = accelerate.utils.launch.prepare_multi_gpu_env(arguments)
+    environ = {name: value for name, value in launch_environ.items() if os.environ.get(name) != value}
     config = apply_launch_settings(parse_config([], parallel=True), {**environ, "WORLD_SIZE": "8"}, ())
     options = [f"--mixed_precision={precision}", f"--sharding_mode={'ddp' if mode == 'ddp' else 'fsdp_full'}"]
     if precision == "fp8":
@@ -121,7 +121,7 @@ def test_a_file_of_accelerate_asks_for_what_its_name_says(monkeypatch, precision
 
 @pytest.fixture
 def environment(stand_in):
-    """The environment of a launcher whose Python prints the words it is given."""
+    """Return an environment without a launcher's variables, in which Python is the stand-in."""
     names = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MAX_RESTARTS", "WORLD_SIZE", "RANK", "GPU_NUM")
     inherited = {name: value for name, value in os.environ.items() if name not in names}
     return inherited | {"PYTHON": stand_in, "NPROC_PER_NODE": "1"}
@@ -131,7 +131,7 @@ def launch(command, environment, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, **options)
 
 
-def test_a_dry_run_prints_the_command(environment):
+def test_dry_run_prints_the_command(environment):
     hosts = {"NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "10.0.0.1", "NPROC_PER_NODE": "8", "MAX_RESTARTS": "2"}
     done = launch([MULTI_NODE, "--dry_run", "--model_name", "a b"], environment | hosts)
     expected = f"{environment['PYTHON']} -m torch.distributed.run --nnodes=4 --nproc_per_node=8 --max_restarts=2"
@@ -151,14 +151,14 @@ def test_a_dry_run_prints_the_command(environment):
         ({"PYTHON": "/nowhere/python"}, "PYTHON=/nowhere/python"),
     ],
 )
-def test_what_is_missing_is_one_sentence(environment, variables, sentence):
+def test_missing_or_invalid_variable_is_refused_in_one_sentence(environment, variables, sentence):
     done = launch([MULTI_NODE, "--dry_run"], environment | variables)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and sentence in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_the_slurm_script_starts_one_launcher_per_host_for_one_group(environment, tmp_path):
-    """With an `scontrol` and an `srun` that take two hosts to be this one."""
+def test_slurm_script_starts_one_launcher_per_host(environment, tmp_path):
+    """Stand-ins for `scontrol` and `srun` make this machine act as two hosts."""
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "scontrol").write_text('#!/bin/sh\n[ "$3" = "node[1-2]" ] && printf "10.0.0.1\\nother\\n"\n')
@@ -173,12 +173,12 @@ def test_the_slurm_script_starts_one_launcher_per_host_for_one_group(environment
     environment |= {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_SUBMIT_DIR": str(ROOT)}
     done = launch(["bash", copy, "--resume_from", "latest"], environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for rank, words in enumerate(done.stdout.strip().removeprefix("-m\n").split("\n-m\n")):
-        launcher, script, options = words.partition(f"{ROOT / 'train_multi_gpu.py'}\n")
+    for rank, arguments in enumerate(done.stdout.strip().removeprefix("-m\n").split("\n-m\n")):
+        launcher, script, options = arguments.partition(f"{ROOT / 'train_multi_gpu.py'}\n")
         assert launcher.split() == [
             *("torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--max_restarts=0"),
             *(f"--node_rank={rank}", "--master_addr=10.0.0.1", "--master_port=21234"),
         ]
         assert script and options.split()[-2:] == ["--resume_from", "latest"]
-        parse_config(options.split()[:-2], parallel=True)  # the options that the file holds are ours
+        parse_config(options.split()[:-2], parallel=True)  # the options in the Slurm script must parse
     assert rank == 1

@@ -1,4 +1,4 @@
-"""Shell scripts and requirements: that they parse, are pinned, cover what is imported, and do nothing twice."""
+"""Shell scripts parse. Requirements are pinned, cover every import, and are installed only once."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def write_program(path: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_parses_and_can_be_run(script: Path) -> None:
+def test_script_parses_and_is_executable(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
     assert script.name.startswith("_") or os.access(script, os.X_OK)
 
 
-def test_requirements_are_pinned_say_why_and_cover_what_is_imported() -> None:
+def test_requirements_are_pinned_with_a_reason_and_cover_every_import() -> None:
     required = set()
     for file in REQUIREMENTS:
         for line in (ROOT / file).read_text().splitlines():
@@ -57,21 +57,21 @@ def test_requirements_are_pinned_say_why_and_cover_what_is_imported() -> None:
                 imported |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 imported.add(node.module.split(".")[0])
-    own = {"llm_fp8", "tests", "scripts", "benchmarks", "examples"}
-    own |= {path.stem for path in [*ROOT.glob("*.py"), *ROOT.glob("scripts/*.py")]}
-    # Looked for, and done without; or they come with torch, datasets and wandb; axolotl loads its plugin itself.
+    ours = {"llm_fp8", "tests", "scripts", "benchmarks", "examples"}
+    ours |= {path.stem for path in [*ROOT.glob("*.py"), *ROOT.glob("scripts/*.py")]}
+    # The code works without them, or torch, datasets or wandb install them. axolotl itself imports our plugin for it.
     optional = {"flash-attn", "liger-kernel", "triton", "pandas", "fsspec", "protobuf", "axolotl"}
     known = metadata.packages_distributions()
-    names = {known.get(name, [name])[0].lower().replace("_", "-") for name in imported - sys.stdlib_module_names - own}
+    names = {known.get(name, [name])[0].lower().replace("_", "-") for name in imported - sys.stdlib_module_names - ours}
     assert names - required - optional == set()
 
 
-def test_an_images_constraints_do_not_reach_the_environment() -> None:
-    """They hold pip to a torch that the environment does not see, against the pins; NVIDIA's images set such a file."""
+def test_pip_constraints_of_an_image_are_ignored() -> None:
+    """NVIDIA's images restrict pip to their own torch, which contradicts the pins of the new environment."""
     assert run_bash('printf "%s" "${PIP_CONSTRAINT-unset}"', PIP_CONSTRAINT="/etc/pip/constraint.txt").stdout == "unset"
 
 
-def test_a_python_that_will_not_do_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_unusable_python_is_refused_in_one_sentence(tmp_path: Path) -> None:
     done = run_bash("make_venv", PYTHON="/no/such/python", VENV_DIR=str(tmp_path / "venv"))
     assert done.returncode == 2 and done.stderr.startswith("error: PYTHON=/no/such/python is not")
     write_program(tmp_path / "bin" / "python", "exit 1")
@@ -79,8 +79,8 @@ def test_a_python_that_will_not_do_is_refused_in_one_sentence(tmp_path: Path) ->
     assert done.returncode == 2 and "delete it and run this again" in done.stderr
 
 
-def test_the_command_that_quickstart_ends_with_can_be_copied(tmp_path: Path) -> None:
-    """Also where the clone's path has spaces. An interpreter that does nothing takes the place of the environment's."""
+def test_command_that_quickstart_prints_last_works_when_copied(tmp_path: Path) -> None:
+    """The clone's path has a space. An interpreter that does nothing replaces that of the environment."""
     clone = tmp_path / "my clone"
     shutil.copytree(ROOT / "scripts", clone / "scripts")
     for file in REQUIREMENTS:
@@ -95,7 +95,7 @@ def test_the_command_that_quickstart_ends_with_can_be_copied(tmp_path: Path) -> 
     assert subprocess.run(["bash", "-c", command], capture_output=True, text=True).stdout == f"{clone}\n"
 
 
-def test_requirements_are_installed_once_until_they_change_and_a_failure_is_not_remembered(tmp_path: Path) -> None:
+def test_requirements_are_installed_again_after_a_change_or_a_failure(tmp_path: Path) -> None:
     file = tmp_path / "requirements.txt"
     file.write_text("# nothing yet\n")
     write_program(tmp_path / "venv" / "bin" / "python", f'[ "$1" = -c ] || ! grep no-such {file}')
@@ -103,8 +103,8 @@ def test_requirements_are_installed_once_until_they_change_and_a_failure_is_not_
     environment = {"VENV_DIR": str(tmp_path / "venv")}
     first = run_bash(setup, **environment)
     assert first.returncode == 0 and "installing" in first.stdout, first.stderr
-    again = run_bash(setup, **environment)
-    assert (again.returncode, again.stdout) == (0, "")
+    second = run_bash(setup, **environment)
+    assert (second.returncode, second.stdout) == (0, "")
     file.write_text("./no-such-folder-here\n")
     for _ in range(2):
         done = run_bash(setup, **environment)
@@ -114,15 +114,15 @@ def test_requirements_are_installed_once_until_they_change_and_a_failure_is_not_
 @pytest.mark.parametrize(
     ("capabilities", "expected"), [("9.0", True), ("8.9", True), ("7.5\\n12.0", True), ("8.6", False), ("[N/A]", False)]
 )
-def test_fp8_gpus_are_told_by_compute_capability(capabilities: str, expected: bool, tmp_path: Path) -> None:
-    """The driver's query tool is replaced by one that answers for other GPUs."""
+def test_fp8_gpus_are_recognised_by_compute_capability(capabilities: str, expected: bool, tmp_path: Path) -> None:
+    """A stand-in for nvidia-smi reports these compute capabilities."""
     write_program(tmp_path / "nvidia-smi", f"printf '{capabilities}\\n'")
     done = run_bash("has_fp8_gpu && echo yes || echo no", PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert done.stdout.strip() == ("yes" if expected else "no")
 
 
 @pytest.mark.parametrize(
-    ("capability", "words", "made_before", "expected"),
+    ("capability", "options", "has_gpu_environment", "expected"),
     [
         (None, "", False, "CPU"),
         ("8.0", "", False, "requirements-gpu.txt"),
@@ -131,15 +131,15 @@ def test_fp8_gpus_are_told_by_compute_capability(capabilities: str, expected: bo
         (None, "", True, "requirements-gpu.txt and Transformer Engine"),
     ],
 )
-def test_gpus_get_the_versions_that_were_tested_on_gpus(capability, words, made_before, expected, tmp_path) -> None:
-    """Also an environment that was made for them where there is none."""
+def test_gpu_environments_get_gpu_requirements(capability, options, has_gpu_environment, expected, tmp_path) -> None:
+    """An existing environment for GPUs keeps its requirements on a machine without a GPU."""
     answer = "exit 9" if capability is None else f'[ "$1" = -L ] && echo "GPU 0: made up" || echo {capability}'
     write_program(tmp_path / "nvidia-smi", answer)
-    if made_before:
+    if has_gpu_environment:
         (tmp_path / "installed-requirements-gpu.txt").touch()
-    doubles = (
+    stand_ins = (
         "make_venv() { :; }; install_requirements() { printf %s ${3:-CPU}; }; "
         "install_gpu_requirements() { printf ' and Transformer Engine'; }; "
     )
     environment = {"VENV_DIR": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    assert run_bash(f"{doubles} setup_environment {words}", **environment).stdout == expected
+    assert run_bash(f"{stand_ins} setup_environment {options}", **environment).stdout == expected
