@@ -14,11 +14,11 @@ clipping come from the scripts' options. An entry for these must be equal or "au
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -163,10 +163,9 @@ class DeepSpeedStrategy(DistributedStrategy):
     def main_grads(self, model: nn.Module) -> None:
         """Return None: ZeRO manages gradients itself."""
 
-    @contextlib.contextmanager
-    def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
+    def micro_batch(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
         self._zero.set_gradient_accumulation_boundary(is_boundary=last)
-        yield
+        return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         self._zero.backward(loss * self.accelerator.num_processes, scale_wrt_gas=False)

@@ -13,9 +13,9 @@ meta device share one. Inputs of a unit are not cast (`cast_forward_inputs`): th
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -83,15 +83,14 @@ class FsdpStrategy(DistributedStrategy):
     def reduces_by_hooks(self, last: bool) -> bool:
         return False
 
-    @contextlib.contextmanager
-    def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
+    def micro_batch(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
         assert isinstance(model, FSDPModule)
         if self._stream is not None:  # a capture runs on another stream
             self._stream = torch.cuda.current_stream()
         model.set_requires_gradient_sync(last or self.options.sync_every_micro_batch)
         # Weights change only between steps, so gathered weights serve all micro-batches.
         model.set_reshard_after_backward(last or self.mode != "fsdp_grad")
-        yield
+        return nullcontext()
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
         """Return the unsharded parameter on the accelerator's device, which the collective needs."""

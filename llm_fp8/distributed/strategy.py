@@ -15,6 +15,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -88,20 +89,16 @@ class DistributedStrategy:
     def _reduces(self, last: bool) -> bool:
         return last or self.options.sync_every_micro_batch
 
-    @contextlib.contextmanager
-    def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
-        """Enclose forward and backward of a micro-batch. Reduce gradients in the `last` one of a step, or
-        in every one with --sync_every_micro_batch.
+    def micro_batch(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        """Return the context of a micro-batch's forward and backward pass. Gradients are reduced in the `last` one of a
+        step, or in every one with --sync_every_micro_batch.
         """
         if not self._is_plain:
-            context = contextlib.nullcontext() if self._reduces(last) else self.accelerator.no_sync(model)
-        elif last and self.accelerator.num_processes > 1:
-            assert self.layers is not None
-            context = averaged_over_ranks(model, self.layers)
-        else:
-            context = contextlib.nullcontext()
-        with context:
-            yield
+            return contextlib.nullcontext() if self._reduces(last) else self.accelerator.no_sync(model)
+        if not last or self.accelerator.num_processes == 1:
+            return contextlib.nullcontext()
+        assert self.layers is not None
+        return averaged_over_ranks(model, self.layers)
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of `loss`, this rank's share of a sum over ranks."""
