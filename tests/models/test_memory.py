@@ -1,4 +1,4 @@
-"""The estimate of a run's GPU memory, against what runs took."""
+"""The estimate of a run's GPU memory, compared with recorded runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.run_sizes import hf_config, parts, run_size
 ROWS = json.loads((Path(__file__).parents[2] / "benchmarks/results/memory_rows.json").read_text())["rows"]
 
 
-def name_of(row: dict[str, Any]) -> str:
+def row_id(row: dict[str, Any]) -> str:
     return "-".join(str(row[key]) for key in row if key not in ("file", "gpu", "measured_gib", "reserved_gib"))
 
 
@@ -34,41 +34,41 @@ FROZEN = {"mode": "fsdp_full", "num_gpus": 2, "lora_rank": 16, "batch_size": 8, 
         ({"mode": "ddp"}, False),
         ({"recipe": "block"}, False),  # a weight has more than one scale
         ({"recipe": "bf16"}, False),
-        ({"num_gpus": 3}, False),  # which do not share the rows of a weight evenly
+        ({"num_gpus": 3}, False),  # the rows of a weight are not divisible by 3
         ({"fp8_until": 0.7}, False),  # the last steps need bf16
-        ({"random_init": True, "export": True}, False),  # and so does the export
+        ({"random_init": True, "export": True}, False),  # the export needs bf16 too
         ({"use_te": False}, False),
         ({"lora_rank": 0}, False),
         ({"lora_rank": 0, "fp8_params": True}, True),
     ],
 )
-def test_frozen_weights_are_sharded_in_fp8_where_nothing_needs_them_in_bf16(row, expected):
+def test_frozen_weights_are_sharded_in_fp8_unless_bf16_is_needed(row, expected):
     assert run_size({**FROZEN, **row}, hf_config("Llama-3.1-8B")).shards_in_fp8 is expected
 
 
-@pytest.mark.parametrize("row", ROWS, ids=name_of)
-def test_recorded_run(row):
+@pytest.mark.parametrize("row", ROWS, ids=row_id)
+def test_estimate_matches_recorded_run(row):
     estimate, gpu_gib = run_size(row, hf_config(row["model"])).estimate(), 79.2 if "H100" in row["gpu"] else 139.8
     assert estimate.is_whole
-    if "beyond" in row:  # what the first GPU of ddp held more is needed and not estimated
+    if "beyond" in row:  # `needed_gib` covers the extra memory of ddp's first GPU, `total_gib` does not
         assert row["mode"] == "ddp" and estimate.total_gib < 0.95 * row["measured_gib"] < estimate.needed_gib
     else:
         assert estimate.total_gib == pytest.approx(row["measured_gib"], rel=0.012)
-        assert estimate.needed_gib <= gpu_gib + 11, "it fitted, at times with slow steps"
-    # The allocator keeps more where half of the memory is free.
+        assert estimate.needed_gib <= gpu_gib + 11, "the run fitted, some with slow steps"
+    # The allocator reserves more if half of the memory is free.
     reserved_gib = row.get("reserved_gib", 0.0)
     if row["mode"] == "fsdp_full" and row["gradient_accumulation_steps"] == 1 and reserved_gib > 0.5 * gpu_gib:
         assert estimate.needed_gib > reserved_gib
 
 
-def test_few_tokens_on_many_gpus_peak_where_the_outermost_gradients_are_reduced():
+def test_peak_with_few_tokens_per_gpu_is_at_the_reduction_of_outermost_gradients():
     row: dict[str, Any] = dict(mode="fsdp_full", num_gpus=64, optimizer="adamw_8bit", gradient_checkpointing=1)
     row |= dict(batch_size=1, gradient_accumulation_steps=1)
     spec = decoder_sizes(hf_config("Qwen3-8B"))
     assert parts("Qwen3-8B", **row).total_gib > 3 * 2 * 2 * spec.vocab_size * spec.hidden_size / 2**30
 
 
-def test_recomputed_layers_keep_their_inputs():
+def test_recomputed_layers_store_only_their_inputs():
     spec = decoder_sizes(hf_config("Llama-3.1-8B"))
     plain, recomputed = parts(), parts(gradient_checkpointing=1)
     assert recomputed.parts[ACTIVATIONS] == pytest.approx(8192 * 2 * spec.hidden_size * 32 / 2**30)
@@ -76,7 +76,7 @@ def test_recomputed_layers_keep_their_inputs():
     assert recomputed.total_gib < plain.total_gib
 
 
-def test_what_saves_memory_is_in_its_part():
+def test_each_option_changes_its_part_of_the_estimate():
     plain, sharded = parts(), parts(mode="fsdp_full", num_gpus=4)
     assert parts(fp8_recast_weights=True).parts.keys() == plain.parts.keys() - {CASTS}
     assert CASTS not in parts(recipe="bf16").parts and CASTS not in sharded.parts
@@ -90,7 +90,7 @@ def test_what_saves_memory_is_in_its_part():
     assert parts(lora_rank=16, mode="fsdp_full", num_gpus=4).parts[STATE] < 0.5 * parts(lora_rank=16).parts[STATE]
 
 
-def test_a_decoder_of_hugging_face_has_weights_gradients_and_optimizer_alone():
+def test_estimate_of_hugging_face_decoder_has_no_activations():
     estimate = parts(use_te=False)
     assert not estimate.is_whole and estimate.parts == {STATE: pytest.approx(12 * 8.03e9 / 2**30, rel=0.001)}
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -103,8 +103,8 @@ def test_a_decoder_of_hugging_face_has_weights_gradients_and_optimizer_alone():
     ("model", "num_gpus", "rows", "steps", "measured_gib"),
     [("Llama-3.2-3B", 2, 1, 4, 27.8), ("Llama-3.1-8B", 2, 4, 4, 91.4), ("Qwen2.5-14B", 2, 4, 1, 131.3)],
 )
-def test_what_hugging_faces_decoder_took_is_below_the_upper_bound(model, num_gpus, rows, steps, measured_gib):
-    """fsdp_full in bf16, in multi_gpu_throughput_*_x2.json and documented_3b_x2.json."""
+def test_measured_memory_of_hugging_face_decoder_is_below_upper_bound(model, num_gpus, rows, steps, measured_gib):
+    """Measured with fsdp_full in bf16: multi_gpu_throughput_*_x2.json and documented_3b_x2.json."""
     length = 512 if rows == 1 else 1024
     row = dict(use_te=False, recipe="bf16", mode="fsdp_full", num_gpus=num_gpus, batch_size=rows, max_seq_length=length)
     row |= dict(gradient_accumulation_steps=steps, optimizer="adamw_fp32")
@@ -113,7 +113,7 @@ def test_what_hugging_faces_decoder_took_is_below_the_upper_bound(model, num_gpu
 
 
 @pytest.mark.parametrize(
-    ("options", "where", "kind"),
+    ("options", "run", "kind"),
     [
         ("", ("ddp", "bf16"), "adamw_master"),
         ("", ("ddp", "bf16", "cpu"), "adamw_fp32"),
@@ -129,18 +129,18 @@ def test_what_hugging_faces_decoder_took_is_below_the_upper_bound(model, num_gpu
         ("--optimizer=adamw_master", ("fsdp_full", "bf16", "cpu"), "adamw_master"),
     ],
 )
-def test_the_optimizer_of_auto(options, where, kind):
-    assert resolve_optimizer(parse_config(options.split(), parallel=True), *where) == kind
+def test_optimizer_of_auto(options, run, kind):
+    assert resolve_optimizer(parse_config(options.split(), parallel=True), *run) == kind
 
 
-def test_bytes_of_every_mode():
-    once, accumulated, offloaded = (
-        parse_config(words, parallel=True)
-        for words in ([], ["--gradient_accumulation_steps=2"], ["--offload_optimizer=0.75"])
+def test_bytes_per_parameter_of_every_mode():
+    single, accumulated, offloaded = (
+        parse_config(options, parallel=True)
+        for options in ([], ["--gradient_accumulation_steps=2"], ["--offload_optimizer=0.75"])
     )
-    assert state_bytes("single", "adamw_master", 1, once) == state_bytes("ddp", "adamw_master", 8, accumulated) == 12
+    assert state_bytes("single", "adamw_master", 1, single) == state_bytes("ddp", "adamw_master", 8, accumulated) == 12
     assert state_bytes("single", "adamw_master", 1, offloaded) == 6
-    assert [state_bytes("fsdp_full", "adamw_fp32", 8, each) for each in (once, accumulated)] == [2, 6]
-    assert state_bytes("fsdp_grad", "adamw_fp32", 8, once) == 4
-    assert state_bytes("fsdp_hybrid", "adamw_fp32", 4, once) == 4
-    assert [state_bytes(f"deepspeed_{stage}", "adamw_fp32", 8, once) for stage in (1, 2, 3)] == [5.5, 3.75, 2]
+    assert [state_bytes("fsdp_full", "adamw_fp32", 8, each) for each in (single, accumulated)] == [2, 6]
+    assert state_bytes("fsdp_grad", "adamw_fp32", 8, single) == 4
+    assert state_bytes("fsdp_hybrid", "adamw_fp32", 4, single) == 4
+    assert [state_bytes(f"deepspeed_{stage}", "adamw_fp32", 8, single) for stage in (1, 2, 3)] == [5.5, 3.75, 2]

@@ -13,7 +13,7 @@ from tests.support.small import tiny_config
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("every", "expected"), [(0, 3), (1, 6), (2, 5), (3, 4), (0.6667, 5), (0.3333, 4)])
-def test_chosen_layers_are_computed_twice_with_the_same_gradients(every, expected):
+def test_checkpointed_layers_run_twice_with_equal_gradients(every, expected):
     gradients, calls = [], []
     for interval in (0, every):
         torch.manual_seed(0)

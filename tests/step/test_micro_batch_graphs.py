@@ -1,5 +1,7 @@
-"""--cuda_graphs without a GPU: Transformer Engine is stood in for, and a graph repeats Python's work at the addresses
-that it was captured with. What a GPU adds is in test_micro_batch_graphs_gpu.py.
+"""--cuda_graphs without a GPU, with a stand-in for Transformer Engine and emulated graphs.
+
+An emulated graph repeats its Python function and checks that gradients keep the addresses of the capture. Tests on a
+GPU are in test_micro_batch_graphs_gpu.py.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from tests.support.stand_in_te import install_stand_in
 
 
 def packed_documents(num_documents: int, num_rows: int, length: int, vocabulary: int, seed: int) -> Batch:
-    """So many documents of random lengths and tokens, all supervised, which fill `num_rows` rows of `length` tokens."""
+    """Return documents of random lengths and tokens, all supervised, which fill `num_rows` rows of `length` tokens."""
     draw, lengths = random.Random(seed), []
     for row in range(num_rows):
         count = num_documents // num_rows + (row < num_documents % num_rows)
@@ -56,7 +58,7 @@ def packed_documents(num_documents: int, num_rows: int, length: int, vocabulary:
 
 
 class EmulatedGraph:
-    """A replay writes gradients where the parameters had them at the capture, and gives parameters none."""
+    """Replays a function; its gradients go to the tensors that the parameters had at the capture."""
 
     def __init__(self, work: Callable[[], None], parameters: Sequence[Parameter]) -> None:
         self._work, self._parameters = work, parameters
@@ -65,23 +67,23 @@ class EmulatedGraph:
 
     def __call__(self) -> None:
         self.num_replays += 1
-        found = [parameter.grad for parameter in self._parameters]
+        previous = [parameter.grad for parameter in self._parameters]
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
         self._work()
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            assert parameter.grad is gradient, "a graph would write to the memory of the old one"
-        for parameter, gradient in zip(self._parameters, found, strict=True):
+            assert parameter.grad is gradient, "a CUDA graph would write to the old gradient"
+        for parameter, gradient in zip(self._parameters, previous, strict=True):
             parameter.grad = gradient
 
 
 class EmulatedCapture:
-    """In place of `Capture`; what it captured is in `graphs`. The work does not run at the capture."""
+    """Replacement for `Capture`, which appends each captured function to `graphs` without running it."""
 
     def __init__(self, parameters: Sequence[Parameter] = ()) -> None:
         self._parameters = parameters
         self.graphs: list[EmulatedGraph] = []
-        self.dropped_at: list[int] = []  # after how many of them all were dropped
+        self.dropped_at: list[int] = []  # number of graphs captured before each drop of all graphs
 
     def __call__(self, work: Callable[[], None]) -> EmulatedGraph:
         self.graphs.append(EmulatedGraph(work, self._parameters))
@@ -92,7 +94,7 @@ class EmulatedCapture:
 
 
 def emulate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedCapture]:
-    """Let runs with --cuda_graphs do without a GPU; what they captured is in the list, one entry a run."""
+    """Make runs with --cuda_graphs work without a GPU; returns a list to which each run adds its captures."""
     captures: list[EmulatedCapture] = []
 
     def graphs(run, parameters, overwritten, capture, after, collective):
@@ -114,18 +116,18 @@ def stand_in(monkeypatch):
 
 
 def batch(num_documents, seed=0):
-    """`num_documents` documents in `ROWS` rows, no rest."""
+    """Return `num_documents` documents that fill `ROWS` rows."""
     return packed_documents(num_documents, ROWS, LENGTH, 1024, seed)
 
 
-def test_documents_go_to_the_smallest_bucket_that_holds_them():
+def test_bucket_is_the_smallest_that_fits_the_documents():
     lengths = {count: bucket_of(dataclasses.replace(batch(2), cu_seqlens=torch.zeros(count + 1))) for count in
                (1, 32, 33, 64, 65, 512, 513, 2048, 2049)}  # fmt: skip
     assert lengths == {1: 32, 32: 32, 33: 64, 64: 64, 65: 128, 512: 512, 513: 1024, 2048: 2048, 2049: None}
 
 
-class Seen:
-    """In place of a micro-batch: notes what it is given."""
+class RecordedMicroBatches:
+    """Replacement for the computation of a micro-batch, which records its arguments."""
 
     def __init__(self):
         self.weight = torch.nn.Parameter(torch.zeros(2))
@@ -134,70 +136,70 @@ class Seen:
         self.num_after = 0
         self.graphs = MicroBatchGraphs(self.run, [self.weight], [], self.capture, self.after, collective=False)
 
-    def run(self, given, num_supervised, first, last):
-        self.calls.append((given, first, given.cu_seqlens.tolist(), given.input_ids.clone(), int(num_supervised)))
-        return given.input_ids.sum().float()
+    def run(self, inputs, num_supervised, first, last):
+        self.calls.append((inputs, first, inputs.cu_seqlens.tolist(), inputs.input_ids.clone(), int(num_supervised)))
+        return inputs.input_ids.sum().float()
 
     def after(self):
         self.num_after += 1
 
-    def take(self, given, first, num_supervised=1):
-        return float(self.graphs(given, torch.tensor(num_supervised), first, last=True))
+    def compute(self, inputs, first, num_supervised=1):
+        return float(self.graphs(inputs, torch.tensor(num_supervised), first, last=True))
 
     @property
     def replays(self):
         return [graph.num_replays for graph in self.capture.graphs]
 
 
-def test_each_kind_runs_eagerly_once_and_then_by_its_graph(monkeypatch):
+def test_each_kind_of_micro_batch_runs_eagerly_once_and_then_as_graph(monkeypatch):
     monkeypatch.setattr(micro_batch_graphs, "BUCKETS", (4, 8))
-    seen, few, many = Seen(), batch(3), batch(6)
-    for given, first, replays in (
+    recorded, few, many = RecordedMicroBatches(), batch(3), batch(6)
+    for inputs, first, replays in (
         (few, True, []), (few, False, []), (few, False, [1]), (few, True, [1, 1]), (many, True, [1, 1]),
         (few, False, [2, 1]), (many, False, [2, 1]), (many, True, [2, 1, 1]), (many, False, [2, 1, 1, 1]),
         (few, True, [2, 2, 1, 1]), (batch(9), True, [2, 2, 1, 1]), (batch(9), True, [2, 2, 1, 1]),
     ):  # fmt: skip
-        seen.take(given, first)
-        assert seen.replays == replays
-        assert seen.calls[-1][1] == first
-    assert len(seen.calls) == seen.num_after == 12, "nothing ran at a capture"
+        recorded.compute(inputs, first)
+        assert recorded.replays == replays
+        assert recorded.calls[-1][1] == first
+    assert len(recorded.calls) == recorded.num_after == 12, "a capture must not run the function"
 
 
-def test_eager_passes_drop_graphs_where_memory_is_short(monkeypatch):
-    """Those of a new kind, of too many documents, and an evaluation; each kind is then captured again at once."""
+def test_eager_passes_drop_graphs_if_memory_is_short(monkeypatch):
+    """A new kind, too many documents and an evaluation are eager passes; each kind is then captured again at once."""
     monkeypatch.setattr(micro_batch_graphs, "BUCKETS", (4, 8))
-    seen, few, many = Seen(), batch(3), batch(6)
-    seen.graphs.drops_before_eager = True
-    for given, replays, drops in (
+    recorded, few, many = RecordedMicroBatches(), batch(3), batch(6)
+    recorded.graphs.drops_before_eager = True
+    for inputs, replays, drops in (
         (few, [], []), (few, [1], []), (few, [2], []), (many, [2], [1]), (many, [2, 1], [1]), (few, [2, 1, 1], [1]),
         (batch(9), [2, 1, 1], [1, 3]), (batch(9), [2, 1, 1], [1, 3]), (few, [2, 1, 1, 1], [1, 3]),
     ):  # fmt: skip
-        seen.take(given, first=True)
-        assert (seen.replays, seen.capture.dropped_at) == (replays, drops)
-    seen.graphs.make_room()
-    seen.graphs.make_room()
-    assert seen.capture.dropped_at == [1, 3, 4]
+        recorded.compute(inputs, first=True)
+        assert (recorded.replays, recorded.capture.dropped_at) == (replays, drops)
+    recorded.graphs.make_room()
+    recorded.graphs.make_room()
+    assert recorded.capture.dropped_at == [1, 3, 4]
 
 
-def test_a_graph_sees_each_batch_with_empty_documents_after_its_own(monkeypatch):
+def test_graph_input_is_the_batch_padded_with_empty_documents(monkeypatch):
     monkeypatch.setattr(micro_batch_graphs, "BUCKETS", (8,))
-    seen = Seen()
-    given = [batch(count, seed) for seed, count in enumerate((3, 7, 2, 8))]
-    places = set()
-    for number, one in enumerate(given):
-        loss = seen.take(one, first=True, num_supervised=number + 5)
-        inputs, _, bounds, ids, num_supervised = seen.calls[-1]
-        own = one.cu_seqlens.tolist()
-        assert bounds == own + [ROWS * LENGTH] * (9 - len(own)) and num_supervised == number + 5
-        assert torch.equal(ids, one.input_ids) and loss == float(one.input_ids.sum())
+    recorded = RecordedMicroBatches()
+    batches = [batch(count, seed) for seed, count in enumerate((3, 7, 2, 8))]
+    addresses = set()
+    for number, original in enumerate(batches):
+        loss = recorded.compute(original, first=True, num_supervised=number + 5)
+        inputs, _, bounds, ids, num_supervised = recorded.calls[-1]
+        expected = original.cu_seqlens.tolist()
+        assert bounds == expected + [ROWS * LENGTH] * (9 - len(expected)) and num_supervised == number + 5
+        assert torch.equal(ids, original.input_ids) and loss == float(original.input_ids.sum())
         assert inputs.max_seqlen == LENGTH and inputs.cu_seqlens.dtype == torch.int32
-        assert inputs.input_ids is not one.input_ids
-        places.add((inputs.input_ids.data_ptr(), inputs.labels.data_ptr(), inputs.cu_seqlens.data_ptr()))
-    assert len(places) == 1 and seen.replays == [3]
+        assert inputs.input_ids is not original.input_ids
+        addresses.add((inputs.input_ids.data_ptr(), inputs.labels.data_ptr(), inputs.cu_seqlens.data_ptr()))
+    assert len(addresses) == 1 and recorded.replays == [3]
 
 
 class Training:
-    """The stand-in's TE decoder, trained by `Stepper.micro_batch`; without `graphs` as without --cuda_graphs."""
+    """A training of the stand-in TE decoder by `Stepper.micro_batch`, with or without graphs."""
 
     def __init__(self, with_graphs: bool, **changes):
         reset_accelerator()
@@ -221,15 +223,15 @@ class Training:
             self.graphs = MicroBatchGraphs(self.run, self.parameters, overwritten, self.capture, lambda: None, False)
 
     def step(self, batches):
-        """An optimizer step: the losses, the gradients, and the weights after it."""
-        num_supervised = torch.tensor(sum(one.num_supervised_tokens for one in batches))
+        """Take an optimizer step; returns losses, gradients, and the weights after the step."""
+        num_supervised = torch.tensor(sum(each.num_supervised_tokens for each in batches))
         losses = []
-        for number, one in enumerate(batches):
+        for number, inputs in enumerate(batches):
             first = number == 0
             if self.graphs is not None:
-                losses.append(float(self.graphs(one, num_supervised, first, last=True)))
+                losses.append(float(self.graphs(inputs, num_supervised, first, last=True)))
             else:
-                losses.append(float(self.run(one, num_supervised, first if len(batches) > 1 else None)))
+                losses.append(float(self.run(inputs, num_supervised, first if len(batches) > 1 else None)))
         gradients = [parameter.grad.clone() for parameter in self.parameters]
         self.strategy.step(self.optimizer, self.parameters, 1.0)
         assert all(parameter.grad is None for parameter in self.parameters)
@@ -237,12 +239,12 @@ class Training:
 
 
 STEPS = [(3, 6, 3), (2, 9, 3), (9, 3, 6), (3,), (6, 3, 4, 9), (6,), (9,), (3, 3, 3)]
-"""Documents of the micro-batches of each step, with the buckets 4 and 8: each kind first eager, then by its graph; with
-9 documents always eager.
+"""Number of documents in each micro-batch of each step. Buckets are 4 and 8, so that 9 documents always run eagerly.
+Every other kind runs eagerly once and then as a graph.
 """
 
 
-def taken(training):
+def take_steps(training):
     return [
         training.step([batch(count, seed=100 * number + place) for place, count in enumerate(counts)])
         for number, counts in enumerate(STEPS)
@@ -251,17 +253,17 @@ def taken(training):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}], ids=str)
-def test_graphs_and_eager_micro_batches_in_any_order_are_eager_training(monkeypatch, stand_in, changes):
+def test_mixed_graph_and_eager_micro_batches_equal_eager_training(monkeypatch, stand_in, changes):
     monkeypatch.setattr(micro_batch_graphs, "BUCKETS", (4, 8))
     graphs, eager, plain = Training(True, **changes), Training(True, **changes), Training(False, **changes)
     eager.graphs.may_capture = False
-    found, expected, without = taken(graphs), taken(eager), taken(plain)
+    results, expected, without_graphs = take_steps(graphs), take_steps(eager), take_steps(plain)
     assert [graph.num_replays > 0 for graph in graphs.capture.graphs] == [True] * 4 and not eager.capture.graphs
-    for (losses, gradients, weights), (their_losses, theirs, their_weights) in zip(found, expected, strict=True):
+    for (losses, gradients, weights), (their_losses, theirs, their_weights) in zip(results, expected, strict=True):
         assert losses == their_losses
         assert all(map(torch.equal, gradients, theirs)) and all(map(torch.equal, weights, their_weights))
-    # The stand-in's GEMMs round otherwise than autograd's and weights drift apart: the first steps are compared.
-    for (losses, gradients, _), (their_losses, theirs, _) in zip(found[:2], without[:2], strict=True):
+    # Only the first steps: the stand-in's GEMMs round differently from autograd's, so that weights diverge.
+    for (losses, gradients, _), (their_losses, theirs, _) in zip(results[:2], without_graphs[:2], strict=True):
         assert losses == pytest.approx(their_losses, rel=1e-3)
         for name, ours, other in zip(graphs.names, gradients, theirs, strict=True):
             assert relative_difference(ours, other) < 0.03, name
@@ -273,18 +275,18 @@ GRAPHS = ("--use_te", "--cuda_graphs")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", ["8x1", "2x4"])
-def test_a_run_is_the_reference(tmp_path, tiny_model, sixteen_rows, monkeypatch, stand_in, cut):
+@pytest.mark.parametrize("sizes", ["8x1", "2x4"])
+def test_run_with_graphs_equals_reference(tmp_path, tiny_model, sixteen_rows, monkeypatch, stand_in, sizes):
     captures = emulate_graphs(monkeypatch)
-    batch_size, accumulation = cut.split("x")
-    cut = [f"--batch_size={batch_size}", f"--gradient_accumulation_steps={accumulation}"]
-    compare_with_reference(tmp_path, tiny_model, sixteen_rows, False, *GRAPHS, *cut)
+    batch_size, accumulation = sizes.split("x")
+    sizes = [f"--batch_size={batch_size}", f"--gradient_accumulation_steps={accumulation}"]
+    compare_with_reference(tmp_path, tiny_model, sixteen_rows, False, *GRAPHS, *sizes)
     [capture] = captures
     assert sum(graph.num_replays for graph in capture.graphs) >= NUM_STEPS - 1
 
 
 @pytest.mark.slow
-def test_a_run_that_evaluates_stops_and_goes_on_takes_the_same_steps(tmp_path, tiny_model, rows, monkeypatch, stand_in):
+def test_resumed_run_with_graphs_takes_the_same_steps(tmp_path, tiny_model, rows, monkeypatch, stand_in):
     captures = emulate_graphs(monkeypatch)
 
     def run(folder, *more):

@@ -1,4 +1,4 @@
-"""--cuda_graphs on a GPU: the training of eager micro-batches, bit for bit where attention is deterministic."""
+"""--cuda_graphs on a GPU equals training with eager micro-batches, bitwise if attention is deterministic."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ NO_WARMUP = ("--lr_scheduler", "constant", "--num_warmup_steps", "0")
 
 
 def run(model_folder, folder, *options, environment=DETERMINISTIC):
-    done = train(*training_options(model_folder, folder, *options, *NO_WARMUP), environment=environment)
-    assert done.returncode == 0, done.stderr
+    process = train(*training_options(model_folder, folder, *options, *NO_WARMUP), environment=environment)
+    assert process.returncode == 0, process.stderr
     return folder
 
 
-def assert_equal_runs(one, other):
-    assert losses(one) == losses(other) and len(losses(one)) > 0
+def assert_equal_runs(left, right):
+    assert losses(left) == losses(right) and len(losses(left)) > 0
     for name in ("grad_norm", "eval_loss"):
-        assert metric_values(one, name) == metric_values(other, name), name
-    ours, theirs = (load_file(next((side / "final").glob("*model.safetensors"))) for side in (one, other))
+        assert metric_values(left, name) == metric_values(right, name), name
+    ours, theirs = (load_file(next((side / "final").glob("*model.safetensors"))) for side in (left, right))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize("micro_batches", ["1", "3"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_run_is_the_eager_one_bit_for_bit_and_certified(precision, micro_batches, model_folder, tmp_path):
-    """With evaluations between the steps; 11 rows of 256 tokens hold sometimes more than 32 documents."""
+def test_run_with_graphs_is_certified_and_equals_eager_run(precision, micro_batches, model_folder, tmp_path):
+    """Evaluate between the steps; 11 rows of 256 tokens sometimes have more than 32 documents."""
     options = [*PRECISIONS[precision], "--max_steps", "10", "--eval_every", "4", "--batch_size", "11"]
     options += ["--gradient_accumulation_steps", micro_batches, "--certify"]
     eager = run(model_folder, tmp_path / "eager", *options, "--no_cuda_graphs")
@@ -52,7 +52,7 @@ def test_a_run_is_the_eager_one_bit_for_bit_and_certified(precision, micro_batch
 
 
 @pytest.mark.parametrize("more", [(), ("--gradient_checkpointing",)])
-def test_graphs_begin_by_themselves_where_the_gpu_is_idle(more, model_folder, tmp_path):
+def test_graphs_start_automatically_if_the_gpu_is_idle(more, model_folder, tmp_path):
     options = [*PRECISIONS["delayed"], *more, "--max_steps", "16", "--batch_size", "2"]
     eager = run(model_folder, tmp_path / "eager", *options, "--no_cuda_graphs")
     graphs = run(model_folder, tmp_path / "auto", *options)
@@ -65,7 +65,7 @@ def test_graphs_begin_by_themselves_where_the_gpu_is_idle(more, model_folder, tm
 
 
 @pytest.mark.parametrize("precision", ["bf16", "delayed"])
-def test_a_stopped_run_goes_on_bit_for_bit(precision, model_folder, tmp_path):
+def test_resumed_run_with_graphs_is_bitwise_equal(precision, model_folder, tmp_path):
     options = [*PRECISIONS[precision], "--eval_every", "3", "--cuda_graphs"]
     whole = run(model_folder, tmp_path / "whole", *options, "--max_steps", "8")
     parts = tmp_path / "parts"

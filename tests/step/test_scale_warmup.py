@@ -1,4 +1,4 @@
-"""Delayed scaling has scales before the first step, and finding them leaves no trace."""
+"""The warm-up of delayed scaling gives scales before the first step and changes nothing else."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.support.small import steps, train
 WIDTH, NUM_TOKENS = 32, 64
 E5M2_MAX = torch.finfo(torch.float8_e5m2).max
 TINY = 1e-7
-"""The size of a gradient that reaches the last layer: a mean over many tokens. E5M2's smallest number is 1.5e-5."""
+"""Size of the gradient at the last layer, for a mean over many tokens. The smallest number of E5M2 is 1.5e-5."""
 
 
 class _CastGradient(torch.autograd.Function):
-    """The identity, whose gradient is rounded to E5M2 with the scale that earlier passes left."""
+    """The identity, whose backward pass rounds the gradient to E5M2 with the scale from earlier passes."""
 
     @staticmethod
     def forward(ctx, output, module):
@@ -38,7 +38,7 @@ class _CastGradient(torch.autograd.Function):
 
 
 class DelayedLinear(nn.Linear):
-    """Both GEMMs of its backward pass take the gradient in E5M2, as Transformer Engine's do."""
+    """A linear layer whose backward GEMMs get the gradient in E5M2, as in Transformer Engine."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
@@ -49,9 +49,9 @@ class DelayedLinear(nn.Linear):
 
 
 class Blocks(nn.Module):
-    """Residual blocks of a norm and two GEMMs; takes a `Batch`'s stand-in and returns a summed loss.
+    """Residual blocks of a norm and two GEMMs; the forward pass returns a summed loss.
 
-    With a gain of 1 a block adds about as much to the residual stream as there is.
+    With a gain of 1, the output of a block is about as large as its input.
     """
 
     def __init__(self, num_layers: int = 3, gain: float = 1.0) -> None:
@@ -73,15 +73,15 @@ class Blocks(nn.Module):
         return (nn.functional.rms_norm(hidden, (WIDTH,)) * batch.labels).sum(), {}
 
 
-class Seam:
-    """As `Precision`, around `Blocks`: scales are renewed after each pass."""
+class PrecisionStandIn:
+    """Replacement for `Precision` around `Blocks`; updates the scales before each pass."""
 
     def __init__(self, model: nn.Module) -> None:
         self._linears = [module for module in model.modules() if isinstance(module, DelayedLinear)]
 
     @contextlib.contextmanager
     def context(self, first_microbatch):
-        assert first_microbatch is None, "no cast is kept"
+        assert first_microbatch is None, "weight casts must not be cached"
         for module in self._linears:
             module.scale = module.next_scale
         yield
@@ -95,110 +95,108 @@ def batch():
 
 
 def errors(num_passes: int, batch, monkeypatch, **size) -> dict[str, float]:
-    """The worst relative errors of the first step's gradients after so many passes, of the first and of the second
-    GEMMs.
-    """
+    """Return the largest relative error of the first step's gradients after `num_passes`, for each GEMM of a block."""
     monkeypatch.setattr("llm_fp8.step.scale_warmup.PASSES", num_passes)
     model = Blocks(**size)
-    seam = Seam(model)
-    warm_up_delayed_scales(model, seam, batch, round(1 / TINY))
+    precision = PrecisionStandIn(model)
+    warm_up_delayed_scales(model, precision, batch, round(1 / TINY))
     model.dropout.p = 0.0
-    with seam.context(None):
+    with precision.context(None):
         (model(batch)[0] * TINY).backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
-    for module in seam._linears:  # large gradients are exact enough with a scale of 1
+    for module in precision._linears:  # the gradients are now large, and a scale of 1 is exact enough
         module.scale = torch.tensor(1.0)
     model(batch)[0].backward()
     worst = {"first": 0.0, "second": 0.0}
     for name, parameter in model.named_parameters():
         exact = parameter.grad * TINY
         kind = name.partition(".")[0]
-        worst[kind] = max(worst[kind], float((found[name] - exact).norm() / exact.norm()))
+        worst[kind] = max(worst[kind], float((gradients[name] - exact).norm() / exact.norm()))
     return worst
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gain", [1.0, 2.5])
-def test_as_many_passes_as_deep_models_need(gain, batch, monkeypatch):
-    enough = errors(PASSES, batch, monkeypatch, num_layers=32, gain=gain)
-    assert max(enough.values()) < 0.3, enough
-    if gain > 1:  # the gradient has grown most, and was cut off
-        two = errors(2, batch, monkeypatch, num_layers=32, gain=gain)
-        assert two["first"] > enough["first"] and two["second"] > enough["second"]
+def test_number_of_passes_is_sufficient_for_deep_models(gain, batch, monkeypatch):
+    final_errors = errors(PASSES, batch, monkeypatch, num_layers=32, gain=gain)
+    assert max(final_errors.values()) < 0.3, final_errors
+    if gain > 1:  # the gradient grows most, so that the first scales saturate it
+        early_errors = errors(2, batch, monkeypatch, num_layers=32, gain=gain)
+        assert all(early_errors[gemm] > final_errors[gemm] for gemm in ("first", "second"))
 
 
-def test_nothing_is_left_but_scales(batch):
+def test_warm_up_changes_scales_only(batch):
     model = Blocks()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    together = []
+    num_gradients = []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(
-            lambda _: together.append(sum(parameter.grad is not None for parameter in model.parameters()))
+            lambda _: num_gradients.append(sum(parameter.grad is not None for parameter in model.parameters()))
         )
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    warm_up_delayed_scales(model, Seam(model), batch, 10)
-    assert torch.equal(torch.rand(4), expected), "dropout drew random numbers of its own"
+    warm_up_delayed_scales(model, PrecisionStandIn(model), batch, 10)
+    assert torch.equal(torch.rand(4), expected), "the random state is restored"
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters()) and model.num_passes == PASSES
-    assert set(together) == {1}, "no two gradients are there at a time"
+    assert set(num_gradients) == {1}, "each gradient is freed before the next one is computed"
     model(batch)[0].backward()
-    assert all(parameter.grad is not None for parameter in model.parameters()), "afterwards they stay"
+    assert all(parameter.grad is not None for parameter in model.parameters()), "later gradients are kept"
 
 
 @pytest.fixture
-def lagging(monkeypatch):
-    """A run on the CPU takes itself for one with delayed scaling; gives the calls of `warm_up_delayed_scales`."""
+def warm_up_calls(monkeypatch):
+    """Make a run on the CPU warm up scales as with delayed scaling; returns the calls of `warm_up_delayed_scales`."""
     calls = []
 
-    def find(*arguments):
+    def recorded_warm_up(*arguments):
         calls.append(arguments)
         warm_up_delayed_scales(*arguments)
 
     monkeypatch.setattr(Precision, "scales_lag", property(lambda self: True))
     monkeypatch.setattr(Precision, "state_tensors", lambda self: {})
-    monkeypatch.setattr(scale_warmup, "warm_up_delayed_scales", find)
+    monkeypatch.setattr(scale_warmup, "warm_up_delayed_scales", recorded_warm_up)
     return calls
 
 
 @pytest.mark.slow
-def test_a_run_is_bit_for_bit_what_it_is_without_them(tmp_path, tiny_model, sixteen_rows, lagging, monkeypatch, capsys):
+def test_run_with_warm_up_equals_run_without(tmp_path, tiny_model, sixteen_rows, warm_up_calls, monkeypatch, capsys):
     options = f"--model_name={tiny_model} --dataset_name={sixteen_rows} --max_seq_length=256 --batch_size=2".split()
     options += "--gradient_accumulation_steps=2 --lora_rank=4 --lora_dropout=0.5 --lr_scheduler=constant".split()
     options.append("--no_export")
     train(*options, "--max_steps=4", "--save_every=2", f"--output_dir={tmp_path / 'with'}")
-    assert len(lagging) == 1 and f"first scales from {PASSES} passes" in capsys.readouterr().out
+    assert len(warm_up_calls) == 1 and f"first scales from {PASSES} passes" in capsys.readouterr().out
     longer = ["--max_steps=6", "--allow_changed=total_steps", "--resume_from=latest"]
     train(*options, *longer, f"--output_dir={tmp_path / 'with'}")
-    assert len(lagging) == 1, "a resumed run has its scales"
+    assert len(warm_up_calls) == 1, "a resumed run already has scales"
     monkeypatch.setattr(Precision, "scales_lag", property(lambda self: False))
     train(*options, "--max_steps=6", f"--output_dir={tmp_path / 'without'}")
-    assert len(lagging) == 1, "recipes without scales of the past take no passes"
-    found, expected = (
+    assert len(warm_up_calls) == 1, "recipes without delayed scaling need no warm-up"
+    with_warm_up, expected = (
         [(record["loss"], record["grad_norm"]) for record in steps(tmp_path / name)] for name in ("with", "without")
     )
-    assert len(found) == 6 and found == expected
+    assert len(with_warm_up) == 6 and with_warm_up == expected
 
 
 @pytest.mark.slow
-def test_other_scale_options_find_their_scales_anew(tmp_path, tiny_model, sixteen_rows, lagging, monkeypatch):
-    kept: list[dict[str, torch.Tensor]] = []
+def test_resume_with_changed_scales_warms_up_again(tmp_path, tiny_model, sixteen_rows, warm_up_calls, monkeypatch):
+    scales_by_run: list[dict[str, torch.Tensor]] = []
 
     def state_tensors(self):
-        if not hasattr(self, "kept"):
-            self.kept = {f"{name}.scale": torch.zeros(3) for name in self._fp8_modules}
-            kept.append(self.kept)
-        return self.kept
+        if not hasattr(self, "scales"):
+            self.scales = {f"{name}.scale": torch.zeros(3) for name in self._fp8_modules}
+            scales_by_run.append(self.scales)
+        return self.scales
 
-    def find(*arguments):
-        lagging.append(arguments)
+    def recorded_warm_up(*arguments):
+        warm_up_calls.append(arguments)
         for scale in state_tensors(arguments[1]).values():
-            scale.fill_(float(len(lagging)))
+            scale.fill_(float(len(warm_up_calls)))
 
     monkeypatch.setattr(Precision, "state_tensors", state_tensors)
-    monkeypatch.setattr(scale_warmup, "warm_up_delayed_scales", find)
+    monkeypatch.setattr(scale_warmup, "warm_up_delayed_scales", recorded_warm_up)
     options = f"--model_name={tiny_model} --dataset_name={sixteen_rows} --max_seq_length=256 --batch_size=2".split()
     options += "--mixed_precision=fp8 --fp8_backend=torchao --no_export --attn_implementation=eager".split()
     options.append(f"--output_dir={tmp_path}")
@@ -207,7 +205,7 @@ def test_other_scale_options_find_their_scales_anew(tmp_path, tiny_model, sixtee
     train(*options, *more, "--allow_changed=total_steps")
     change = ["--fp8_bf16_modules=layers.-1", "--max_steps=4", "--resume_from=latest"]
     assert train(*options, *change, "--allow_changed=total_steps,fp8_bf16_modules") == 0
-    _, same, other = kept
-    assert len(lagging) == 2 and other.keys() < same.keys()
-    assert {scale for tensor in same.values() for scale in tensor.tolist()} == {1.0}, "those of the checkpoint"
-    assert {scale for tensor in other.values() for scale in tensor.tolist()} == {2.0}
+    _, unchanged, changed = scales_by_run
+    assert len(warm_up_calls) == 2 and changed.keys() < unchanged.keys()
+    assert {scale for tensor in unchanged.values() for scale in tensor.tolist()} == {1.0}, "from the checkpoint"
+    assert {scale for tensor in changed.values() for scale in tensor.tolist()} == {2.0}

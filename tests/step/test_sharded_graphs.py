@@ -1,5 +1,6 @@
-"""--cuda_graphs under fsdp_full and fsdp_grad without a GPU: Transformer Engine is stood in for, and a graph repeats
-Python's work. Two ranks have other numbers of documents, so that they must agree on the graph.
+"""--cuda_graphs on two ranks without a GPU, with a stand-in for Transformer Engine and emulated graphs.
+
+The ranks have different numbers of documents, so that they must agree on the graph.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from tests.support.stand_in_te import install_stand_in
 pytestmark = pytest.mark.slow
 
 
-class Repeated:
-    """In place of a CUDA graph; says its replays."""
+class EmulatedGraph:
+    """Replacement for a CUDA graph; prints its replays."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
@@ -37,7 +38,7 @@ class Repeated:
         print("dropped all graphs", flush=True)
 
 
-def without_a_gpu(capture: object = Repeated, lacks_memory: bool = False) -> None:
+def emulate_graphs(capture: object = EmulatedGraph, lacks_memory: bool = False) -> None:
     patch = pytest.MonkeyPatch()
     install_stand_in(patch)
     patch.setattr(micro_batch_graphs, "Capture", lambda: capture)
@@ -54,14 +55,14 @@ def unequal_rows(tmp_path_factory) -> str:
 
 
 def begin_after_the_first_step() -> None:
-    """As where the GPU is found idle."""
-    without_a_gpu()
+    """Begin graphs after the first step, as if the GPU had been idle."""
+    emulate_graphs()
     pytest.MonkeyPatch().setattr(Timeline, "_note_attention", lambda run: run.stepper.begin_graphs())
 
 
 def begin_without_memory_for_both() -> None:
-    """The same, where an eager pass has no memory beside graphs."""
-    without_a_gpu()
+    """Begin graphs after the first step, and drop them before every eager pass for lack of memory."""
+    emulate_graphs()
 
     def begin(run: Timeline) -> None:
         run.stepper._drops_graphs = True
@@ -70,16 +71,16 @@ def begin_without_memory_for_both() -> None:
     pytest.MonkeyPatch().setattr(Timeline, "_note_attention", begin)
 
 
-def fail_on_one_rank(work: Callable[[], None]) -> Repeated:
+def fail_on_one_rank(work: Callable[[], None]) -> EmulatedGraph:
     if dist.get_rank() == 1:
         raise RuntimeError("not permitted while capturing")
-    return Repeated(work)
+    return EmulatedGraph(work)
 
 
 WITH_GRAPHS: dict[str, tuple[str, Callable[[], None]]] = {
-    "asked for and dropped": ("--cuda_graphs", functools.partial(without_a_gpu, lacks_memory=True)),
-    "begun within": ("--seed=42", begin_after_the_first_step),
-    "begun and dropped": ("--seed=42", begin_without_memory_for_both),
+    "from the start, dropped": ("--cuda_graphs", functools.partial(emulate_graphs, lacks_memory=True)),
+    "after a step": ("--seed=42", begin_after_the_first_step),
+    "after a step, dropped": ("--seed=42", begin_without_memory_for_both),
 }
 
 
@@ -95,37 +96,38 @@ OPTIONS += ["--learning_rate=1e-3", "--mixed_precision=bf16", "--log_every=1", "
 
 
 @pytest.mark.parametrize(
-    ("mode", "ways"),
+    ("mode", "variants"),
     [
-        ("fsdp_full", ["begun and dropped"]),
-        ("fsdp_grad", ["asked for and dropped"]),
-        ("ddp", ["begun within"]),
+        ("fsdp_full", ["after a step, dropped"]),
+        ("fsdp_grad", ["from the start, dropped"]),
+        ("ddp", ["after a step"]),
     ],
 )
-def test_a_run_with_graphs_is_the_run_without(mode, ways, tmp_path, tiny_model, unequal_rows):
+def test_run_with_graphs_equals_run_without(mode, variants, tmp_path, tiny_model, unequal_rows):
     options = [*OPTIONS, f"--model_name={tiny_model}", f"--dataset_name={unequal_rows}", f"--sharding_mode={mode}"]
-    # The stand-in's GEMMs round otherwise than autograd, which DDP needs.
+    # DDP needs autograd's gradients, and the stand-in's GEMMs round differently.
     rounding = 2e-3 if mode == "ddp" else 0
-    found: dict[str, list[tuple[float, float]]] = {}
-    for name, (more, first) in {"eager": ("--no_cuda_graphs", without_a_gpu), **WITH_GRAPHS}.items():
-        if name not in ("eager", *ways):
+    results: dict[str, list[tuple[float, float]]] = {}
+    for name, (more, first) in {"eager": ("--no_cuda_graphs", emulate_graphs), **WITH_GRAPHS}.items():
+        if name not in ("eager", *variants):
             continue
         folder = tmp_path / name
-        said = run_ranks(2, folder, *options, more, f"--output_dir={folder}", first=first)
-        found[name] = [(step["loss"], step["grad_norm"]) for step in steps(folder) if "loss" in step]
-        assert len(found[name]) == 5 and found[name] == [pytest.approx(each, rel=rounding) for each in found["eager"]]
+        output = run_ranks(2, folder, *options, more, f"--output_dir={folder}", first=first)
+        results[name] = [(step["loss"], step["grad_norm"]) for step in steps(folder) if "loss" in step]
+        assert len(results[name]) == 5
+        assert results[name] == [pytest.approx(each, rel=rounding) for each in results["eager"]]
         if mode != "ddp":
             assert_same_bits(final_weights(folder), final_weights(tmp_path / "eager"))
         graphs = summary_json(folder)["cuda_graphs"]
         assert graphs["used"] == (name != "eager")
-        assert ("dropped all graphs" in said) == name.endswith("dropped")
-        assert ("replayed a graph" in said) == graphs["used"]
+        assert ("dropped all graphs" in output) == name.endswith("dropped")
+        assert ("replayed a graph" in output) == graphs["used"]
 
 
 @pytest.mark.parametrize("mode", ["fsdp_full", "ddp"])
-def test_a_capture_that_fails_on_one_rank_ends_all_in_a_sentence(mode, tmp_path, tiny_model, unequal_rows):
+def test_failed_capture_on_one_rank_ends_all_ranks_with_an_error(mode, tmp_path, tiny_model, unequal_rows):
     options = [*OPTIONS, f"--model_name={tiny_model}", f"--dataset_name={unequal_rows}", f"--sharding_mode={mode}"]
-    failing = functools.partial(without_a_gpu, fail_on_one_rank)
+    failing = functools.partial(emulate_graphs, fail_on_one_rank)
     with pytest.raises(AssertionError, match="error: no CUDA graph .*while capturing.*--no_cuda_graphs"):
         run_ranks(2, tmp_path / "run", *options, "--cuda_graphs", f"--output_dir={tmp_path / 'run'}", first=failing)
 
@@ -134,23 +136,23 @@ def test_a_capture_that_fails_on_one_rank_ends_all_in_a_sentence(mode, tmp_path,
     ("work_s", "peak_gib", "micro_batches", "begins"),
     [(0.5, 30.0, 4, True), (0.8, 30.0, 4, False), (0.5, 50.0, 4, True), (0.5, 79.0, 4, False), (0.5, 50.0, 1, False)],
 )
-def test_graphs_begin_where_the_gpu_is_idle_and_are_dropped_where_memory_is_short(
+def test_graphs_begin_if_the_gpu_is_idle_and_are_dropped_if_memory_is_short(
     work_s, peak_gib, micro_batches, begins, monkeypatch
 ):
     monkeypatch.setattr("torch.cuda.memory_allocated", lambda: 10 * 2**30)
     monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: peak_gib * 2**30)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda: SimpleNamespace(total_memory=80 * 2**30))
-    in_fp8 = {"step_time_s": 9.0, "fp8_linear_flop_share": 0.8}  # which says nothing of a recorded step in bf16
+    in_fp8 = {"step_time_s": 9.0, "fp8_linear_flop_share": 0.8}  # not comparable with a recorded step in bf16
     steps, begun = [in_fp8] * 4 + [{"step_time_s": 1.0}] * 4, []
     run = SimpleNamespace(strategy=SimpleNamespace(shards_parameters=False), begin_graphs=lambda: begun.append(True))
     run.parameters = [SimpleNamespace(nbytes=29 * 2**30)]
     profile = StepProfile(span_s=1.0, work_s=work_s, exposed_communication_s=0.45)
-    assert profile.gpu_idle([in_fp8])["step_time_s"] == 9.0, "kernels of unknown names may be in fp8"
-    # The main rank waited less in collectives, and its figures count on all ranks.
-    monkeypatch.setattr(stepper, "gathered", lambda of_rank: [(of_rank[0], 0.1), of_rank])
+    assert profile.gpu_idle([in_fp8])["step_time_s"] == 9.0, "kernels with unknown names may be fp8 kernels"
+    # The main rank waits less in collectives, and its measurement decides for all ranks.
+    monkeypatch.setattr(stepper, "gathered", lambda values: [(values[0], 0.1), values])
     note = stepper.Stepper.take_graphs_if_idle(run, profile, steps, micro_batches, 5, asks_again=True)
     assert bool(begun) == begins and (note is not None) == (work_s == 0.5)
-    assert run.may_take_graphs == (work_s == 0.8)  # a small share is looked at again, once
+    assert run.may_take_graphs == (work_s == 0.8)  # a small idle share is checked once more
     if note:
         assert "computes nothing during 40% of a step" in note and ("step 6" in note) == begins
         assert "1.0 GiB more" in note if not begins else run._drops_graphs == (peak_gib == 50.0)

@@ -1,6 +1,6 @@
-"""Gradients that GEMMs accumulate over micro-batches equal autograd's, and no reference to them stays.
+"""Gradients that GEMMs accumulate over micro-batches equal autograd's, and are freed after the step.
 
-Modules that keep Transformer Engine's rules for `main_grad` stand in for it.
+The stand-in for Transformer Engine follows its rules for `main_grad`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 
-import peft  # noqa: F401  it looks for Transformer Engine when it is imported, which must be before it is stood in for
+import peft  # noqa: F401  imported before the stand-in is installed, because it checks for Transformer Engine
 import pytest
 import torch
 from accelerate import Accelerator
@@ -28,7 +28,7 @@ from tests.support.small import reset_accelerator, tiny_config
 
 pytestmark = pytest.mark.slow
 
-WEIGHTS_OF_LAYER = 4
+WEIGHTS_PER_LAYER = 4
 
 
 @pytest.fixture(autouse=True)
@@ -37,16 +37,16 @@ def stand_in(monkeypatch):
 
 
 @pytest.fixture
-def fused(monkeypatch):
-    """Counts the backward passes in which a module wrote to `main_grad`, by the shape of the weight."""
+def fused_passes(monkeypatch):
+    """Return a counter, by weight shape, of the backward passes that write to `main_grad`."""
     counts: Counter[tuple[int, ...]] = Counter()
     backward = stand_in_te._FusedWgrad.backward
 
-    def counted(ctx, gradient):
+    def counted_backward(ctx, gradient):
         counts[tuple(ctx.weight.shape)] += 1
         return backward(ctx, gradient)
 
-    monkeypatch.setattr(stand_in_te._FusedWgrad, "backward", staticmethod(counted))
+    monkeypatch.setattr(stand_in_te._FusedWgrad, "backward", staticmethod(counted_backward))
     return counts
 
 
@@ -60,31 +60,31 @@ def small_model(dtype=torch.float32, lora: LoraConfig | None = None, **changes):
     return model.train()
 
 
-def prepared(model: nn.Module, summed_by: str = "gemms"):
-    """An engine around the model whose gradients are summed by GEMMs or by autograd, and an optimizer."""
+def prepare(model: nn.Module, summed_by: str = "gemms"):
+    """Return strategy, prepared model and optimizer; GEMMs or autograd sum the gradients."""
     reset_accelerator()
-    engine = DistributedStrategy("single", Accelerator(cpu=True), ParallelConfig())
+    strategy = DistributedStrategy("single", Accelerator(cpu=True), ParallelConfig())
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    model, optimizer = engine.prepare(model, optimizer)
+    model, optimizer = strategy.prepare(model, optimizer)
     if summed_by == "autograd":
-        engine.main_grads = lambda model: None
-    return engine, model, optimizer
+        strategy.main_grads = lambda model: None
+    return strategy, model, optimizer
 
 
 def tokens(number: int) -> torch.Tensor:
     return torch.randint(3, 1024, (2, 24), generator=torch.Generator().manual_seed(number))
 
 
-def backward(engine: DistributedStrategy, model: nn.Module, num_micro_batches: int) -> None:
-    """Forward and backward of a step's micro-batches; the modules know which is the first, as in the loop."""
+def backward(strategy: DistributedStrategy, model: nn.Module, num_micro_batches: int) -> None:
+    """Run forward and backward for a step's micro-batches; modules know which is the first, as in training."""
     for number in range(num_micro_batches):
         last = number == num_micro_batches - 1
-        with engine.micro_batch(model, last), FusedWgradAccumulation(model, engine).micro_batch(last):
+        with strategy.micro_batch(model, last), FusedWgradAccumulation(model, strategy).micro_batch(last):
             for module in model.modules():
                 if hasattr(module, "is_first_microbatch"):
                     module.is_first_microbatch = number == 0 if num_micro_batches > 1 else None
             ids = tokens(number)
-            engine.backward(model(input_ids=ids, labels=ids).loss)
+            strategy.backward(model(input_ids=ids, labels=ids).loss)
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -95,8 +95,8 @@ def is_te_weight(name: str) -> bool:
     return "layers" in name and name.endswith("weight") and "norm" not in name
 
 
-def clean(model: nn.Module) -> bool:
-    """Whether no module is left adding and no parameter left with a second hold on its gradient."""
+def is_clean(model: nn.Module) -> bool:
+    """Return whether no module still fuses and no parameter has `main_grad`, a second reference to its gradient."""
     fusing = [module for module in model.modules() if getattr(module, "fuse_wgrad_accumulation", False)]
     return not fusing and not any(hasattr(parameter, "main_grad") for parameter in model.parameters())
 
@@ -105,23 +105,24 @@ def clean(model: nn.Module) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-def test_gradients_equal_autograds(num_micro_batches, dtype, recomputed, tied, fused):
-    found = {}
+def test_gradients_equal_those_of_autograd(num_micro_batches, dtype, recomputed, tied, fused_passes):
+    results = {}
     for summed_by in ("autograd", "gemms"):
         model = small_model(dtype, tie_word_embeddings=tied)
         if recomputed:
             enable_gradient_checkpointing(decoder_layers(model), 1, uses_te=True)
-        engine, model, _ = prepared(model, summed_by)
-        backward(engine, model, num_micro_batches)
-        assert clean(model)
-        found[summed_by] = gradients(model)
+        strategy, model, _ = prepare(model, summed_by)
+        backward(strategy, model, num_micro_batches)
+        assert is_clean(model)
+        results[summed_by] = gradients(model)
         if summed_by == "autograd":
-            assert not fused
+            assert not fused_passes
     layers = tiny_config().num_hidden_layers
-    assert sum(fused.values()) == WEIGHTS_OF_LAYER * layers * (num_micro_batches - 1)
-    assert found["gemms"].keys() == found["autograd"].keys() and len(found["gemms"]) > WEIGHTS_OF_LAYER * layers
-    for name, expected in found["autograd"].items():
-        gradient = found["gemms"][name]
+    assert sum(fused_passes.values()) == WEIGHTS_PER_LAYER * layers * (num_micro_batches - 1)
+    assert results["gemms"].keys() == results["autograd"].keys()
+    assert len(results["gemms"]) > WEIGHTS_PER_LAYER * layers
+    for name, expected in results["autograd"].items():
+        gradient = results["gemms"][name]
         assert gradient.dtype == expected.dtype == dtype
         if num_micro_batches == 1 or not is_te_weight(name):
             assert torch.equal(gradient, expected), name
@@ -130,31 +131,31 @@ def test_gradients_equal_autograds(num_micro_batches, dtype, recomputed, tied, f
 
 
 def test_dropped_gradients_are_freed():
-    """Otherwise a step would hold the gradients of the step before beside its own."""
-    engine, model, optimizer = prepared(small_model())
+    """A remaining reference would keep a step's gradients in memory during the next step."""
+    strategy, model, optimizer = prepare(small_model())
     for _ in range(2):
-        backward(engine, model, 3)
-        held = [weakref.ref(gradient) for gradient in gradients(model).values()]
-        engine.step(optimizer, list(model.parameters()), max_norm=1.0)
-        assert clean(model) and not gradients(model)
-        assert not any(reference() is not None for reference in held)
+        backward(strategy, model, 3)
+        references = [weakref.ref(gradient) for gradient in gradients(model).values()]
+        strategy.step(optimizer, list(model.parameters()), max_norm=1.0)
+        assert is_clean(model) and not gradients(model)
+        assert not any(reference() is not None for reference in references)
 
 
-def test_frozen_weights_are_left_alone(fused):
-    """All of them under LoRA, and one of a module's two."""
-    engine, model, _ = prepared(small_model(lora=LoraConfig(lora_rank=2)))
-    backward(engine, model, 3)
-    assert not fused and all("adapters" in name for name in gradients(model))
-    found = []
+def test_frozen_weights_get_no_gradient(fused_passes):
+    """Freeze all weights with LoRA, and one of the two weights of a module."""
+    strategy, model, _ = prepare(small_model(lora=LoraConfig(lora_rank=2)))
+    backward(strategy, model, 3)
+    assert not fused_passes and all("adapters" in name for name in gradients(model))
+    results = []
     for summed_by in ("autograd", "gemms"):
         model = small_model()
         for layer in decoder_layers(model):
             layer.mlp.fc1_weight.requires_grad_(False)
-        engine, model, _ = prepared(model, summed_by)
-        backward(engine, model, 3)
-        found.append(gradients(model))
+        strategy, model, _ = prepare(model, summed_by)
+        backward(strategy, model, 3)
+        results.append(gradients(model))
     layers = tiny_config().num_hidden_layers
-    assert sum(fused.values()) == (WEIGHTS_OF_LAYER - 1) * layers * 2
-    assert found[0].keys() == found[1].keys() and not any("fc1" in name for name in found[0])
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-7)
+    assert sum(fused_passes.values()) == (WEIGHTS_PER_LAYER - 1) * layers * 2
+    assert results[0].keys() == results[1].keys() and not any("fc1" in name for name in results[0])
+    for name, gradient in results[0].items():
+        torch.testing.assert_close(results[1][name], gradient, rtol=1e-4, atol=1e-7)

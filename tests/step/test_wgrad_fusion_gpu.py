@@ -1,4 +1,4 @@
-"""Weight gradients that GEMMs add up, against autograd's sums."""
+"""Weight gradients that GEMMs accumulate, compared with autograd's sums."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from tests.support.small import reset_accelerator
 pytestmark = pytest.mark.gpu
 
 VARIANTS = [("te", scenario) for scenario in [*SCENARIOS, None]] + [("swap", scenario) for scenario in SCENARIOS]
-"""Without fp8 nothing is swapped, so there is no such variant."""
+"""Decoder and fp8 scenario. There is no bf16 variant for "swap", because only fp8 swaps modules."""
 NUM_MICRO_BATCHES = 4
 ADDITION = "CUDAFunctor_add"
-"""In the name of the kernel with which autograd adds a gradient to another."""
+"""Part of the name of the kernel with which autograd adds two gradients."""
 
 
 def options_of(scenario: str | None) -> PrecisionConfig:
@@ -38,82 +38,79 @@ def options_of(scenario: str | None) -> PrecisionConfig:
 
 
 def micro_batches(number: int, device) -> list[Batch]:
-    """So many batches of other tokens in the same places."""
+    """Return `number` batches with different tokens at the same positions."""
     first = packed_batch(device)
 
-    def other(ids: Tensor, by: int) -> Tensor:
+    def shifted(ids: Tensor, by: int) -> Tensor:
         return torch.where(ids >= 3, 3 + (ids - 3 + 101 * by) % 1021, ids)
 
     return [
-        dataclasses.replace(first, input_ids=other(first.input_ids, by), labels=other(first.labels, by))
+        dataclasses.replace(first, input_ids=shifted(first.input_ids, by), labels=shifted(first.labels, by))
         for by in range(number)
     ]
 
 
-def prepared(model: nn.Module, summed_by: str):
-    """An engine and an optimizer; gradients are summed by 'gemms' or by 'autograd'."""
+def prepare(model: nn.Module, summed_by: str):
+    """Return strategy, prepared model and optimizer; 'gemms' or 'autograd' sum the gradients."""
     reset_accelerator()
-    engine = DistributedStrategy("single", Accelerator(mixed_precision="no"), ParallelConfig())
+    strategy = DistributedStrategy("single", Accelerator(mixed_precision="no"), ParallelConfig())
     kind = "adamw_fp32" if next(model.parameters()).dtype == torch.float32 else "adamw_master"
     optimizer = build_optimizer(OptimConfig(), kind, model.named_parameters())
-    model, optimizer = engine.prepare(model.train(), optimizer)
+    model, optimizer = strategy.prepare(model.train(), optimizer)
     if summed_by == "autograd":
-        engine.main_grads = lambda model: None
-    return engine, model, optimizer
+        strategy.main_grads = lambda model: None
+    return strategy, model, optimizer
 
 
 def backward(
-    engine: DistributedStrategy,
+    strategy: DistributedStrategy,
     model: nn.Module,
     precision: Precision,
     batches: list[Batch],
 ) -> int:
-    """A step's gradients, as the loop computes them; returns how many weights the GEMMs of the last micro-batch
-    added to.
-    """
-    adding = 0
+    """Compute a step's gradients as in training; returns the number of weights with a fused sum in the last pass."""
+    num_fused = 0
     for number, batch in enumerate(batches, start=1):
         last = number == len(batches)
-        with engine.micro_batch(model, last), FusedWgradAccumulation(model, engine).micro_batch(last):
+        with strategy.micro_batch(model, last), FusedWgradAccumulation(model, strategy).micro_batch(last):
             with precision.context(first_microbatch=number == 1 if len(batches) > 1 else None):
                 loss = model(batch)[0] / batch.num_supervised_tokens
-            engine.backward(loss)
-            adding = sum(hasattr(parameter, "main_grad") for parameter in model.parameters())
-    return adding
+            strategy.backward(loss)
+            num_fused = sum(hasattr(parameter, "main_grad") for parameter in model.parameters())
+    return num_fused
 
 
 def te_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights whose gradients Transformer Engine's modules compute, by name."""
+    """Return the weights whose gradients Transformer Engine's modules compute, by name."""
     ours = {id(w) for m in model.modules() if hasattr(m, "fuse_wgrad_accumulation") for w in linear_weights(m)}
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in ours}
 
 
-def warm_up(engine: DistributedStrategy, model: nn.Module, precision: Precision, batches: list[Batch]) -> None:
-    """Passes after which delayed scaling's scales stay what they are."""
+def warm_up(strategy: DistributedStrategy, model: nn.Module, precision: Precision, batches: list[Batch]) -> None:
+    """Run passes until the scales of delayed scaling are constant."""
     for _ in range(2):
-        backward(engine, model, precision, batches)
+        backward(strategy, model, precision, batches)
         model.zero_grad(set_to_none=True)
 
 
 @pytest.mark.parametrize("recomputed", [False, True], ids=["", "recomputed"])
 @pytest.mark.parametrize("num_micro_batches", [1, 2, NUM_MICRO_BATCHES])
 @pytest.mark.parametrize(("kind", "scenario"), VARIANTS)
-def test_all_weights_get_gradients(kind, scenario, num_micro_batches, recomputed, device):
-    """Every parameter has the gradients of every micro-batch, each once."""
+def test_parameters_get_each_micro_batch_gradient_once(kind, scenario, num_micro_batches, recomputed, device):
     batches = micro_batches(num_micro_batches, device)
-    found = {}
+    results = {}
     for summed_by in ("autograd", "gemms"):
         model, precision, _ = build(options_of(scenario), device, use_te=kind == "te")
         if recomputed:
             enable_gradient_checkpointing(decoder_layers(model.model), 1, uses_te=True)
-        engine, model, _ = prepared(model, summed_by)
-        warm_up(engine, model, precision, batches)
-        adding = backward(engine, model, precision, batches)
-        assert adding == (len(te_weights(model)) if summed_by == "gemms" and num_micro_batches > 1 else 0)
-        found[summed_by] = {name: parameter.grad for name, parameter in model.named_parameters()}
-    # A micro-batch too few or too many would be off by a quarter or more.
-    for name, gradient in found["gemms"].items():
-        assert relative_difference(gradient, found["autograd"][name]) < (0.05 if scenario is None else 0.15), name
+        strategy, model, _ = prepare(model, summed_by)
+        warm_up(strategy, model, precision, batches)
+        num_fused = backward(strategy, model, precision, batches)
+        assert num_fused == (len(te_weights(model)) if summed_by == "gemms" and num_micro_batches > 1 else 0)
+        results[summed_by] = {name: parameter.grad for name, parameter in model.named_parameters()}
+    # A missing or repeated micro-batch would change a gradient by a quarter or more.
+    for name, gradient in results["gemms"].items():
+        assert relative_difference(gradient, results["autograd"][name]) < (0.05 if scenario is None else 0.15), name
 
 
 @pytest.mark.parametrize(("kind", "scenario"), VARIANTS)
@@ -122,10 +119,10 @@ def test_fused_wgrad_removes_additions_and_adds_no_gemm(kind, scenario, device, 
     additions, gemms = {}, {}
     for summed_by in ("autograd", "gemms"):
         model, precision, _ = build(options_of(scenario), device, use_te=kind == "te")
-        engine, model, _ = prepared(model, summed_by)
-        warm_up(engine, model, precision, batches)
+        strategy, model, _ = prepare(model, summed_by)
+        warm_up(strategy, model, precision, batches)
         with record_kernels() as recorded:
-            backward(engine, model, precision, batches)
+            backward(strategy, model, precision, batches)
         times = kernel_times(recorded)
         gemms[summed_by] = {name: kernels.count for name, kernels in gemm_kernels(times).items()}
         additions[summed_by] = sum(count for name, (count, _) in times.items() if ADDITION in name)

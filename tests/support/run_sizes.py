@@ -1,4 +1,4 @@
-"""Runs whose memory tests estimate."""
+"""Runs for tests of the memory estimate."""
 
 from __future__ import annotations
 
