@@ -53,9 +53,8 @@ def option(
     combined with to the reason. `alias` is the option's name in transformers, if the meaning is exactly the same.
     `bare` is the value of a numeric option if the flag has no number. `bounds` are at_least, at_most, above and below.
     `resume` is the effect of a change in a resumed run, which refuses it unless --allow_changed names the option.
-    'same': the result changes. 'scales': the meaning of delayed scaling's histories changes too. 'total_steps' and
-    'global_batch_size': the run compares this setting, which the option helps to decide, instead of the option.
-    'evaluation': the change is only reported.
+    'same': the result changes. 'scales': the meaning of delayed scaling's histories changes too. 'evaluation': the
+    change is only reported. Others: the run compares this setting, which the option helps to decide, instead.
     """
     declared = {"help": help, "aliases": [f"--{alias}"] if alias else [], "bare": bare, "bounds": bounds}
     return field(default=default, metadata={**declared, "needs": needs, "excludes": excludes or {}, "resume": resume})

@@ -26,8 +26,7 @@ class FailedCheck(Exception):
 @contextlib.contextmanager
 def reading(flag: str, name: object, content: str = "it", advice: str = "") -> Iterator[None]:
     """Convert an error of a library or the file system in the block to a `UserError`, "{flag} {name}: cannot read
-    {content} (error). {advice}". Other errors propagate: `UserError`, `FailedCheck`, exhausted memory, a full disk, a
-    killed worker and signals.
+    {content} (error). {advice}". `UserError`, `FailedCheck`, full memory or disk, a killed worker and signals pass.
     """
     try:
         yield
