@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""Fine-tune all weights of a causal language model with transformers' Trainer. The precision comes from the launcher;
-nothing here is about fp8.
+"""Fine-tune all weights of a causal language model with transformers' Trainer. The launcher determines the precision,
+so this script has no code for fp8.
 
     accelerate launch --config_file configs/accelerate_fp8.yaml examples/hf_trainer_fp8.py --output_dir runs/trainer-fp8
     accelerate launch --config_file configs/accelerate_bf16.yaml examples/hf_trainer_fp8.py \\
@@ -9,8 +9,8 @@ nothing here is about fp8.
         --model_name Qwen/Qwen2.5-7B --dataset_name nvidia/OpenMathInstruct-2 --split_name train_1M \\
         --max_seq_length 1024 --learning_rate 1e-5
 
-This script takes every option of transformers' TrainingArguments. Leave out --bf16 and --fp16, which would replace the
-launcher's fp8 (docs/multi_gpu.md). CertificateCallback proves the precision of one step; it is the only part of the
+This script accepts every option of transformers' TrainingArguments. Do not use --bf16 and --fp16, which would replace
+the launcher's fp8 (docs/multi_gpu.md). CertificateCallback checks the precision of a step. It is the only part of the
 training that is not from transformers.
 """
 
@@ -60,12 +60,12 @@ class ExampleArguments:
     )
     split_name: str = field(default="train", metadata={"help": "split of the dataset"})
     num_of_samples: int | None = field(default=None, metadata={"help": "use only this many rows, from the start"})
-    max_seq_length: int = field(default=512, metadata={"help": "longer rows are cut; a multiple of 16"})
+    max_seq_length: int = field(default=512, metadata={"help": "longer rows are truncated; a multiple of 16"})
 
 
 @contextlib.contextmanager
 def loading(flag: str, value: str) -> Iterator[None]:
-    """Raise a `UserError` that names the option, instead of a library's traceback, if its value cannot be loaded."""
+    """Raise a `UserError` about the option `flag`, instead of a library's error, if its value cannot be loaded."""
     try:
         yield
     except (OSError, ValueError, DatasetGenerationError) as error:
@@ -75,7 +75,7 @@ def loading(flag: str, value: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def launching() -> Iterator[None]:
-    """Raise `UserError`, instead of Accelerate's traceback, if the launcher's file needs a package that is missing."""
+    """Raise `UserError`, instead of Accelerate's error, if the launcher's file needs a package that is missing."""
     try:
         yield
     except ImportError as error:
@@ -100,7 +100,7 @@ def main() -> int:
         tokenizer = AutoTokenizer.from_pretrained(options.model_name)
         if options.random_init or options.model_name == str(MODEL_DIR):
             torch.manual_seed(args.seed)
-            with args.device:  # drawing billions of weights on the CPU takes minutes
+            with args.device:  # on the CPU, random billions of weights take minutes
                 model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model_name), dtype=dtype)
         else:
             model = AutoModelForCausalLM.from_pretrained(options.model_name, dtype=dtype)
@@ -136,7 +136,7 @@ def main() -> int:
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if torch.cuda.is_available():
         trainer.log({"peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30})
-    trainer.save_state()  # trainer_state.json holds what was logged
+    trainer.save_state()  # trainer_state.json contains the logged metrics
     if args.save_strategy != "no":
         trainer.save_model()
     return 0

@@ -1,1 +1,1 @@
-"""Distribute a training run over processes: process groups, and a strategy for each kind of sharding mode."""
+"""Distributed training: process groups, and a strategy for each kind of sharding mode."""

@@ -1,4 +1,4 @@
-"""Build the strategy of a sharding mode; import its module only in runs that need it."""
+"""Build the strategy of a sharding mode. Its module is imported only in runs that use it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from llm_fp8.utils.ranks import LaunchRanks
 
 
 def build_strategy(mode: str, config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -> DistributedStrategy:
-    """Build the run's strategy and its only Accelerator, which handles no precision but fp16's gradient scaling."""
+    """Build the run's strategy and its Accelerator. Of precision, the Accelerator handles only fp16's loss scaling."""
     engine, parallel = MODES[mode].engine, config.parallel
     if engine == "deepspeed":
         from llm_fp8.distributed import deepspeed
 
         arguments = deepspeed.accelerator_arguments(config, mode, plan.compute_name, ranks.world_size)
     else:
-        # No rank changes buffers. Gradients are views of the buckets that are all-reduced.
+        # Buffers do not change, and gradients can be views of the buckets that are all-reduced.
         ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-        # Without cpu=True Accelerate misreads processes that have no GPU.
+        # Without cpu=True, Accelerate mishandles processes that have no GPU.
         arguments = {"cpu": not torch.cuda.is_available(), "kwargs_handlers": [ddp]}
     accelerator = Accelerator(
         mixed_precision="fp16" if plan.effective == "fp16" else "no",
-        # Otherwise Accelerate divides the loss by a number of steps from the environment.
+        # Otherwise Accelerate would divide the loss by a number of steps from the environment.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         **arguments,
     )

@@ -1,17 +1,17 @@
-"""Context parallelism: C consecutive ranks (a context group) share the tokens of every sequence.
+"""Context parallelism: the tokens of every sequence are split over C consecutive ranks (a context group).
 
-Each rank of a group computes embedding, linear layers and loss on 1 / C of every document of the same micro-batch.
-Tokens of different ranks meet in attention only, where Transformer Engine passes keys and values round a ring
+Each rank of a group computes embedding, linear layers and loss for 1 / C of every document of the same micro-batch.
+Only attention needs tokens of other ranks. Transformer Engine sends keys and values around a ring of the ranks
 (`cp_comm_type="p2p"`).
 
-Causal attention costs more towards the end of a document. To balance it, a document is padded to 2 C chunks of equal
-length (llm_fp8.data.collate), and rank r takes the chunks r and 2 C - 1 - r. With C = 2:
+Causal attention costs more for later tokens of a document. To balance the cost, a document is padded to 2 C chunks of
+equal length (llm_fp8.data.collate), and rank r gets chunks r and 2 C - 1 - r. With C = 2:
 
     tokens of a document    0 1 | 2 3 | 4 5 | 6 7
-    rank                      0 |   1 |   1 |   0        rank 0 holds 0 1 6 7, rank 1 holds 2 3 4 5
+    rank                      0 |   1 |   1 |   0        rank 0 has 0 1 6 7, rank 1 has 2 3 4 5
 
-A sliced batch is always packed ("thd"), since Transformer Engine refuses padding masks here. The order of the chunks
-and the ring's limits (no sliding windows, no fp32) come from Transformer Engine 2.20,
+A sliced batch is always packed ("thd"), since Transformer Engine does not support padding masks here. The order of the
+chunks and the limits of the ring (no sliding windows, no fp32) are those of Transformer Engine 2.20,
 attention/dot_product_attention/context_parallel.py (`AttnFuncWithCPAndKVP2P`, `get_thd_partitioned_indices`).
 """
 
@@ -33,22 +33,22 @@ from llm_fp8.kernels.cross_entropy import IGNORE_INDEX
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The `size` ranks that share this rank's sequences."""
+    """Group of `size` ranks that process the same sequences as this rank."""
 
     size: int
-    rank: int  # within the group
+    rank: int  # this rank's index in the group
 
     def attach(self, layers: Iterable[Any]) -> None:
-        """Make the attention of TE decoder layers run over the group, on split batches only. Collective."""
+        """Make the attention of TE decoder layers run over the group. Then batches must be split. Collective."""
         shape = (dist.get_world_size() // self.size, self.size)
         group = init_device_mesh("cuda", shape, mesh_dim_names=("data", "context")).get_group("context")
-        stream = torch.cuda.Stream()  # shared by all layers; it computes every second step of the ring
+        stream = torch.cuda.Stream()  # for every second step of the ring, in all layers
         for layer in layers:
             layer.set_context_parallel_group(group, dist.get_process_group_ranks(group), stream)
 
     def split(self, batch: Batch) -> Batch:
-        """Return this rank's slice of a batch, packed [1, num_tokens / size]. The counts of all slices add up to the
-        batch's counts. `cu_seqlens` and `max_seqlen` describe the unsplit documents, as attention expects.
+        """Return this rank's slice of a batch, packed [1, num_tokens / size]. Its token counts are those of the slice.
+        `cu_seqlens` and `max_seqlen` are those of the unsliced documents, as attention expects.
         """
         cu_seqlens = batch.cu_seqlens
         if cu_seqlens is None:
@@ -77,12 +77,12 @@ class ContextGroup:
 
 
 def slice_index(cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
-    """Return the token indices of a packed sequence for `rank` of `size`: int64 [cu_seqlens[-1] / size]."""
+    """Return the indices of the tokens for `rank` of `size` in a packed batch: int64 [cu_seqlens[-1] / size]."""
     bounds = cu_seqlens.long()
     lengths = bounds.diff()
     document = torch.repeat_interleave(torch.arange(len(lengths), device=bounds.device), lengths // size)
     offset = torch.arange(len(document), device=bounds.device) - (bounds[:-1] // size)[document]
     chunk = lengths[document] // (2 * size)
-    # A rank has chunk `rank` of the document, then chunk 2 * size - 1 - rank.
+    # A rank gets chunk `rank` of each document, then chunk 2 * size - 1 - rank.
     chunks_before = torch.where(offset < chunk, rank, 2 * size - 2 - rank)
     return bounds[:-1][document] + offset + chunk * chunks_before

@@ -1,15 +1,15 @@
-"""DeepSpeed's ZeRO stages, through Accelerate, with the arithmetic of this project's loop.
+"""DeepSpeed's ZeRO stages, through Accelerate, with the same loss and gradients as in other sharding modes.
 
     deepspeed_1    fp32 master weights and moments are sharded; weights and gradients are not
     deepspeed_2    gradients are sharded too
-    deepspeed_3    weights are sharded too; each is gathered when its module runs, forward and backward
+    deepspeed_3    weights are sharded too; each one is gathered when its module runs forward or backward
 
-A run in bf16 or fp8 gives DeepSpeed bf16 parameters. DeepSpeed keeps the fp32 master weights of this rank's shard and
-steps torch's AdamW on them; `prepare` returns this AdamW for the schedule. Stage 1 reduces gradients in the last
-micro-batch of a step, stages 2 and 3 in each.
+In bf16 and fp8 runs, the parameters are bf16. DeepSpeed stores fp32 master weights of this rank's shard and updates
+them with torch's AdamW, which `prepare` returns for the schedule. Stage 1 reduces gradients in the last micro-batch of
+a step, and stages 2 and 3 in each micro-batch.
 
-The file of --deepspeed_config determines how ZeRO communicates and stores. Batch, precision, optimizer, schedule and
-clipping come from the scripts' options. An entry for these must be equal or "auto"; other values are refused.
+The file of --deepspeed_config determines ZeRO's communication and memory. The scripts' options determine batch,
+precision, optimizer, schedule and clipping. The file may repeat their values or have "auto"; other values are errors.
 """
 
 from __future__ import annotations
@@ -37,50 +37,50 @@ from llm_fp8.utils.json_files import read_json
 from llm_fp8.utils.packages import FOLDER, SHIPPED, OptionalPackage
 
 DEEPSPEED = OptionalPackage("DeepSpeed", "deepspeed", f"pip install -r {FOLDER}requirements-deepspeed.txt")
-_TAG = "."  # DeepSpeed writes to folder/tag: into the folder itself
+_TAG = "."  # DeepSpeed writes to folder/tag, i.e. to the folder itself
 _SET_ELSEWHERE = {
     "fp8": "--mixed_precision and --fp8_scenario",
     "communication_data_type": "--mixed_precision",
     "optimizer": "--learning_rate and --weight_decay",
     "scheduler": "--lr_scheduler and --num_warmup_steps",
 }
-"""Entry with no effect or a harmful one -> the options to use instead."""
+"""Entry of the file that has no effect or a harmful one -> options to use instead."""
 
 
 class _Plugin(DeepSpeedPlugin):
-    """Accelerate's plugin, hidden from transformers, or building a model with transformers would shard parameters."""
+    """Accelerate's plugin, hidden from transformers, which would otherwise shard parameters when it builds a model."""
 
     def set_deepspeed_weakref(self) -> None:
         pass
 
 
 def accelerator_arguments(config: Config, mode: str, compute_name: str, num_processes: int) -> dict[str, Any]:
-    """Return the arguments of an `Accelerator` for DeepSpeed; import DeepSpeed for this machine's device."""
+    """Return the arguments of an `Accelerator` for DeepSpeed, and import DeepSpeed for this machine's device."""
     on_gpu = torch.cuda.is_available()
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_gpu else "cpu")
     DEEPSPEED.require(f"--sharding_mode {mode}")
     import deepspeed.ops
 
-    # Otherwise DeepSpeed compiles this operator, for faster collectives on CPUs, without being asked.
+    # Otherwise DeepSpeed would compile this operator for faster collectives on CPUs.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # DeepSpeed calls collectives by names that torch 2.13 deprecated, so torch warns at every parameter.
+    # DeepSpeed uses names of collectives that torch 2.13 deprecated, so torch would warn for every parameter.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     settings = deepspeed_settings(config, mode, compute_name, num_processes)
-    # Otherwise Accelerate reads the last two from the environment.
+    # Otherwise Accelerate would read the last two from the environment.
     plugin = _Plugin(hf_ds_config=settings, zero3_init_flag=False, enable_msamp=False)
-    # With cpu=True Accelerate leaves DeepSpeed out. Without GPUs and a backend it sees only one process.
+    # With cpu=True, Accelerate ignores DeepSpeed. Without GPUs and a backend, it assumes one process.
     group = InitProcessGroupKwargs(backend="nccl" if on_gpu else "gloo")
     return {"cpu": False, "deepspeed_plugin": plugin, "kwargs_handlers": [group]}
 
 
 def settings_file(options: ParallelConfig, mode: str) -> Path:
-    """Return the file that --deepspeed_config names, else the shipped file of the mode."""
+    """Return the file in --deepspeed_config, or the default file of the mode."""
     return Path(options.deepspeed_config or (SHIPPED / "configs").resolve() / f"ds_z{mode[-1]}.json")
 
 
 def deepspeed_settings(config: Config, mode: str, compute_name: str, num_processes: int) -> dict[str, Any]:
-    """Return DeepSpeed's settings: the file, completed by the run's values. Raise `UserError` if the two contradict.
-    `compute_name`: dtype of everything but fp8, "fp32" or "bf16".
+    """Return DeepSpeed's settings: those of the file, with the run's values added. Raise `UserError` if they differ.
+    `compute_name` is the compute dtype outside fp8, "fp32" or "bf16".
     """
     path, stage = settings_file(config.parallel, mode), int(mode[-1])
     rows, steps = config.data.batch_size, config.optim.gradient_accumulation_steps
@@ -94,11 +94,11 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
         "fp16": {"enabled": False},
     }
     defaults: dict[str, Any] = {
-        # The overflow check costs a synchronisation and a reduction per step, and the loop checks the loss anyway.
+        # The overflow check needs a synchronisation and a reduction per step, and the loop checks the loss anyway.
         "bf16": {"check_grad_overflow": False},
-        # Below stage 3 weights become views of one tensor, which kernels need aligned to load 16 bytes at a time.
+        # Below stage 3, weights become views of one tensor. Kernels need them aligned to load 16 bytes at a time.
         "zero_optimization": {"parameter_alignment": True} if stage < 3 else {},
-        # DeepSpeed's clock waits for the GPU in every micro-batch.
+        # DeepSpeed's timer synchronises the GPU in every micro-batch.
         "timers": {"throughput": {"enabled": False}},
     }
     with reading("--deepspeed_config", path):
@@ -109,8 +109,8 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
 
 
 def _completed(settings: dict[str, Any], others: dict[str, Any], origin: str = "") -> dict[str, Any]:
-    """Return `settings` with the entries of `others` added, at any depth, except "auto". If `origin` names the file of
-    the settings, raise `UserError` for an entry with two different values.
+    """Return `settings` with the entries of `others` added at any depth, except those that are "auto". If `origin` is
+    given (the file of the settings), raise `UserError` for an entry with two different values.
     """
     merged = dict(settings)
     for key, value in others.items():
@@ -125,11 +125,11 @@ def _completed(settings: dict[str, Any], others: dict[str, Any], origin: str = "
 
 
 _MASTER_WEIGHTS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition")
-"""Attributes with this rank's flat fp32 weights in ZeRO: stages 1 and 2, stage 3, stage 1 with fp32 gradients."""
+"""ZeRO's attributes with this rank's flat fp32 weights: in stages 1 and 2, stage 3, and stage 1 with fp32 gradients."""
 
 
 class DeepSpeedStrategy(DistributedStrategy):
-    """The strategy of the deepspeed modes. Each rank loads unsharded weights before `prepare`."""
+    """Strategy of the deepspeed modes. Each rank loads unsharded weights before `prepare`."""
 
     saves_itself = True
 
@@ -137,20 +137,20 @@ class DeepSpeedStrategy(DistributedStrategy):
         super().__init__(mode, accelerator, options)
         self.saved_by = f"--sharding_mode {mode} on {accelerator.num_processes} processes"
         self.stage = int(mode[-1])
-        self.caches_weight_casts = self.stage < 3  # stage 3 frees gathered weights, and so their casts, after use
-        # In stage 3 hooks gather weights before a module's backward pass. Transformer Engine saves the weights
-        # themselves, so the recomputation needs such hooks too; only reentrant checkpoints run them.
+        self.caches_weight_casts = self.stage < 3  # stage 3 frees gathered weights, and thus their casts, after use
+        # In stage 3, hooks gather weights before a module's backward pass. Transformer Engine saves the weights for the
+        # backward pass, so the recomputation must run such hooks too. Only reentrant checkpoints run them.
         self.reentrant_te_checkpoints = self.stage == 3
         self.settings: dict[str, Any] = accelerator.state.deepspeed_plugin.deepspeed_config
         self._zero: Any  # DeepSpeed's engine, set by `prepare`
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, precision: Any = None) -> tuple[nn.Module, Any]:
-        """Return DeepSpeed's engine, to call in place of the model, and AdamW, which now holds master weights."""
-        causal_lm: Any = model.model  # inside the module that returns the loss
-        self.accelerator.gradient_accumulation_steps = self.settings["gradient_accumulation_steps"]  # or it warns
+        """Return DeepSpeed's engine, to be called instead of the model, and AdamW, which now updates master weights."""
+        causal_lm: Any = model.model  # `model` is the `TrainingModel`
+        self.accelerator.gradient_accumulation_steps = self.settings["gradient_accumulation_steps"]  # avoids a warning
         with reading("--deepspeed_config", settings_file(self.options, self.mode), "it into DeepSpeed"):
             self._zero, _ = self.accelerator.prepare(model, optimizer)
-        if self.stage == 3:  # the loss reads this weight without calling its module
+        if self.stage == 3:  # the loss uses this weight without calling its module
             from deepspeed.runtime.zero import register_external_parameter
 
             register_external_parameter(model, causal_lm.get_output_embeddings().weight)
@@ -161,7 +161,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         return self._zero, self._zero.basic_optimizer
 
     def main_grads(self, model: nn.Module) -> None:
-        """Return None: ZeRO manages gradients itself."""
+        """Return None, since ZeRO manages gradients itself."""
 
     def micro_batch(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
         self._zero.set_gradient_accumulation_boundary(is_boundary=last)
@@ -171,8 +171,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._zero.backward(loss * self.accelerator.num_processes, scale_wrt_gas=False)
 
     def step(self, optimizer: Any, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-        """Clip and step. If a gradient is not finite, the norm is infinite and the step may have been skipped."""
-        assert max_norm == self.settings["gradient_clipping"], "DeepSpeed clips to the norm that its settings name"
+        """Clip and step. If a gradient is not finite, the norm is infinite, and the step may have been skipped."""
+        assert max_norm == self.settings["gradient_clipping"], "DeepSpeed clips to the norm in its settings"
         self._zero.step()
         return torch.as_tensor(self._zero.get_global_grad_norm(), dtype=torch.float32, device=self.accelerator.device)
 
@@ -202,8 +202,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.accelerator.wait_for_everyone()
 
     def load_state(self, folder: Path, optimizer: Any) -> None:
-        """Restore what `save_state` wrote on as many ranks, bit for bit. Learning rate, weight decay and clipping stay
-        those of this run. Collective.
+        """Restore the state that `save_state` wrote on equally many ranks, bit for bit. Learning rate, weight decay and
+        clipping are not restored. Collective.
         """
         options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         load_arguments = {"tag": _TAG, "load_lr_scheduler_states": False, "custom_load_fn": _load_module_state}
@@ -215,7 +215,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
 
 def _load_module_state(src: dict[str, Tensor], dst: nn.Module) -> None:
-    """Load weights and buffers by name, except TE's extra state, which is restored elsewhere."""
+    """Load weights and buffers by name, without TE's extra state, which `RunState` restores."""
     weights = {name: value for name, value in src.items() if not name.endswith("_extra_state")}
     loaded = dst.load_state_dict(weights, strict=False)
     assert all(name.endswith("_extra_state") for name in [*loaded.missing_keys, *loaded.unexpected_keys]), loaded

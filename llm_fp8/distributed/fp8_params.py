@@ -1,16 +1,16 @@
-"""--fp8_params: the decoder's linear weights stay in fp8 between steps and are all-gathered in fp8.
+"""--fp8_params: store the decoder's linear weights in fp8 between steps, and all-gather them in fp8.
 
-Each of these weights is sharded along dim 0. A rank holds a shard of the fp32 master weight and its moments (12 bytes
-per element), which checkpoints store, and an fp8 shard (1 byte), which is all-gathered. Without the option shards are
+Each of these weights is sharded along dim 0. A rank stores a shard of the fp32 master weight and its moments (12 bytes
+per element), which is saved in checkpoints, and an fp8 shard (1 byte), which is all-gathered. Otherwise shards are
 all-gathered in bf16 (2 bytes), and every rank casts the weight to fp8 in every micro-batch. In both recipes all shards
-of a weight share one scale,
+of a weight have the same scale:
 
     scale = largest fp8 number / amax of the master weight over all ranks
 
-computed after the step, with one collective for all weights. Checkpoints are the same with and without this option.
+It is computed after the step, with one collective for all weights. The option does not change checkpoints.
 
-FSDP2's extension point for tensor subclasses (`fsdp_pre_all_gather`) gathers the shards, Transformer Engine's (2.20)
-`Float8Tensor`, as bytes. TE's own optimizer casts with the scale of past steps, or needs a collective per weight.
+The shards are `Float8Tensor`s of Transformer Engine (2.20), which FSDP2 gathers as bytes by its extension for tensor
+subclasses (`fsdp_pre_all_gather`). TE's optimizer would use scales of past steps, or need a collective per weight.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from llm_fp8.precision.frozen import prepare_module, quantizer_of
 from llm_fp8.precision.te import TEBackend
 from llm_fp8.utils.torch_internals import free_memory_, local_of, sharded_like
 
-LARGEST = torch.finfo(torch.float8_e4m3fn).max  # weights are cast to E4M3 in every format
+LARGEST = torch.finfo(torch.float8_e4m3fn).max  # all formats cast weights to E4M3
 
 
 class Fp8Weight(NamedTuple):
     master: Parameter  # DTensor sharded along dim 0: fp32 in the optimizer, or bf16 if frozen
-    parameter: Parameter  # the module's fp8 parameter, sharded like `master`
-    quantizer: Any  # casts the master to the parameter
+    parameter: Parameter  # fp8 parameter of the module, sharded like `master`
+    quantizer: Any  # casts `master` to `parameter`
 
 
 class Fp8ParamsStrategy(FsdpStrategy):
-    """FSDP that gathers weights in fp8: TE's weights as fp8 parameters, others in the form of their back end."""
+    """FSDP that gathers weights in fp8. TE's weights are replaced by fp8 parameters; torchao casts its own weights."""
 
-    _backend: Any = TEBackend()  # set to the run's back end by `prepare`
+    _backend: Any = TEBackend()  # `prepare` sets the run's back end
     _weights: Sequence[Fp8Weight] = ()
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, precision: Any = None) -> tuple[nn.Module, Any]:
@@ -72,14 +72,14 @@ class Fp8ParamsStrategy(FsdpStrategy):
 
 
 def keep_weights_in_fp8(model: nn.Module, precision: Precision) -> Sequence[Fp8Weight]:
-    """Give TE's fp8 modules in `model` fp8 parameters; the previous parameters become their masters. Return the weights
-    if they are trained: frozen ones are cast once and their masters freed.
+    """Replace the parameters of TE's fp8 modules in `model` by fp8 parameters. The old parameters become their master
+    weights. Return these weights if they are trained. Frozen weights are cast once, and their masters are freed.
 
-    Collective. Call it before the first forward pass, in which FSDP2 reads its parameters.
+    All ranks must call it before the first forward pass, in which FSDP2 reads its parameters.
     """
-    # Follow the order of `modules()`, which is the same on every rank; a set has no order.
+    # The order of `modules()` is the same on every rank; a set has no order.
     modules: list[Any] = [module for module in model.modules() if module in precision.fp8_modules]
-    # Leave out modules that are in fp8 already, such as frozen ones.
+    # Exclude modules that are already in fp8, such as frozen ones.
     modules = [module for module in modules if not getattr(module, "primary_weights_in_fp8", True)]
     places = [(module, name) for module in modules for name in prepare_module(module, precision.plan.recipe)]
     if not places:
@@ -91,7 +91,7 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision) -> Sequence[Fp8W
         master, recipe_quantizer = getattr(module, name), quantizer_of(module, name)
         parameter = _fp8_parameter(master, recipe_quantizer)
         setattr(module, name, parameter)
-        # In both recipes this quantizer casts with a given scale. Its amax goes into delayed scaling's history.
+        # In both recipes this quantizer casts with a given scale. With delayed scaling, its amax enters the history.
         scale, unused = (torch.ones(1, dtype=torch.float32, device=master.device) for _ in range(2))
         amax = recipe_quantizer.amax if isinstance(recipe_quantizer, Float8Quantizer) else unused
         quantizer = Float8Quantizer(scale, amax, recipe_quantizer.dtype, rowwise=True, columnwise=False)
@@ -99,25 +99,25 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision) -> Sequence[Fp8W
     quantise_(weights)
     if weights[0].master.requires_grad:
         return weights
-    for weight in weights:  # FSDP2 refers to the masters until the first forward pass
+    for weight in weights:  # FSDP2 references the masters until the first forward pass
         free_memory_(weight.master)
     return ()
 
 
 @torch.no_grad()
 def quantise_(weights: Sequence[Fp8Weight]) -> None:
-    """Cast all master weights. Collective over the ranks that share one copy of the model."""
+    """Cast all master weights to their fp8 parameters. All ranks that share a copy of the model must call it."""
     if not weights:
         return
     masters = [local_of(weight.master) for weight in weights]
     first: Any = weights[0].master
     amax = torch.stack(torch._foreach_norm(masters, math.inf, dtype=torch.float32))
     dist.all_reduce(amax, dist.ReduceOp.MAX, group=first.device_mesh.get_group("shard"))
-    # Divide tensor by tensor: torch divides a Python number by a tensor via the reciprocal and rounds twice. An
-    # infinite amax gives scale 0, and so NaN.
+    # Divide two tensors: torch divides a Python number by a tensor with its reciprocal, which rounds twice. An infinite
+    # amax gives the scale 0, and thus NaN.
     scales = torch.where(amax > 0, torch.full_like(amax, LARGEST) / amax, 1.0)
     scales = scales.clamp(max=torch.finfo(torch.float32).max)
-    # In place, since weights that FSDP gathered before refer to the quantizers' scales.
+    # Copy in place, since weights that FSDP gathered before refer to the scales of the quantizers.
     torch._foreach_copy_([weight.quantizer.scale for weight in weights], scales.split(1))
     for weight, master in zip(weights, masters, strict=True):
         weight.quantizer.update_quantized(master, local_of(weight.parameter))
@@ -125,8 +125,8 @@ def quantise_(weights: Sequence[Fp8Weight]) -> None:
 
 @torch.no_grad()
 def _fp8_parameter(master: Any, quantizer: Any) -> Parameter:
-    """Return an fp8 parameter with undefined contents, sharded like `master`."""
-    # Hopper's backward pass needs the transpose, which is made from the gathered weight.
+    """Return an uninitialised fp8 parameter, sharded like `master`."""
+    # Hopper's backward pass needs the transpose, which is computed from the gathered weight.
     quantizer.set_usage(rowwise=True, columnwise=False)
     quantizer.internal = False
     parameter = Parameter(sharded_like(quantizer(local_of(master)), master), requires_grad=master.requires_grad)
@@ -138,6 +138,6 @@ def _fp8_parameter(master: Any, quantizer: Any) -> Parameter:
 def _gather(
     pre_all_gather: Any, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: nn.Module, mp_policy: Any
 ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-    """Call `Float8Tensor.fsdp_pre_all_gather` without transposes: with them, recomputation finds the weight freed."""
+    """Call `Float8Tensor.fsdp_pre_all_gather` without transposes. With them, recomputation would use a freed weight."""
     tensors, (scale_inv, _, _, fp8_dtype) = pre_all_gather(mesh, orig_size, contiguous_orig_stride, module, mp_policy)
     return tensors, (scale_inv, True, False, fp8_dtype)

@@ -1,14 +1,14 @@
 """FSDP2: every decoder layer is a unit whose parameters are sharded over ranks along their first dimension.
 
-    between steps    each rank keeps its shard of every parameter, in the dtype of --optimizer, and its optimizer state
+    between steps    each rank stores its shard of every parameter, in the dtype of --optimizer, and its optimizer state
     forward          a layer's shards are gathered in the compute dtype (bf16) before the layer and freed after it
     backward         shards are gathered again; gradients are reduce-scattered in fp32 and cast to the shards' dtype
-    accumulation     each rank keeps unsharded fp32 gradients until the last micro-batch (see `wgrad_fusion`)
-    fsdp_grad        gathers once a step, and keeps unsharded weights and their fp8 casts between micro-batches
+    accumulation     each rank stores unsharded fp32 gradients until the last micro-batch (see `wgrad_fusion`)
+    fsdp_grad        gathers once a step, and stores unsharded weights and their fp8 casts between micro-batches
 
 Embedding, final norm and lm_head form the outermost unit, since a tied matrix must not be in two units. torch's
-`fully_shard` is called directly: `Accelerator.prepare` maps the optimizer's parameters by address, and those on the
-meta device share one. Inputs of a unit are not cast (`cast_forward_inputs`): the rotary table has to stay fp32.
+`fully_shard` is called directly, since `Accelerator.prepare` identifies parameters by address, and all parameters on
+"meta" have the same one. Inputs of a unit are not cast (`cast_forward_inputs`), since the rotary table must stay fp32.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from llm_fp8.utils.torch_internals import fsdp_entries, gathered_parameter, loca
 
 
 class FsdpStrategy(DistributedStrategy):
-    """The fsdp modes. fsdp_hybrid shards over the `ranks_per_host` ranks of a host and replicates over hosts."""
+    """Strategy of the fsdp modes. fsdp_hybrid shards over a host's `ranks_per_host` ranks, with a copy on each host."""
 
     shards_parameters = True
 
@@ -43,10 +43,10 @@ class FsdpStrategy(DistributedStrategy):
     ) -> None:
         super().__init__(mode, accelerator, options)
         self.compute_dtype = dtype
-        # Casts outlive a micro-batch if the weights do; fp8 parameters need no cast.
+        # Casts can be reused if weights are not freed after a micro-batch; fp8 parameters need no cast.
         self.caches_weight_casts = mode == "fsdp_grad" and not options.fp8_params
         self._stream: torch.cuda.Stream | None = None
-        """Stream of the backward pass: gradients are reduced in its memory. None if that is impossible."""
+        """Stream of the backward pass, see `MemorySavingReduceScatter`."""
         num_ranks = accelerator.num_processes
         shape = (num_ranks // ranks_per_host, ranks_per_host) if mode == "fsdp_hybrid" else (num_ranks,)
         names = ("replicate", "shard")[-len(shape) :]
@@ -85,15 +85,15 @@ class FsdpStrategy(DistributedStrategy):
 
     def micro_batch(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
         assert isinstance(model, FSDPModule)
-        if self._stream is not None:  # a capture runs on another stream
+        if self._stream is not None:  # the capture of a graph uses another stream
             self._stream = torch.cuda.current_stream()
         model.set_requires_gradient_sync(last or self.options.sync_every_micro_batch)
-        # Weights change only between steps, so gathered weights serve all micro-batches.
+        # Weights change only between steps, so all micro-batches can use the gathered weights.
         model.set_reshard_after_backward(last or self.mode != "fsdp_grad")
         return nullcontext()
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
-        """Return the unsharded parameter on the accelerator's device, which the collective needs."""
+        """Return the unsharded parameter on the accelerator's device, as the collective requires. Collective."""
         sharded: Any = self.master_of(parameter)[1]
         if (remainder := remainder_of(parameter)) is not None:
             sharded = sharded_like(join_master(local_of(sharded), local_of(remainder)), sharded)
@@ -101,20 +101,20 @@ class FsdpStrategy(DistributedStrategy):
 
 
 def units_of(model: nn.Module) -> Iterator[FSDPModule]:
-    """Iterate over the outermost unit and the decoder layers."""
+    """Return FSDP's units: the outermost unit and the decoder layers."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def _reshard_without_backward(model: nn.Module, *_: Any) -> None:
-    """Free unsharded parameters after a forward pass without gradients; otherwise checkpoints would hold them."""
+    """Free unsharded parameters after a forward pass without gradients; otherwise checkpoints would include them."""
     if not torch.is_grad_enabled():
         for unit in units_of(model):
             unit.reshard()
 
 
 def unsharded_gradients(model: nn.Module) -> FindMainGrad:
-    """Return a function that finds FSDP2's accumulated gradient of a sharded weight: unsharded and fp32 on every rank.
-    In forward passes the gathered weight replaces the sharded one.
+    """Return a `FindMainGrad` for sharded weights. It returns the gathered weight, which forward passes use, and the
+    gradient that FSDP2 accumulates on every rank, unsharded and in fp32.
     """
     entries = {id(weight): entry for unit in units_of(model) for weight, entry in fsdp_entries(unit)}
 
@@ -122,23 +122,23 @@ def unsharded_gradients(model: nn.Module) -> FindMainGrad:
         gathered, accumulated = gathered_parameter(entries.get(id(weight)))
         if gathered is None:
             return weight, None
-        # FSDP2 accumulates no separate fp32 gradient if the compute dtype is fp32 too.
+        # If the compute dtype is fp32 too, FSDP2 accumulates in `.grad`.
         return gathered, gathered.grad if accumulated is None else accumulated
 
     return find
 
 
 class MemorySavingReduceScatter:
-    """FSDP2's reduce-scatter of a unit's gradients, with buffers from the backward pass's memory.
+    """FSDP2's reduce-scatter of a unit's gradients, with buffers in the memory of the backward pass.
 
-    PyTorch's allocator keeps memory by CUDA stream. FSDP2 allocates a rank's gradient shards (4 / N bytes per parameter
-    on N ranks) on the reduce-scatter's stream. Allocated on `stream()`, that of the backward pass, the shards reuse the
-    memory of activations and unsharded gradients: FSDP2 drops its references to both between its two allocations, and
-    main gradients are released at the first. If `stream()` is None, allocation is as in FSDP2: on CPUs, and under
-    fsdp_hybrid, where a third stream, unknown to the allocator, reads the shards.
+    PyTorch's allocator has separate memory for each CUDA stream. FSDP2 allocates a rank's gradient shards (4 / N bytes
+    per parameter on N ranks) on the reduce-scatter's stream. Here they are allocated on `stream()`, the stream of the
+    backward pass, so that they reuse the memory of activations and unsharded gradients. FSDP2 frees both between its
+    two allocations; main gradients are freed at the first one. If `stream()` is None, allocation is as in FSDP2: on
+    CPUs, and in fsdp_hybrid, where a third stream, unknown to the allocator, reads the shards.
 
-    FSDP2 also casts reduced shards to the parameters' dtype on the reduce-scatter's stream. So if that dtype is bf16
-    (`adamw_master`, `adamw_8bit`), the output is allocated in bf16 and the cast is made here.
+    FSDP2 also casts reduced shards to the parameters' dtype on the reduce-scatter's stream. If this dtype is bf16
+    (`adamw_master`, `adamw_8bit`), the output is allocated in bf16 and cast here.
     """
 
     def __init__(self, unit: FSDPModule, stream: Callable[[], torch.cuda.Stream | None]) -> None:
@@ -158,14 +158,14 @@ class MemorySavingReduceScatter:
         with torch.cuda.stream(stream):
             buffer = torch.empty(*size, dtype=dtype, device=device)
         if is_output:
-            buffer.record_stream(current)  # shards may be freed while that stream still uses them
+            buffer.record_stream(current)  # shards may be freed while this stream still uses them
         return buffer
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         casts = output_tensor.dtype != input_tensor.dtype
-        # The collective of FSDP2's default; torch 2.13 renamed reduce_scatter_tensor.
+        # FSDP2's default collective; torch 2.13 renamed reduce_scatter_tensor.
         reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         output = torch.empty_like(output_tensor, dtype=input_tensor.dtype) if casts else output_tensor
         work = reduce_scatter(output=output, input=input_tensor, group=group, op=op, async_op=async_op)

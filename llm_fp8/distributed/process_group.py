@@ -1,4 +1,4 @@
-"""The process group of a run: NCCL for tensors on GPUs, gloo for tensors in host memory."""
+"""The process group of a run, with NCCL for tensors on GPUs and gloo for tensors in host memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from llm_fp8.utils.ranks import LaunchRanks, end_with_parent
 
 T = TypeVar("T")
 
-TIMEOUT = datetime.timedelta(minutes=30)  # ranks wait while the main one tokenises a large dataset
+TIMEOUT = datetime.timedelta(minutes=30)  # ranks wait while the main rank tokenises a large dataset
 
 
 def start_process_group(ranks: LaunchRanks) -> None:
-    """Join the other processes of the launch, if any. Raise `UserError` without a GPU or if the others are not met."""
+    """Join the launcher's process group, if any. Raise `UserError` without a GPU or without the other processes."""
     if not ranks.launched or dist.is_initialized():
         return
     end_with_parent()
@@ -34,13 +34,13 @@ def start_process_group(ranks: LaunchRanks) -> None:
         torch.cuda.set_device(local_rank)
         backend = "cpu:gloo,cuda:nccl"
     try:
-        # torchrun's store outlives a restart and holds addresses of dead processes, so each attempt has its own prefix.
+        # After a restart, torchrun's store still has addresses of dead processes, so each attempt uses its own prefix.
         store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
         attempt = dist.PrefixStore(f"attempt-{ranks.restart_count}", store)
         dist.init_process_group(backend, timeout=TIMEOUT, store=attempt, rank=rank, world_size=size)
-    except RuntimeError as error:  # DistError of torch, RuntimeError of gloo
+    except RuntimeError as error:  # torch raises DistError, gloo RuntimeError
         reason = str(error).splitlines()[0]
-        raise UserError(f"rank {ranks.rank} did not meet the other processes ({reason}); see their logs.") from error
+        raise UserError(f"rank {ranks.rank} cannot reach the other processes ({reason}); see their logs.") from error
 
 
 def device_of_process() -> torch.device:
@@ -48,15 +48,15 @@ def device_of_process() -> torch.device:
 
 
 def end_process_group(accelerator: Accelerator, is_own: bool) -> None:
-    """Free everything that a run prepared. End the group if the run started it (`is_own`)."""
-    # Free DDP first: as the last owner of the group it would hold the GIL while it waits for gloo's threads.
+    """Free the objects that a run prepared. Destroy the process group if the run started it (`is_own`)."""
+    # Free DDP first: if it is the last owner of the group, it holds the GIL while it waits for gloo's threads.
     accelerator.free_memory()
     if is_own and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def largest(value: int) -> int:
-    """Return the largest `value` of all ranks. Collective on the CPU, without a GPU synchronisation."""
+    """Return the maximum of `value` over all ranks. Collective on the CPU, without a GPU synchronisation."""
     tensor = torch.tensor([value])
     if dist.is_initialized():
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
@@ -73,15 +73,15 @@ def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def decided_by_main(decide: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Call `decide` on rank 0 and return its result on every rank. If it raises, rank 0 raises the same exception and
-    the other ranks a `UserError`. Collective.
+    """Call `decide` on rank 0 and return its result on every rank. If it raises, rank 0 raises the same exception, and
+    the other ranks raise `UserError`. Collective.
     """
-    outcome: tuple[Any, str | None] = None, None  # result, and reason of the failure
+    outcome: tuple[Any, str | None] = None, None  # the result, and the reason of a failure
     failure: BaseException | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             outcome = decide(), None
-        except BaseException as error:  # raised below, once the others know
+        except BaseException as error:  # raised below, after the other ranks know it
             failure = error
             outcome = None, str(error) if isinstance(error, UserError) else f"the main process failed: {error!r}"
     result, reason = gathered(outcome, group)[0]

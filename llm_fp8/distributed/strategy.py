@@ -1,11 +1,11 @@
-"""The interface of the training loop to its processes. The base class serves one process, or DDP.
+"""Interface between the training loop and the sharding modes. The base class is for one process and for DDP.
 
 strategy.shard(model, layers)              FSDP: before weights are loaded
 model, optimizer = strategy.prepare(model, optimizer)
 for each step:
     for each micro-batch:
         with strategy.micro_batch(model, last=...):
-            strategy.backward(loss)        loss: this rank's share of the global mean, see llm_fp8.step.stepper
+            strategy.backward(loss)        loss: this rank's summand of the global mean, see llm_fp8.step.stepper
     grad_norm = strategy.step(optimizer, parameters, max_norm)
 """
 
@@ -32,58 +32,58 @@ from llm_fp8.optim.optimizers import clip_and_step, initialize_state, optimizer_
 from llm_fp8.utils.torch_internals import materialize_
 
 FindMainGrad: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor | None]]
-"""A module's weight -> the tensor that forward passes use for the weight, and the gradient so far, if any."""
+"""Function from a module's weight to the tensor that forward passes use for it, and its gradient so far or None."""
 
 
 class DistributedStrategy:
-    """One process (mode 'single'), or several with a copy of the model each.
+    """Strategy for one process (mode 'single'), or for several processes with a copy of the model each.
 
-    The copies are wrapped in DDP, or `plain`: then the last micro-batch of a step averages gradients itself. Graphs
-    need plain copies, since a replay does not run DDP's hooks.
+    The copies are wrapped in DDP unless they are `plain`. For plain copies, the last `micro_batch` of a step averages
+    gradients. CUDA graphs require plain copies, since a replay does not run DDP's hooks.
     """
 
-    shards_parameters = False  # parameters are DTensors, and weights are loaded shard by shard
-    caches_weight_casts = True  # fp8 casts of weights may serve several micro-batches
-    reentrant_te_checkpoints = False  # recomputed TE layers need a backward pass of their own
-    saves_itself = False  # True: `save_state` writes weights and optimizer state, instead of `state` by name
-    saved_by = "any mode but DeepSpeed's"  # the modes that can resume each other's checkpoints, on any number of ranks
+    shards_parameters = False  # True if parameters are DTensors and weights are loaded shard by shard
+    caches_weight_casts = True  # True if several micro-batches can use the same fp8 casts of weights
+    reentrant_te_checkpoints = False  # True if each recomputed TE layer needs its own backward pass
+    saves_itself = False  # True if `save_state` writes weights and optimizer state; otherwise `state` returns them
+    saved_by = "any mode but DeepSpeed's"  # modes that can resume each other's checkpoints, on any number of ranks
 
     def __init__(self, mode: str, accelerator: Accelerator, options: ParallelConfig, plain: bool = False) -> None:
         self.mode, self.accelerator, self.options, self._is_plain = mode, accelerator, options, plain
         self.layers: nn.ModuleList | None = None  # set by `shard`
-        self.context_group: Any = None  # the ranks that share sequences
+        self.context_group: Any = None  # set with context parallelism
         if (size := options.context_parallel_size) > 1:
             from llm_fp8.distributed.context_parallel import ContextGroup
 
             self.context_group = ContextGroup(size, accelerator.process_index % size)
 
     def shard(self, model: nn.Module, layers: nn.ModuleList, later: Collection[nn.Module] = ()) -> None:
-        """Shard the parameters of `model`; `layers` are the decoder's. Under FSDP, or with `later`, give parameters on
-        the meta device memory with undefined contents. Modules in `later` get memory only from `give_memory_`.
+        """Shard the parameters of `model`, whose decoder layers are `layers`. With FSDP, or if `later` is not empty,
+        allocate memory for parameters on "meta", except for those of the modules in `later`.
         """
         self.layers = layers
         if later:
             materialize_(model, self.accelerator.device, self.accelerator.device, later)
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, precision: Any = None) -> tuple[nn.Module, Any]:
-        """Return the model to call and the optimizer to step. --fp8_params needs the `Precision` of `model`."""
+        """Return the model to call and the optimizer to step. Only --fp8_params uses `precision`."""
         if self._is_plain:
             return model, self.accelerator.prepare(optimizer, device_placement=[False])
         return self.accelerator.prepare(model, optimizer, device_placement=[True, False])
 
     def without_ddp(self, model: nn.Module) -> nn.Module:
-        """Leave DDP from the next step on if the prepared `model` uses it; return the model to call."""
+        """Return the model to call from the next step on: `model` without DDP."""
         if not isinstance(model, DistributedDataParallel):
             return model
         self._is_plain = True
-        return model.module  # DDP's hooks end with DDP, at the latest when the first graph is captured
+        return model.module  # DDP and its hooks are deleted when the first graph is captured, or before
 
     def main_grads(self, model: nn.Module) -> FindMainGrad | None:
-        """Return how GEMMs of a prepared `model` find the gradients to add to; None if GEMMs must not add."""
+        """Return how GEMMs of a prepared `model` get the gradients to add to, or None if they must not accumulate."""
         return lambda weight: (weight, weight.grad)
 
     def reduces_by_hooks(self, last: bool) -> bool:
-        """Return True if autograd's hooks reduce a micro-batch's gradients: a GEMM that accumulates calls none."""
+        """Return True if autograd hooks reduce a micro-batch's gradients. Then GEMMs must not accumulate."""
         return self._reduces(last) and self.accelerator.num_processes > 1 and not self._is_plain
 
     def _reduces(self, last: bool) -> bool:
@@ -101,53 +101,53 @@ class DistributedStrategy:
         return averaged_over_ranks(model, self.layers)
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of `loss`, this rank's share of a sum over ranks."""
-        # This factor undoes the reduction's average over ranks.
+        """Accumulate the gradients of `loss`, this rank's summand of a sum over ranks."""
+        # The reduction averages over ranks, and this factor makes it a sum.
         self.accelerator.backward(loss * self.accelerator.num_processes)
 
     def step(self, optimizer: Any, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-        """Clip to the global norm `max_norm` (0: none), step, drop the gradients. Return the unclipped norm, fp32."""
+        """Clip to the global norm `max_norm` (0: never), step, and set gradients to None. Return the unclipped norm."""
         self.accelerator.unscale_gradients()  # fp16 only
         norm = clip_and_step(optimizer, parameters, max_norm)
         optimizer.zero_grad(set_to_none=True)
         return norm
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
-        """Return the unsharded parameter on every rank, in fp32 if it has a remainder. Collective if it is sharded."""
+        """Return the unsharded parameter on every rank, in fp32 if it has a remainder. Collective if sharded."""
         remainder = remainder_of(parameter)
         return parameter.detach() if remainder is None else join_master(parameter.detach(), remainder)
 
     def master_of(self, parameter: Any) -> tuple[Any, Tensor]:
-        """Return the parameter that the optimizer holds for `parameter`, and its values for a checkpoint."""
+        """Return the parameter in the optimizer for the model's `parameter`, and its values for a checkpoint."""
         return parameter, parameter.detach()
 
     def state(self, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-        """Return name -> live tensor of trained weights and optimizer; empty if the strategy `saves_itself`."""
+        """Return name -> tensor (not copied) of trained weights and optimizer; {} if the strategy `saves_itself`."""
         masters = {name: self.master_of(p) for name, p in model.named_parameters() if p.requires_grad}
         tensors = {f"model.{name}": values for name, (_, values) in masters.items()}
         state = optimizer_tensors(optimizer, [(name, master) for name, (master, _) in masters.items()])
         return tensors | {f"optimizer.{name}": tensor for name, tensor in state.items()}
 
     def state_bytes(self) -> int:
-        """Return the bytes that `save_state` writes on all ranks together."""
+        """Return the bytes that `save_state` writes, summed over all ranks."""
         return 0
 
     def save_state(self, folder: Path) -> None:
-        """Write weights and optimizer state if the strategy `saves_itself`, synced to disk. Collective."""
+        """Write weights and optimizer state to disk and sync it, if the strategy `saves_itself`. Collective."""
 
     def load_state(self, folder: Path, optimizer: Any) -> None:
-        """Restore what `save_state` wrote, or allocate the tensors of `state` for reading. Collective."""
+        """Restore the state that `save_state` wrote, or allocate the tensors of `state` to be read. Collective."""
         initialize_state(optimizer)
 
     def after_load(self, model: nn.Module, optimizer: Any, step: int) -> None:
-        """Recompute everything derived from weights and `step`, after the tensors of `state` are read. Collective."""
+        """Update values that depend on weights and `step`, after the tensors of `state` were read. Collective."""
         set_completed_steps(optimizer, step)
 
 
 @contextlib.contextmanager
 def averaged_over_ranks(model: nn.Module, layers: nn.ModuleList) -> Iterator[None]:
-    """Average the gradients of the enclosed backward pass of `model` over the ranks. Reduce a decoder layer's gradients
-    while the pass continues below the layer, and all others at the end.
+    """Return a context for a backward pass of `model` that averages gradients over the ranks. A decoder layer's
+    gradients are reduced while the pass continues with earlier layers, and all others at the end.
     """
     remaining = {id(parameter): parameter for parameter in model.parameters()}
     reductions: list[Any] = []
@@ -159,7 +159,7 @@ def averaged_over_ranks(model: nn.Module, layers: nn.ModuleList) -> Iterator[Non
 
     def watch(above: nn.Module, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if inputs[0].requires_grad:
-            # The pass has left `layer`. GEMMs write gradients without autograd, but those of `above` are all launched.
+            # When this hook runs, all GEMMs of `above` are launched, even those that write gradients without autograd.
             inputs[0].register_hook(lambda gradient: reduce(above.parameters()))
 
     with contextlib.ExitStack() as hooks:

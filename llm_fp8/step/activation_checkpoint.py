@@ -1,12 +1,12 @@
-"""Activation checkpointing: recompute decoder layers' activations in the backward pass instead of keeping them.
+"""Activation checkpointing: recompute decoder layers' activations in the backward pass instead of storing them.
 
-The checkpoint encloses a layer's forward function (`wrap_forward`), inside any wrapper of the layer: FSDP then gathers
-a layer's weights once for recomputation and backward pass. TE's checkpoint restores the fp8 context and the scales of
-the forward pass; torch's checkpoint would recompute in bf16.
+The checkpoint wraps a layer's forward function (`wrap_forward`), inside all other wrappers of the layer. Thus FSDP
+gathers a layer's weights once for recomputation and backward pass. TE's checkpoint restores the fp8 context and the
+scales of the forward pass, whereas torch's checkpoint would recompute in bf16.
 
-With delayed scaling TE (2.20) reduces amax over the ranks when the outermost autocast ends. TE's checkpoint opens an
-autocast for each recomputed layer. Here that autocast is nested in another, so that ranks don't wait for each other
-after every layer. Reentrant checkpoints are not nested, since they need each autocast to end.
+With delayed scaling, TE (2.20) reduces amax over the ranks at the end of the outermost autocast. TE's checkpoint enters
+an autocast for each recomputed layer. Here that autocast is nested in another one, so that ranks don't wait for each
+other after every layer. Reentrant checkpoints are not nested, since they need the end of each autocast.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from llm_fp8.utils.torch_internals import wrap_forward
 def enable_gradient_checkpointing(
     layers: nn.ModuleList, amount: Amount, uses_te: bool, reentrant: bool = False, in_graphs: bool = False
 ) -> list[nn.Module]:
-    """Recompute `amount` of the decoder's `layers` in the backward pass; return the recomputed layers. `reentrant`:
-    each has its own backward pass. `in_graphs`: captured graphs may hold the passes, so the host reads no random
-    state.
+    """Make `amount` of the decoder's `layers` recompute in the backward pass. Return these layers. If `reentrant`, each
+    one runs its own backward pass. If `in_graphs`, CUDA graphs may capture the passes, so the host must not read random
+    states.
     """
     checkpoint: Callable[..., Any] = torch.utils.checkpoint.checkpoint
     options: dict[str, Any] = {"use_reentrant": reentrant}
     if uses_te:
         te = require_te("--gradient_checkpointing")
         checkpoint = te.checkpoint
-        if in_graphs:  # then Transformer Engine takes random states as generators
+        if in_graphs:  # with a tracker, Transformer Engine uses generators instead of random states on the host
             tracker = te.distributed.CudaRNGStatesTracker()
             tracker.add("recomputation", 0)
             options["get_rng_state_tracker"] = lambda: tracker
@@ -55,7 +55,7 @@ def enable_gradient_checkpointing(
 
 
 def _te_contexts(te: Any) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-    """Return no context for the forward pass, and for the recomputation an outer autocast that is off."""
+    """Return contexts for forward pass and recomputation: none, and a disabled outer autocast."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     if not FP8GlobalStateManager.is_fp8_enabled():

@@ -1,4 +1,4 @@
-"""Evaluate in the precision of training."""
+"""Evaluate the loss in the precision of training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from llm_fp8.precision.context import Precision
 def evaluate_loss(
     accelerator: Accelerator, model: nn.Module, precision: Precision, loader: Iterable[Batch]
 ) -> dict[str, float]:
-    """Return the mean cross entropy (nats) per supervised token. Every rank needs as many batches in `loader`."""
+    """Return metrics with the mean cross entropy (nats) per supervised token. `loader` must have equally many batches
+    on all ranks.
+    """
     started = time.perf_counter()
     was_training = model.training
     model.eval()

@@ -1,7 +1,7 @@
-"""The module that the loop calls: it takes a batch and returns summed loss and auxiliary losses, for both decoders.
+"""The training model: a module that returns the summed loss and auxiliary losses of a batch, for both decoders.
 
-The loss is inside the module, so that wrappers (DDP, FSDP) see one forward call per micro-batch and the logits
-([tokens, vocabulary], gigabytes) never leave it.
+The loss is computed inside the module, so that wrappers (DDP, FSDP) get one forward call per micro-batch and the logits
+([tokens, vocabulary], gigabytes) are not returned.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from te_llama import TEDecoderLayer
 ROUTER_LOSS = "router_aux_loss"
 
 PackedForm = Literal["rows", "flash", "line"]
-"""Form in which a Hugging Face decoder gets packed documents. rows: rows of max_seq_length with a mask that
-transformers derives from position ids. flash: one line with flash attention's `cu_seq_lens_q` and the like. line: also
-with `seq_idx`, for convolutions and recurrences. `llm_fp8.settle.probe` finds the form that keeps documents apart.
+"""Form of packed documents for a Hugging Face decoder. "rows" are rows of max_seq_length, with a mask that transformers
+derives from position ids. "flash" is one row of all tokens with `cu_seq_lens_q` etc. for flash attention. "line" has in
+addition `seq_idx` for convolutions and recurrences. `llm_fp8.settle.probe` chooses the form that separates documents.
 """
 _SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 """Config entry -> 1 if it multiplies the logits, -1 if it divides them."""
@@ -53,7 +53,7 @@ class TrainingModel(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self._decoder = (text_decoder(model),)  # a tuple, so that its parameters are not registered twice
+        self._decoder = (text_decoder(model),)  # in a tuple, so that its parameters are not registered twice
         module: Any
         for module in self._decoder[0].modules():
             if "longrope" in str(getattr(module, "rope_type", "")) and "forward" not in vars(module):  # not wrapped yet
@@ -62,9 +62,9 @@ class TrainingModel(nn.Module):
         self.compute_dtype = compute_dtype
         self.router_loss, self.router_note = router_loss(model)
         self._router_logits: tuple[Tensor, ...] = ()
-        # Hugging Face's layers among them need its masks and positions, which TE's take too.
+        # If some layers are Hugging Face's, they need masks and positions, which TE's layers accept too.
         self.uses_te_decoder = all(isinstance(layer, TEDecoderLayer) for layer in decoder_layers(model))
-        self.packed_form = packed_form  # None: no batch is packed
+        self.packed_form = packed_form  # None if batches are not packed
         config = text_config(model.config)
         factors = (getattr(config, name, None) or 1.0 for name in _SCALES)
         self.logit_scale = math.prod(f**power for f, power in zip(factors, _SCALES.values(), strict=True))
@@ -75,8 +75,8 @@ class TrainingModel(nn.Module):
             raise UserError(f"--model_name {model.config.name_or_path}: {kind} has no linear lm_head without bias.")
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the cross entropy summed over the supervised tokens of `batch` (fp32 scalar) and, while training, the
-        auxiliary losses by name: weighted sums over tokens, to be added to the first.
+        """Return the cross entropy, summed over the supervised tokens of `batch` (fp32 scalar), and auxiliary losses by
+        name. These are weighted sums over tokens, to be added to the cross entropy; in evaluation there are none.
         """
         hidden, head = self._scaled(self.hidden(batch)), self.model.get_output_embeddings().weight
         dtype = self.compute_dtype
@@ -88,23 +88,23 @@ class TrainingModel(nn.Module):
 
     @property
     def loss_names(self) -> tuple[str, ...]:
-        """Names of the losses that `forward` returns, in its order."""
+        """Names of the losses that `forward` returns, in order."""
         return ("loss", *self.coefficients)
 
     @property
     def coefficients(self) -> dict[str, float]:
-        """Name of each auxiliary loss -> the weight by which `forward` has multiplied it."""
+        """Name of an auxiliary loss -> weight by which `forward` multiplies it."""
         return {} if self.router_loss is None else {ROUTER_LOSS: self.router_loss.coefficient}
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute the logits from which the loss computes cross entropy."""
+        """Return the logits of the loss for the last hidden states."""
         return cap_(self._scaled(hidden) @ self.model.get_output_embeddings().weight.t(), self.softcap)
 
     def _scaled(self, hidden: Tensor) -> Tensor:
         return hidden if self.logit_scale == 1 else hidden * self.logit_scale
 
     def hidden(self, batch: Batch) -> Tensor:
-        """Return the last hidden states in the shape of `batch.input_ids` plus [h]."""
+        """Return the last hidden states [*batch.input_ids.shape, h]."""
         if self.uses_te_decoder:
             return self._te_hidden(batch)
         if batch.cu_seqlens is None:
@@ -125,14 +125,14 @@ class TrainingModel(nn.Module):
             assert batch.attention_mask is not None
             lengths = batch.attention_mask.sum(dim=1, dtype=torch.int32)
             cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        # transformers passes a 4-D mask on unchanged, so an empty one saves building an unused [T, T] mask.
+        # transformers does not change a 4-D mask. An empty one prevents it from building an unused [T, T] mask.
         no_mask = torch.empty(0, 0, 0, 0, device=batch.input_ids.device)
         return self.decode(
             batch.input_ids, attention_mask=no_mask, cu_seq_lens_q=cu_seqlens, max_length_q=batch.max_seqlen
         )
 
     def decode(self, input_ids: Tensor, **arguments: object) -> Tensor:
-        """Return the last hidden states of `input_ids`; `arguments` go to the decoder."""
+        """Return the last hidden states for `input_ids`. `arguments` are passed to the decoder."""
         output = self._decoder[0](input_ids=input_ids, use_cache=False, **arguments)
         if self.router_loss is not None and self.training:
             self._router_logits = output.router_logits
@@ -140,9 +140,9 @@ class TrainingModel(nn.Module):
 
 
 def _rope_by_document(rope: Any, forward: Any, hidden: Tensor, position_ids: Tensor, layer_type: str = "") -> Any:
-    """Return longrope's cos and sin [..., S, d] at `position_ids` [..., S], chosen by each document's own length. In
-    transformers the longest document of a batch decides for all. Other types depend on no length below
-    `te_llama.num_positions`.
+    """Return longrope's cos and sin [..., S, d] at `position_ids` [..., S]. Short or long frequencies are chosen by the
+    length of each document; transformers would choose by the longest document of a batch. Other RoPE types do not
+    depend on the length, up to `te_llama.num_positions`.
     """
     of_type = {"layer_type": layer_type} if layer_type else {}
     limit = (rope[layer_type] if layer_type else rope).get("original_max_position_embeddings", 1)
@@ -156,20 +156,20 @@ def _rope_by_document(rope: Any, forward: Any, hidden: Tensor, position_ids: Ten
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """transformers' load balancing loss of each document alone, as in DeepSeek-V3 (arXiv 2412.19437, equation 17): each
-    expert's share of the choices times its mean probability. Computed over a micro-batch, it would depend on how the
-    batch is split.
+    """Load balancing loss of transformers, per document as in DeepSeek-V3 (arXiv 2412.19437, equation 17): the sum over
+    experts of the fraction of tokens routed to an expert times its mean probability. Computed over a micro-batch, it
+    would depend on how the batch is split.
     """
 
     coefficient: float
     per_token: int
 
     def __call__(self, router_logits: Iterable[Tensor], batch: Batch) -> Tensor:
-        """Return coefficient times loss times supervised tokens, summed over documents (fp32 scalar). `router_logits`:
-        [tokens, experts] for each layer.
+        """Return the sum over documents of coefficient * loss * number of supervised tokens (fp32 scalar).
+        `router_logits` are [tokens, experts] for each layer.
         """
         document = (batch.position_ids.flatten() == 0).cumsum(0) - 1
-        sums: Any = 0.0  # choices and probabilities per document, summed over tokens and layers [2, tokens, experts]
+        sums: Any = 0.0  # [2, documents, experts] (padded to tokens): choices, probabilities; over tokens and layers
         for logits in router_logits:
             scores = logits.softmax(-1).float()
             chosen = torch.zeros_like(scores).scatter(-1, scores.topk(self.per_token).indices, 1.0)
@@ -180,7 +180,7 @@ class RouterLoss:
 
 
 def router_loss(model: PreTrainedModel) -> tuple[RouterLoss | None, str | None]:
-    """Return the auxiliary loss if the config sets `output_router_logits`, as in transformers, and a note to print."""
+    """Return the auxiliary loss, and a note to print. It is None unless the config sets `output_router_logits`."""
     decoder = text_config(model.config)
     coefficient = getattr(decoder, "router_aux_loss_coef", None) or 0.0
     function = vars(sys.modules[type(model).__module__]).get("load_balancing_loss_func")

@@ -1,24 +1,23 @@
 """CUDA graphs of whole micro-batches (--cuda_graphs): capture the TE decoder's forward and backward pass once and
-replay it. This pays for micro-batches so small that the GPU ends a kernel before the host has launched the next one.
+replay it. This saves time if micro-batches are so small that the GPU waits for the host to launch kernels.
 
-A graph repeats its kernels at the same addresses. The tensors of a micro-batch therefore have fixed addresses:
+A graph repeats its kernels at the same addresses, so the tensors of a micro-batch have fixed addresses:
 
-    tokens, labels, documents   copied to fixed tensors. The number of documents is fixed too: documents without tokens
-                                fill `cu_seqlens` up to one of `BUCKETS`. Each bucket has its own graphs
-    gradients                   allocated once and lent to the parameters as `.grad` in each step, since the step drops
-                                `.grad`. The first micro-batch of a step zeroes or overwrites the gradients
-    weights in fp8              held by Transformer Engine: made in an eager first micro-batch, and cast again in place
-                                by the first micro-batch of each later step
-    scales, amax histories      updated in place after each micro-batch, outside the graph: several GPUs reduce amax
-                                values for the update, and one may replay a graph while another runs eagerly
+    tokens, labels, documents   are copied to fixed tensors. The number of documents is fixed too: empty documents are
+                                appended to `cu_seqlens` up to one of `BUCKETS`. Each bucket has its own graphs.
+    gradients                   are allocated once and assigned to `.grad` in each step, since the step sets `.grad` to
+                                None. The first micro-batch of a step sets them to zero or overwrites them.
+    weights in fp8              belong to Transformer Engine. The first eager micro-batch allocates them, and the first
+                                micro-batch of each later step casts in place.
+    scales, amax histories      are updated in place after each micro-batch, outside the graph, since the update reduces
+                                amax over GPUs, of which some may replay a graph and others run eagerly.
 
-So the first micro-batch of a step and later ones have separate graphs. On several GPUs the last one has another, which
-also reduces gradients. Eager micro-batches use the same addresses, so graphs and eager micro-batches may mix in a step
-and give the same bits. If graphs hold communication, either all ranks replay the graph of their largest bucket or none
-replays one.
+Therefore the first micro-batch of a step and later ones have different graphs. On several GPUs the last one has another
+graph, which also reduces gradients. Eager micro-batches use the same addresses, so a step may have both, with the same
+bits. If graphs include communication, either all ranks replay the graph of their largest bucket, or none replays one.
 
-Graphs keep the memory of a micro-batch's activations. If an eager micro-batch or an evaluation does not fit beside
-the graphs, it first drops all graphs. Dropped graphs are captured again when needed.
+Graphs reserve the memory of a micro-batch's activations. If an eager micro-batch or an evaluation does not fit in the
+remaining memory, all graphs are deleted first. Deleted graphs are captured again when needed.
 """
 
 from __future__ import annotations
@@ -40,20 +39,20 @@ from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.torch_internals import local_of
 
 BUCKETS = (32, 64, 128, 256, 512, 1024, 1536, 2048)
-"""Numbers of documents that have graphs: those for which Transformer Engine plans cuDNN's attention."""
+"""Numbers of documents for which there are graphs: those for which Transformer Engine plans cuDNN's attention."""
 
-WORTH_GRAPHS = 0.15  # idle share of a step from which micro-batches run as CUDA graphs
+WORTH_GRAPHS = 0.15  # fraction of a step's time in which the GPU is idle, from which graphs are used
 
 RunMicroBatch: TypeAlias = Callable[[Batch, Tensor, bool, bool], Tensor]
-"""Forward and backward of a batch: batch, the step's number of supervised tokens (0-dim, on the device), whether it is
-the first of the step, whether it is the last -> losses of the batch, detached.
+"""Function that runs forward and backward of a micro-batch. Arguments: batch, the step's number of supervised tokens
+(0-dim, on the device), True if it is the step's first, True if it is the last. It returns the detached losses.
 """
 Graph: TypeAlias = Callable[[], None]  # replays the kernels
-Key: TypeAlias = tuple[int, bool, bool]  # bucket, and whether the micro-batch is the first and the last of its step
+Key: TypeAlias = tuple[int, bool, bool]  # bucket, True if the micro-batch is its step's first, True if its last
 
 
 def check_graphs(config: Config, mode: str, compute: str, attention_dropout: float) -> None:
-    """Raise `UserError` if --cuda_graphs cannot capture the run's micro-batches; `compute`: fp32, bf16 or fp16."""
+    """Raise `UserError` if --cuda_graphs cannot capture the run's micro-batches. `compute` is fp32, bf16 or fp16."""
     if compute != "bf16":
         raise UserError("--cuda_graphs needs a run that computes in bf16; use --mixed_precision bf16 or fp8.")
     if MODES[mode].engine == "fsdp" and config.optim.gradient_accumulation_steps > 1:
@@ -63,33 +62,33 @@ def check_graphs(config: Config, mode: str, compute: str, attention_dropout: flo
 
 
 class Capture:
-    """Captures graphs in one shared memory pool: they never run at the same time and keep only gradients there."""
+    """Captures graphs in one memory pool. They can share it, since they never run concurrently."""
 
     def __init__(self) -> None:
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Callable[[], None]) -> Graph:
-        """Return a graph of the kernels that `work` launches, without running them."""
-        gc.collect()  # an autograd node left from an eager pass would draw that pass's stream into the capture
+        """Capture the kernels that `work` launches, without running them."""
+        gc.collect()  # autograd nodes of an eager pass would add the stream of that pass to the capture
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as the one that reads NVML, may call CUDA meanwhile.
+        # Other threads, such as the one that reads NVML, may call CUDA during the capture.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             work()
         return graph.replay
 
     def begin_anew(self) -> None:
-        """Free the pool, once all its graphs are deleted, and give the next graphs a new pool."""
-        torch.cuda.synchronize()  # a replay may still run, on a stream that expandable segments do not wait for
+        """Free the pool, whose graphs must be deleted, and use a new pool for the next graphs."""
+        torch.cuda.synchronize()  # expandable segments do not wait for the stream of a replay that still runs
         torch.cuda.empty_cache()
         self._pool = torch.cuda.graph_pool_handle()
 
 
 class MicroBatchGraphs:
-    """Runs this rank's micro-batches. The first of each kind (`Key`) runs eagerly, which compiles kernels and
-    lets Transformer Engine allocate its buffers. The others replay a graph.
+    """Runs this rank's micro-batches. The first micro-batch with each `Key` runs eagerly, which compiles kernels and
+    makes Transformer Engine allocate its buffers. The others replay a graph.
     """
 
-    makes_gradients = False  # True: eager passes make gradients themselves, and none is lent to parameters
+    makes_gradients = False  # True if eager passes allocate gradients, so that none is assigned before
 
     def __init__(
         self,
@@ -100,9 +99,9 @@ class MicroBatchGraphs:
         after_each: Callable[[], None],
         collective: bool,
     ) -> None:
-        """`parameters`: trained parameters. `overwritten`: weights whose contiguous gradients the GEMMs of a first
-        micro-batch overwrite (`FusedWgradAccumulation.weights`). `after_each` is called after every micro-batch and is
-        never captured. `collective`: True if graphs hold communication.
+        """Allocate gradients for the trained `parameters`. GEMMs of a step's first micro-batch overwrite the gradients
+        of the weights in `overwritten` (`FusedWgradAccumulation.weights`). `after_each` is called after every
+        micro-batch and is not captured. `collective` is True if graphs include communication.
         """
         self._run, self._capture, self._after_each = run, capture, after_each
         self._collective, self._parameters = collective, parameters
@@ -113,15 +112,15 @@ class MicroBatchGraphs:
         self._summed = [g for p, g in zip(parameters, self._gradients, strict=False) if id(p) not in by_gemms]
         device = parameters[0].device
         self._num_supervised = torch.ones((), dtype=torch.int64, device=device)
-        self._losses: Tensor | None = None  # made by the first micro-batch, which is eager
+        self._losses: Tensor | None = None  # allocated in the first micro-batch, which is eager
         self._inputs: dict[int, Batch] = {}
         self._seen: set[Key] = set()
         self._graphs: dict[Key, Graph] = {}
-        self.drops_before_eager = False  # True if an eager pass does not fit beside graphs
-        self.may_capture = True  # False: micro-batches without a graph run eagerly
+        self.drops_before_eager = False  # True if graphs must be deleted before an eager pass, to free memory
+        self.may_capture = True  # if False, micro-batches without a graph run eagerly
 
     def __call__(self, batch: Batch, num_supervised: Tensor, first: bool, last: bool) -> Tensor:
-        """Run a packed batch from host or device (`RunMicroBatch`); the next call overwrites the losses (fp32)."""
+        """Run a packed batch from host or device, see `RunMicroBatch`. The next call overwrites the losses (fp32)."""
         if first and not self.makes_gradients:
             self._lend_gradients()
         self._num_supervised.copy_(num_supervised)
@@ -131,7 +130,7 @@ class MicroBatchGraphs:
         return self._losses
 
     def make_room(self) -> None:
-        """Drop the graphs if the eager pass that follows does not fit beside the graphs."""
+        """Delete the graphs if the memory does not suffice for graphs and the eager pass that follows."""
         if self._graphs and self.drops_before_eager:
             self._graphs.clear()
             self._capture.begin_anew()
@@ -161,12 +160,12 @@ class MicroBatchGraphs:
             self._seen.add(key)
 
     def _capture_or_explain(self, work: Callable[[], None]) -> Graph:
-        """Capture `work`. If it fails, libraries are left in mid-capture, so raise `UserError` on every rank."""
+        """Capture `work`. After a failure, libraries are still in capture mode, so raise `UserError` on every rank."""
         graph, failure = None, None
         try:
             graph = self._capture(work)
-        except RuntimeError as error:  # an error of CUDA, or memory is exhausted
-            failure = str(error.__context__ or error).partition("\n")[0]  # not the later one from ending the capture
+        except RuntimeError as error:  # a CUDA error, or out of memory
+            failure = str(error.__context__ or error).partition("\n")[0]  # the first error, not that of `capture_end`
         failures = gathered(failure) if self._collective else [failure]
         if (failure := next(filter(None, failures), None)) is not None or graph is None:
             problem = f"no CUDA graph of a micro-batch could be captured ({failure})"
@@ -177,7 +176,7 @@ class MicroBatchGraphs:
         self._eager(inputs, first, last)
 
     def _eager(self, batch: Batch, first: bool, last: bool) -> None:
-        if first and self._summed:  # reset the gradients
+        if first and self._summed:
             torch._foreach_zero_(self._summed)
         losses = self._run(batch, self._num_supervised, first, last)
         if self._losses is None:
@@ -185,7 +184,7 @@ class MicroBatchGraphs:
         self._losses.copy_(losses)
 
     def _load(self, batch: Batch, bucket: int) -> Batch:
-        """Copy a batch into the fixed tensors of its bucket and return the fixed batch."""
+        """Copy a batch to the fixed tensors of its bucket. Return the batch of these tensors."""
         tensors = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
         documents = tensors.pop("cu_seqlens")
         if bucket not in self._inputs:
@@ -197,14 +196,14 @@ class MicroBatchGraphs:
         for name, value in tensors.items():
             getattr(inputs, name).copy_(value, non_blocking=True)
         assert inputs.cu_seqlens is not None
-        inputs.cu_seqlens.fill_(batch.num_tokens)  # documents without tokens begin and end where the last one ends
+        inputs.cu_seqlens.fill_(batch.num_tokens)  # empty documents begin and end at the end of the last document
         inputs.cu_seqlens[: len(documents)].copy_(documents, non_blocking=True)
         return inputs
 
 
 class ShardedMicroBatchGraphs(MicroBatchGraphs):
-    """Graphs under fsdp_grad and fsdp_full, for steps of one micro-batch. The graphs contain FSDP2's collectives. FSDP2
-    allocates gradients in each step: the first graph's gradients are kept, and other graphs copy theirs to them.
+    """Graphs for fsdp_grad and fsdp_full in steps of one micro-batch. They include FSDP2's collectives. FSDP2 allocates
+    gradients in each step. Those of the first graph are used in all steps, and other graphs copy theirs to them.
     """
 
     makes_gradients = True
@@ -212,7 +211,7 @@ class ShardedMicroBatchGraphs(MicroBatchGraphs):
     def make_room(self) -> None:
         super().make_room()
         if not self._graphs:
-            self._gradients = []  # the first graph's
+            self._gradients = []  # they were those of the first graph
 
     def _captured(self, inputs: Batch, first: bool, last: bool) -> None:
         self._eager(inputs, first, last)
@@ -226,15 +225,16 @@ class ShardedMicroBatchGraphs(MicroBatchGraphs):
 
 
 def bucket_of(batch: Batch) -> int | None:
-    """Return the smallest of `BUCKETS` that holds the documents of a packed batch; None if none does."""
+    """Return the smallest of `BUCKETS` that is at least the number of documents of a packed batch, or None."""
     assert batch.cu_seqlens is not None
     num_documents = len(batch.cu_seqlens) - 1
     return next((bucket for bucket in BUCKETS if num_documents <= bucket), None)
 
 
 def memory_beside_graphs(extra_bytes: int = 0) -> tuple[float, bool]:
-    """Return the GiB that graphs lack on the fullest GPU if they need `extra_bytes` more than the steps so far, and
-    True if an eager pass does not fit beside graphs. Graphs keep the memory of one pass's activations. Collective.
+    """Return the GiB that are missing for graphs on the fullest GPU, if they need `extra_bytes` more than the steps so
+    far. Also return True if an eager pass does not fit in addition to graphs, which reserve the memory of one pass's
+    activations. All ranks must call it.
     """
     in_use, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated() + extra_bytes + RESERVE_GIB * GIB
     total = torch.cuda.get_device_properties().total_memory

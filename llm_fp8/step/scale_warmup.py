@@ -1,15 +1,16 @@
 """Compute the scales of delayed scaling before the first step.
 
-Delayed scaling computes a tensor's scale from the amax history of past passes; before the first pass the scale is 1.
-With scale 1 gradients are lost: the loss is a mean over tens of thousands of tokens, so gradients of activations lie
-below 1e-5 and underflow in E5M2.
+Delayed scaling computes a tensor's scale from the amax history of past passes. Before the first pass, the scale is 1.
+With this scale gradients would underflow in E5M2: the loss is a mean over tens of thousands of tokens, so gradients of
+activations are below 1e-5.
 
-So the first micro-batch runs forward and backward several times before training, and its gradients are dropped:
+Therefore the first micro-batch runs forward and backward several times before training, without a step:
 
-    pass 1         scales of weights, activations, and the output gradients of attention's projection and of fc2, which
-                   come through the residual stream
-    pass 2         scales of the output gradients of qkv and fc1, which come from those layers' dgrads and were zero
-    pass 3 and on  the residual stream's gradient, to which the layers now contribute, grows from layer to layer
+    pass 1         finds the scales of weights, activations, and the output gradients of attention's projection and of
+                   fc2, which are the gradient of the residual stream
+    pass 2         finds the scales of the output gradients of qkv and fc1, which were zero, since they are computed
+                   from the dgrads of the former
+    later passes   update the scales, as the residual stream's gradient now includes the layers' contributions
 
 With 32 layers nothing changes after the fifth pass (`tests/step/test_scale_warmup.py`).
 """
@@ -27,14 +28,14 @@ PASSES = 5
 
 
 def warm_up_delayed_scales(model: TrainingModel, precision: Precision, batch: Batch, num_supervised: float) -> None:
-    """Run `batch` forward and backward `PASSES` times. Weights and random state do not change; gradients end as None.
-    `model` is sharded by FSDP, or not yet prepared by the strategy. `num_supervised`, the mean over processes of the
-    step's supervised tokens, sets the gradients' size. Collective if ranks share scales or parameters.
+    """Run forward and backward on `batch` `PASSES` times. Weights and random state do not change; gradients are None
+    afterwards. `model` is sharded by FSDP, or not yet prepared by the strategy. `num_supervised`, by which losses are
+    divided, is the mean over processes of the step's supervised tokens. All ranks must call it.
     """
     device = batch.input_ids.device
     model.train()
 
-    # Free each gradient at once: all together may exceed what one rank holds in training (ZeRO 2 and 3).
+    # Free each gradient at once: all unsharded gradients may need more memory than training does (ZeRO 2 and 3).
     def drop_gradient(parameter: Tensor) -> None:
         parameter.grad = None
 

@@ -1,10 +1,12 @@
-"""The step of a run: micro-batches, their gradients, the update. The global batch is split into micro-batches m = 1..M
-on each of R ranks; C counts the supervised tokens of all of them. With L_m the summed cross entropy of a micro-batch,
+"""The optimizer step: micro-batches, their gradients, and the update.
+
+The global batch is split into micro-batches m = 1..M on each of R ranks. Let C be the number of its supervised tokens,
+and L_m the summed cross entropy of a micro-batch plus its auxiliary losses. Then
 
     loss = (1 / C) * sum over ranks and m of L_m        gradient = d loss / d weights
 
-so the loss is the mean over supervised tokens, however the batch is split. Auxiliary losses are added to L_m. If a
-sharding mode averages gradients over ranks, its strategy (llm_fp8.distributed) undoes the division.
+so the loss is the mean over supervised tokens, regardless of how the batch is split. If a sharding mode averages
+gradients over ranks, its strategy (llm_fp8.distributed) multiplies the loss by R.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class StepClock:
-    """Time stamps: CUDA events on a GPU (no synchronisation), `time.perf_counter` elsewhere."""
+    """Time stamps: CUDA events on a GPU, which need no synchronisation, or `time.perf_counter` on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -45,7 +47,7 @@ class StepClock:
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Return the seconds between two stamps that the device has reached."""
+        """Return the seconds between two stamps. On a GPU, both events must have completed."""
         return start.elapsed_time(end) / 1e3 if self._cuda else end - start
 
 
@@ -54,8 +56,8 @@ class StepResult:
     """The result of an optimizer step."""
 
     learning_rate: float
-    values: dict[str, Tensor]  # 0-dim, on the device: metrics by name, token counts of all ranks (`StepTokens`)
-    rank_loss: Tensor  # this rank's share of the training loss
+    values: dict[str, Tensor]  # name -> 0-dim tensor on the device: metrics and `StepTokens` over all ranks
+    rank_loss: Tensor  # this rank's summand of the training loss
     row_ids: tuple[int, ...]
     start: Any
     end: Any
@@ -63,16 +65,16 @@ class StepResult:
 
 @dataclass(eq=False)
 class Stepper:
-    """Takes optimizer steps, eagerly or in CUDA graphs."""
+    """Runs optimizer steps, eagerly or with CUDA graphs."""
 
     training_model: TrainingModel
-    model: nn.Module  # `training_model` and its optimizer as the strategy prepared them
+    model: nn.Module  # `training_model` as prepared by the strategy, with its `optimizer`
     optimizer: Optimizer
     scheduler: LRScheduler
     strategy: DistributedStrategy
     precision: Precision
     max_grad_norm: float
-    graphs: bool | None  # True if micro-batches run as CUDA graphs; None: `take_graphs_if_idle` decides
+    graphs: bool | None  # True if micro-batches run as CUDA graphs; None if `take_graphs_if_idle` decides it
 
     def __post_init__(self) -> None:
         self.accelerator = self.strategy.accelerator
@@ -81,7 +83,7 @@ class Stepper:
         self.wgrad_accumulation = FusedWgradAccumulation(self.model, self.strategy)
         self.may_take_graphs = self.graphs is None
         self._graph_note = ""
-        self._drops_graphs = False  # True if an eager pass does not fit beside graphs
+        self._drops_graphs = False  # True if graphs must be deleted before an eager pass, to free memory
         self._graphs = self._build_graphs() if self.graphs else None
 
     @property
@@ -91,23 +93,23 @@ class Stepper:
     def take_graphs_if_idle(
         self, profile: StepProfile, steps: list[dict[str, Any]], num_micro_batches: int, step: int, asks_again: bool
     ) -> str | None:
-        """Run micro-batches as CUDA graphs from the next step on if that shortens steps; return a note unless nothing
-        changes. Collective.
+        """Run micro-batches as CUDA graphs from the next step on if the GPU is often idle. Return a note if it is, else
+        None. All ranks must call it.
 
-        `profile`: that of a recorded step. `steps`: records of the steps up to number `step`, on the main rank.
-        `asks_again`: a small idle share does not yet rule graphs out.
+        `profile` is that of a recorded step. `steps`, on the main rank, are the records of the steps up to number
+        `step`. If `asks_again` and the GPU is not often idle, the method is called once more.
         """
         from llm_fp8.step.micro_batch_graphs import WORTH_GRAPHS, memory_beside_graphs
 
         sharded, gradients = self.strategy.shards_parameters, 0
-        if not sharded and num_micro_batches == 1:  # until now, gradients took memory that activations freed
+        if not sharded and num_micro_batches == 1:  # without graphs, gradients reuse the memory of activations
             gradients = sum(parameter.nbytes for parameter in self.parameters)
         idle, communication_s = gathered((profile.gpu_idle(steps), profile.exposed_communication_s))[0]
         lacking_gib, self._drops_graphs = memory_beside_graphs(gradients)
         if idle is None:
             return None
         share = idle["share"]
-        if not sharded:  # communication mostly waits for hosts, and graphs contain it
+        if not sharded:  # in sharded modes, communication mostly waits for hosts, and graphs include it
             share -= communication_s / idle["step_time_s"]
         self.may_take_graphs = share < WORTH_GRAPHS and asks_again
         if share < WORTH_GRAPHS or (sharded and num_micro_batches > 1):
@@ -121,7 +123,7 @@ class Stepper:
         return self._graph_note
 
     def summary(self) -> dict[str, Any]:
-        """Return the entry of summary.json on CUDA graphs."""
+        """Return the entry about CUDA graphs in summary.json."""
         return {"cuda_graphs": {"used": self.uses_graphs, "notes": [self._graph_note] if self._graph_note else []}}
 
     def begin_graphs(self) -> None:
@@ -131,7 +133,7 @@ class Stepper:
         self._graphs = self._build_graphs()
 
     def drop_graphs_if_memory_is_short(self) -> None:
-        """Let eager passes drop graphs if both do not fit in memory. Call it after a step of the run. Collective."""
+        """Determine after a step if graphs must be deleted before eager passes. All ranks must call it."""
         if self._graphs is not None:
             from llm_fp8.step.micro_batch_graphs import memory_beside_graphs
 
@@ -139,17 +141,17 @@ class Stepper:
             self._graphs.drops_before_eager = self._drops_graphs
 
     def may_capture(self, may: bool) -> None:
-        """Allow or forbid the next step to capture graphs: a capture would show in a recording."""
+        """Allow or forbid the capture of graphs in the next step. A capture would disturb the recording of a step."""
         if self._graphs is not None:
             self._graphs.may_capture = may
 
     def make_room(self) -> None:
-        """Drop the graphs if the eager pass that follows does not fit beside the graphs."""
+        """Delete the graphs if the memory does not suffice for graphs and the eager pass that follows."""
         if self._graphs is not None:
             self._graphs.make_room()
 
     def end_fp8(self) -> None:
-        """Compute in bf16 from the next step on."""
+        """Compute in bf16 from the next step on (--fp8_until)."""
         self.precision.end_fp8()
         if self._graphs is not None:
             self._graphs = None  # free their gradients before new ones are allocated
@@ -170,15 +172,15 @@ class Stepper:
         return graphs
 
     def take_step(self, batches: list[Batch], start: Any = None) -> StepResult:
-        """Take an optimizer step on this rank's micro-batches; `start` is the stamp of its beginning."""
+        """Run an optimizer step on this rank's micro-batches. `start` is the time stamp of its beginning."""
         accelerator, device, strategy = self.accelerator, self.accelerator.device, self.strategy
-        # Pinned like the batches: a pageable copy would wait for all work queued on the GPU.
+        # In pinned memory, like the batches: a copy from pageable memory would wait for all queued work on the GPU.
         on_host = torch.tensor(count_tokens(batches), pin_memory=device.type == "cuda")
         tokens = accelerator.reduce(on_host.to(device, non_blocking=True), reduction="sum")
         num_supervised = tokens[2].clamp(min=1)
         loss_names = self.training_model.loss_names
         losses = torch.zeros(len(loss_names), device=device)
-        # The other micro-batches reuse the weight casts of the first.
+        # The other micro-batches reuse the weights that the first one cast.
         caches_casts = strategy.caches_weight_casts and len(batches) > 1
         graphs = None if strategy.shards_parameters and len(batches) > 1 else self._graphs
         for number, batch in enumerate(batches, start=1):
@@ -203,9 +205,9 @@ class Stepper:
         return StepResult(learning_rate, values, losses.sum(), rows, start, end)
 
     def micro_batch(self, batch: Batch, num_supervised: Tensor, first: bool | None, last: bool = True) -> Tensor:
-        """Run forward and backward of a micro-batch. Return its shares of the step's mean losses, in the order of
-        `TrainingModel.loss_names` (fp32, detached). `first`: see `Precision.context`. In the `last` micro-batch of a
-        step ranks reduce gradients.
+        """Run forward and backward of a micro-batch. Return its summands of the step's mean losses (fp32, detached), in
+        the order of `TrainingModel.loss_names`. For `first` see `Precision.context`. Gradients are reduced over ranks
+        if the micro-batch is the `last` of its step.
         """
         with self.strategy.micro_batch(self.model, last=last), self.wgrad_accumulation.micro_batch(last):
             with self.precision.context(first_microbatch=first):
@@ -218,6 +220,6 @@ class Stepper:
     def _micro_batch_by_old_scales(
         self, batch: Batch, num_supervised: Tensor, first: bool | None, last: bool = True
     ) -> Tensor:
-        """Run `micro_batch` with the same delayed scales in both passes; call `update_scales` afterwards."""
+        """Run `micro_batch` with the same delayed scales in both passes. Then `update_scales` must be called."""
         with self.precision.defer_scale_updates():
             return self.micro_batch(batch, num_supervised, first, last)
