@@ -14,7 +14,7 @@ WORKLOAD = {"model": "Llama-3.1-8B", "batch_size": 8, "seq_length": 1024, "micro
 
 
 def row(variant: str, tokens_per_s: float | None, spread: float = 0.0, **more) -> dict:
-    """Return the row of a variant, with `spread` to both sides of the median. Without a speed, the run failed."""
+    """Return the row of a variant whose p10 and p90 are `spread` from the median. Without a speed, the run failed."""
     baseline = "hf_bf16" if variant.endswith("hf_bf16") else None
     measured = {**WORKLOAD, "variant": variant, "baseline": baseline, "num_gpus": 1, **more}
     if tokens_per_s is None:

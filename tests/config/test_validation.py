@@ -1,4 +1,4 @@
-"""Combinations of options that the parser refuses."""
+"""Options, and combinations of options, that the parser refuses."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "argv"), REFUSED, ids=[argv for _, argv in REFUSED])
-def test_options_without_effect_are_refused_by_name(name, argv):
+def test_invalid_options_are_refused_by_name(name, argv):
     with pytest.raises(UserError, match=f"--{name}") as error:
         parse_config(argv.split(), parallel=True)
     assert "\n" not in str(error.value)

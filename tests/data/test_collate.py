@@ -1,4 +1,4 @@
-"""Packed and padded batches: their layout, and which documents share a sequence."""
+"""The layout of packed and padded batches, and the packing of documents into sequences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAD = 3
 
 
 def _document(length: int, row_id: int, prompt: int = 0) -> Document:
-    """Random tokens, PAD's id among them, of which the first `prompt` are not supervised."""
+    """Return a document of random tokens, which may equal PAD. The first `prompt` tokens are not supervised."""
     ids = np.random.default_rng([0, row_id]).integers(0, 64, size=length)
     return Document(ids, np.arange(length) >= prompt, row_id)
 

@@ -30,7 +30,7 @@ RESUMED = "qwen3_moe"
 
 
 def train_before(runs: list[list[str]], ports: list[int]) -> None:
-    """Train with each of these lists of options. Every run, and the one after them, uses a different port."""
+    """Train with each of these lists of options, each on its own port. The last port is for the run after them."""
     torch.set_num_threads(1)
     for options, port in zip([*runs, None], ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)

@@ -267,7 +267,7 @@ def is_fp8(name: str) -> bool:
 )
 def test_master_weights_equal_those_of_one_process(tmp_path, num_ranks, mode, sync_every_micro_batch):
     norms, master_weights = train_on_one_process()
-    assert max(norms) > 2 * MAX_NORM, "a step must be clipped for this to mean anything"
+    assert max(norms) > 2 * MAX_NORM, "some step must be clipped, to test clipping"
     for result in run_on_ranks(
         num_ranks, tmp_path / "ranks", train_in_fp8, mode, torch.float32, sync_every_micro_batch
     ):

@@ -58,7 +58,7 @@ CASES = [
     CASES,
     ids=["-".join([mode, p, *(o.strip("-") for o in more)]) for mode, p, more in CASES],
 )
-def test_two_gpus_equal_one_gpu(mode, precision, options, models, single_gpu, tmp_path, record_property):
+def test_losses_on_two_gpus_equal_those_on_one(mode, precision, options, models, single_gpu, tmp_path, record_property):
     recipe = RECIPES.get(precision)
     in_te = recipe is None or recipe.backend == "te"
     if not in_te:
@@ -78,7 +78,7 @@ def test_two_gpus_equal_one_gpu(mode, precision, options, models, single_gpu, tm
     compared_step = 2 if precision == "delayed" else 0
     if in_te:
         assert two[compared_step]["grad_norm"] == pytest.approx(expected[compared_step]["grad_norm"], rel=norm)
-    assert expected[-1]["loss"] < expected[0]["loss"] - 0.05, "training must move the loss for this to mean anything"
+    assert expected[-1]["loss"] < expected[0]["loss"] - 0.05, "training must change the loss"
     certificate, gemms = summary["certificate"], summary["recorded_step"]["gemm_kernels"]
     record_property("certificate", certificate)
     record_property("gemm_kernels", gemms)
@@ -168,7 +168,7 @@ ADAPTERS = [
 
 
 @pytest.mark.parametrize(("mode", "precision", "options"), ADAPTERS)
-def test_lora_on_two_gpus_equals_one_gpu(mode, precision, options, models, single_gpu, tmp_path, record_property):
+def test_lora_losses_on_two_gpus_equal_one_gpu(mode, precision, options, models, single_gpu, tmp_path, record_property):
     from safetensors.torch import load_file
 
     # With a learning rate of 1e-2 the loss jumps at the fourth step by an amount that depends on rounding.
@@ -182,7 +182,7 @@ def test_lora_on_two_gpus_equals_one_gpu(mode, precision, options, models, singl
     record_property("certificate", summary["certificate"])
     assert summary["certificate"]["verdict"] == "certified"
     assert losses_of(two) == pytest.approx(losses_of(expected), rel=2e-3 if precision == "bf16" else 1e-2)
-    assert expected[-1]["loss"] < expected[0]["loss"] - 0.02, "training must move the loss for this to mean anything"
+    assert expected[-1]["loss"] < expected[0]["loss"] - 0.02, "training must change the loss"
     adapter = load_file(tmp_path / "two" / "final" / "adapter_model.safetensors")
     assert summary["num_trainable_parameters"] == sum(tensor.numel() for tensor in adapter.values())
 

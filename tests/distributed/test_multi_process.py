@@ -42,7 +42,7 @@ MODES = [
     (2, "deepspeed_3", 4, 2, ["--gradient_checkpointing"]),
     (3, "deepspeed_3", 2, 3, ["--deepspeed_config=shards_all.json"]),
 ]
-# DeepSpeed leaves tensors below the threshold whole, which are all of the tiny model's.
+# By default DeepSpeed does not shard small parameters, such as all of the tiny model's.
 SHARDS_ALL = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
 
 

@@ -74,7 +74,7 @@ def test_second_backward_raises_an_error():
         loss.backward()
 
 
-def test_memory_has_no_room_for_an_fp32_copy_of_the_logits():
+def test_logits_are_not_copied_to_fp32():
     hidden = torch.randn(TOKENS, HIDDEN, device="cuda").bfloat16().requires_grad_()
     weight = torch.randn(VOCAB, HIDDEN, device="cuda").bfloat16().requires_grad_()
     labels = make_labels()

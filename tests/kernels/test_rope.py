@@ -111,7 +111,7 @@ def test_layers_call_the_kernel_with_projection_and_document_bounds(layout, reco
         ("qwen3_qk_norm_head_dim", 1, True, torch.bfloat16, False),
     ],
 )
-def test_layers_that_use_the_kernel(family, context_size, on_gpu, dtype, uses_kernel, monkeypatch):
+def test_kernel_is_used_only_on_gpus_without_qk_norm(family, context_size, on_gpu, dtype, uses_kernel, monkeypatch):
     install_stand_in(monkeypatch)
     layer = te_llama.build_te_model(family_config(family), torch.float32, "cpu").model.layers[0]
     layer.context_size = context_size

@@ -167,7 +167,7 @@ def test_annotations_of_a_profile_do_not_count_as_kernels():
     assert kernel_intervals(profile)[1] == ("Memset (Device)", pytest.approx((20e-6, 25e-6)))
 
 
-def test_intervals_and_communication():
+def test_overlapping_intervals_count_once_and_communication_is_a_share():
     assert covered_s([(5, 6), (0, 2), (1, 3), (3, 4), (1, 2)]) == 5
     profile = StepProfile(span_s=2.0, communication_s=1.0, exposed_communication_s=0.5)
     assert profile.figures()["communication_share"] == 0.5 and profile.figures()["exposed_communication_share"] == 0.25

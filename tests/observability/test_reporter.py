@@ -205,7 +205,7 @@ def test_resumed_run_continues_its_wandb_run(tmp_path: Path, monkeypatch: pytest
 
 
 def test_failure_of_wandb_does_not_end_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A full disk is made up. The lines of W&B's log must not print tracebacks either."""
+    """wandb fails here as on a full disk. The lines of its log must not print tracebacks either."""
     import wandb
 
     def full(*_: object, **__: object) -> None:

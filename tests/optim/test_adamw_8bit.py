@@ -67,14 +67,14 @@ def test_encoded_and_decoded_blocks_equal_those_of_torchao(signed):
     numbers[: 3 * CODE_BLOCK] = 0
     numbers[3 * CODE_BLOCK : 4 * CODE_BLOCK] *= 1e-30
     codes, scale = encode(numbers, signed)
-    scaled, its_scale = torchao.scale_tensor(numbers, CODE_BLOCK)
-    assert codes.dtype == torch.uint8 and torch.equal(scale, its_scale)
-    its_codes = torchao.quantize_8bit_with_qmap(scaled, code_values(signed))
-    assert (codes.int() - its_codes.int()).abs().max() <= 1, "1 / scale may round another way than the quotient"
-    assert (codes != its_codes).float().mean() < 1e-5
-    decoded, theirs = decode(codes, scale, signed), torchao.dequant_with_qmap(codes, code_values(signed), scale)
-    not_zero = theirs != 0
-    assert torch.equal(decoded[not_zero], theirs[not_zero])
+    scaled, torchao_scale = torchao.scale_tensor(numbers, CODE_BLOCK)
+    assert codes.dtype == torch.uint8 and torch.equal(scale, torchao_scale)
+    torchao_codes = torchao.quantize_8bit_with_qmap(scaled, code_values(signed))
+    assert (codes.int() - torchao_codes.int()).abs().max() <= 1, "1 / scale may round another way than the quotient"
+    assert (codes != torchao_codes).float().mean() < 1e-5
+    decoded, reference = decode(codes, scale, signed), torchao.dequant_with_qmap(codes, code_values(signed), scale)
+    not_zero = reference != 0
+    assert torch.equal(decoded[not_zero], reference[not_zero])
     if not signed:  # decoded as a positive number, because AdamW divides by its root
         largest = code_limits(code_values(False))[1] * scale.repeat_interleave(CODE_BLOCK)[~not_zero]
         assert torch.equal(decoded[~not_zero], largest) and bool((numbers[~not_zero] <= largest * 1.0001).all())
@@ -133,21 +133,21 @@ def test_step_equals_that_of_torchao():
     parameters, optimizer = make()
     train(parameters, optimizer, range(3))
     weight, state = parameters["codes"], optimizer.state[parameters["codes"]]
-    theirs = []
+    moments = []
     for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
         codes, scale = state[name].clone(), state[f"{name}_scale"].clone()
-        theirs.append(subclass.OptimState8bit(codes, scale, code_values(signed), signed))
+        moments.append(subclass.OptimState8bit(codes, scale, code_values(signed), signed))
     exact = weight.detach().float()
     set_gradients(parameters, 3)
     adam.single_param_adam(
-        exact, weight.grad, torch.tensor(4.0), *theirs, None, torch.tensor(OPTIONS["lr"]), *OPTIONS["betas"],
+        exact, weight.grad, torch.tensor(4.0), *moments, None, torch.tensor(OPTIONS["lr"]), *OPTIONS["betas"],
         OPTIONS["weight_decay"], OPTIONS["eps"], True, False
     )  # fmt: skip
     optimizer.step()
 
-    for name, their in zip(("exp_avg", "exp_avg_sq"), theirs, strict=True):
-        torch.testing.assert_close(state[f"{name}_scale"], their.scale, rtol=1e-6, atol=0)
-        difference = (state[name].int() - their.codes.int()).abs()
+    for name, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+        torch.testing.assert_close(state[f"{name}_scale"], moment.scale, rtol=1e-6, atol=0)
+        difference = (state[name].int() - moment.codes.int()).abs()
         assert difference.max() <= 1 and (difference != 0).float().mean() < 1e-3, name
     # The weight is one of the two bf16 neighbours of torchao's fp32 number, which may differ by fp32's rounding.
     below = (exact.view(torch.int32) & ~0xFFFF).view(torch.float32)

@@ -112,24 +112,24 @@ def master_of(optimizer, parameter):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_master_adamw_follows_torchs_adamw(dtype):
-    ours, theirs = matrix(dtype), matrix(torch.float32)
-    start = theirs.detach().clone()
+    ours, reference = matrix(dtype), matrix(torch.float32)
+    start = reference.detach().clone()
     options = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    optimizers = [MasterAdamW([ours], **options), torch.optim.AdamW([theirs], **options)]
+    optimizers = [MasterAdamW([ours], **options), torch.optim.AdamW([reference], **options)]
     for step in range(50):
-        for parameter, optimizer in zip([ours, theirs], optimizers, strict=True):
+        for parameter, optimizer in zip([ours, reference], optimizers, strict=True):
             optimizer.param_groups[0]["lr"] = 1e-5 * (1 - step / 50)
             set_gradient(parameter, step)
             optimizer.step()
     master = master_of(optimizers[0], ours)
-    change, expected_change = master - start, theirs.detach() - start
+    change, expected_change = master - start, reference.detach() - start
     # The first moment in bf16 has an error of up to 2^-9 a step. These errors average out over steps.
     assert (change - expected_change).norm() / expected_change.norm() < 2e-3
     if dtype == torch.bfloat16:
         assert torch.equal(ours.detach(), split_master(master)[0])
-    state, theirs_state = optimizers[0].state[ours], optimizers[1].state[theirs]
-    torch.testing.assert_close(state["exp_avg_sq"], theirs_state["exp_avg_sq"], rtol=1e-5, atol=0)
-    torch.testing.assert_close(state["exp_avg"].float(), theirs_state["exp_avg"], rtol=2**-6, atol=1e-5)
+    state, reference_state = optimizers[0].state[ours], optimizers[1].state[reference]
+    torch.testing.assert_close(state["exp_avg_sq"], reference_state["exp_avg_sq"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(state["exp_avg"].float(), reference_state["exp_avg"], rtol=2**-6, atol=1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 0.37), (torch.bfloat16, 0.25)])
@@ -172,14 +172,14 @@ def test_drawn_lower_bits_do_not_change_bf16_weights_and_keep_updates_on_average
 
 def test_remainders_are_drawn_if_none_were_loaded():
     stored = torch.tensor([5, 0, -7], dtype=torch.int16)
-    loaded, bare, again = (Parameter(torch.tensor([0.1, 0.5, -3.3], dtype=torch.bfloat16)) for _ in range(3))
+    loaded, first, second = (Parameter(torch.tensor([0.1, 0.5, -3.3], dtype=torch.bfloat16)) for _ in range(3))
     give_remainder_(loaded)
     remainder_of(loaded).copy_(stored)
-    optimizer = MasterAdamW([loaded, bare, again], lr=0.0, seed=1)
-    for parameter in (loaded, bare, again):
+    optimizer = MasterAdamW([loaded, first, second], lr=0.0, seed=1)
+    for parameter in (loaded, first, second):
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    drawn = [optimizer.state[parameter]["remainder"] for parameter in (loaded, bare, again)]
+    drawn = [optimizer.state[parameter]["remainder"] for parameter in (loaded, first, second)]
     assert torch.equal(drawn[0], stored)
     assert drawn[1].ne(0).all() and not torch.equal(drawn[1], drawn[2])
 

@@ -45,7 +45,7 @@ class Module(nn.Module):
     def forward(self, inputs):
         assert self.weight.transpose is None
         outputs = Product.apply(inputs, self.weight)
-        outputs.detach().add_(1.0)  # as adapters do
+        outputs.detach().add_(1.0)  # adapters add to the output in this way
         return outputs
 
 

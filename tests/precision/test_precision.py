@@ -66,7 +66,7 @@ def te_precision(scenario: str = "delayed", inner: int = 96, **options):
     ],
 )
 def test_te_modules_of_unsupported_sizes_stay_in_bf16(scenario, inner, misfits, monkeypatch):
-    """Transformer Engine would raise in the first step."""
+    """Transformer Engine would raise an error if such a module computed in fp8."""
     install_te(monkeypatch)
     entered = []
     monkeypatch.setattr(TEBackend, "autocast", lambda _, enabled: entered.append(enabled) or contextlib.nullcontext())
@@ -97,7 +97,7 @@ def test_linear_layers_of_unsupported_sizes_are_not_swapped(monkeypatch):
 
 @pytest.mark.parametrize("recast", [False, True])
 def test_fp8_recast_weights_stores_no_cast(recast, monkeypatch):
-    """Casts are not reused in later micro-batches, nor in the backward pass. TE behaves so for weights of FSDP2."""
+    """Later micro-batches and the backward pass cast the weights again, as TE does for weights of FSDP2."""
     install_te(monkeypatch)
     monkeypatch.setattr(TEBackend, "autocast", lambda *_, **__: contextlib.nullcontext())
     model, precision = te_precision(fp8_recast_weights=recast)

@@ -18,7 +18,7 @@ Format = enum.Enum("Format", "E4M3 E5M2 HYBRID")
 
 class Float8CurrentScaling:
     def __init__(self, fp8_format: Format = Format.HYBRID) -> None:
-        assert isinstance(fp8_format, Format), "Transformer Engine does not take the name"
+        assert isinstance(fp8_format, Format), "Transformer Engine needs the enum's member, not its name"
         self.fp8_format = fp8_format
 
 

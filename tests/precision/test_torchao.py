@@ -74,19 +74,19 @@ def test_every_recipe_trains_close_to_bf16(tiny_model, rows, tmp_path):
         assert record["effective_scenario"] == ("tensorwise" if scenario == "default" else scenario)
         assert set(record["coverage"]["converted"].values()) == {2}
         assert record["coverage"]["skipped"] == {"lm_head": "1 bf16 (lm_head)"}
-    assert by_recipe["bf16"][-1] < by_recipe["bf16"][0] - 0.02, "training must move the loss for this to mean anything"
+    assert by_recipe["bf16"][-1] < by_recipe["bf16"][0] - 0.02, "training must change the loss"
 
 
 @pytest.mark.slow
 def test_training_resumes_and_recomputes_bit_for_bit(tiny_model, rows, tmp_path):
-    """With packed rows, bf16 parameters with their remainders, and a layer that stays in bf16."""
+    """The run has packed rows, bf16 parameters with remainders, and a layer that stays in bf16."""
     shared = ["--batch_size=2", *FP8, "--packing", "--optimizer=adamw_master", "--fp8_bf16_modules=layers.-1"]
-    whole, again, resumed = tmp_path / "whole", tmp_path / "again", tmp_path / "resumed"
+    whole, recomputed, resumed = tmp_path / "whole", tmp_path / "recomputed", tmp_path / "resumed"
     train(*options(tiny_model, rows, whole, *shared, "--save_every=2"))
-    train(*options(tiny_model, rows, again, *shared, "--gradient_checkpointing", "--no_export"))
+    train(*options(tiny_model, rows, recomputed, *shared, "--gradient_checkpointing", "--no_export"))
     checkpoint = whole / "checkpoints" / "step-00000002"
     train(*options(tiny_model, rows, resumed, *shared, f"--resume_from={checkpoint}"))
-    assert losses(again) == losses(whole), "recomputed layers change nothing"
+    assert losses(recomputed) == losses(whole)
     assert_same_continuation(whole, resumed, completed=2)
     coverage = run_json(whole)["precision"]["coverage"]
     assert set(coverage["converted"].values()) == {1}
@@ -163,9 +163,9 @@ def test_fp8_params_gathers_fp8_weights_and_resumes_exactly(tiny_model, rows, lo
     run_ranks(2, resumed, *options(tiny_model, rows, resumed, *cut, f"--resume_from={checkpoint}"))
     assert_same_continuation(two, resumed, completed=2)
     # The checkpoint has unquantised weights, so one process without the option can resume from it.
-    alone = options(tiny_model, rows, tmp_path / "alone", "--batch_size=4", "--gradient_accumulation_steps=2", *FP8)
-    train(*alone, f"--resume_from={checkpoint}", "--no_export")
-    assert losses(tmp_path / "alone") == pytest.approx(losses(two)[2:], rel=3e-3)
+    single = options(tiny_model, rows, tmp_path / "single", "--batch_size=4", "--gradient_accumulation_steps=2", *FP8)
+    train(*single, f"--resume_from={checkpoint}", "--no_export")
+    assert losses(tmp_path / "single") == pytest.approx(losses(two)[2:], rel=3e-3)
 
 
 # --- The converted layers ---------------------------------------------------------------------------------------------

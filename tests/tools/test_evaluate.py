@@ -59,7 +59,7 @@ def test_evaluation_answers_the_held_out_rows_and_reproduces_the_eval_loss(run, 
     (evaluation,) = [record for record in records(run) if "eval_loss" in record]
     assert result["eval_loss"] == pytest.approx(evaluation["eval_loss"], rel=1e-5)
     right = [answer["correct"] for answer in result["answers"]]
-    assert len(right) == 9  # the loss is over all rows
+    assert len(right) == 9  # but the loss is that of all held-out rows
     assert result["exact_match"] == sum(right) / 9 and f"({sum(right)} of 9" in capsys.readouterr().out
     tokenizer = AutoTokenizer.from_pretrained(run / "final")
     assert all(len(tokenizer(answer["answer"])["input_ids"]) < 32 for answer in result["answers"])

@@ -1,4 +1,4 @@
-"""`llm_fp8.fine_tune`: runs in a process that goes on, and the notebook that shows them."""
+"""`llm_fp8.fine_tune`: several runs in one process, exceptions instead of exits, and the example notebook."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def options(tiny_model, rows) -> dict[str, object]:
     return dict(model_name=tiny_model, dataset_name=rows, max_seq_length=128, max_steps=3, log_every=1)
 
 
-def test_a_run_follows_another_and_what_the_process_had_comes_back(options, tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # accelerate launch asks for it, in each run
-    before, argv = Accelerator(cpu=True, mixed_precision="bf16"), sys.argv
+def test_two_runs_in_a_process_are_equal_and_restore_its_state(options, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as under accelerate launch, for both runs
+    accelerator, argv = Accelerator(cpu=True, mixed_precision="bf16"), sys.argv
     first = fine_tune(**options, output_dir=tmp_path / "first")
-    with ThreadPoolExecutor() as threads:  # where Python takes no signal handlers
+    with ThreadPoolExecutor() as threads:  # in which Python does not allow signal handlers
         second = threads.submit(fine_tune, **options, output_dir=tmp_path / "second").result()
     assert first["precision"]["effective"] == second["precision"]["effective"] == "bf16"
     assert [step["loss"] for step in steps(tmp_path / "first")] == [step["loss"] for step in steps(tmp_path / "second")]
     assert json.loads(json.dumps(second)) == summary_json(tmp_path / "second")
     assert run_json(tmp_path / "second")["provenance"]["command"][0] == "train_fp8.py"
-    assert sys.argv is argv and before.mixed_precision == "bf16"
+    assert sys.argv is argv and accelerator.mixed_precision == "bf16"
 
 
-def test_mistakes_are_exceptions(options, tmp_path):
+def test_invalid_options_raise_user_errors(options, tmp_path):
     code = "import sys, llm_fp8\ntry: llm_fp8.fine_tune(learning_rte=1)\n"
     code += "except llm_fp8.UserError as error: print('torch' in sys.modules, error)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -51,19 +51,19 @@ def test_mistakes_are_exceptions(options, tmp_path):
         fine_tune(**options, output_dir=tmp_path / "run", lora_rank=4, lora_targets=["q_proj", "w_proj"])
 
 
-def models() -> list[TrainingModel]:
+def live_training_models() -> list[TrainingModel]:
     gc.collect()
     return [each for each in gc.get_objects() if type(each) is TrainingModel]
 
 
-def test_a_failed_run_leaves_no_model_behind(options, tmp_path):
-    others = models()  # what earlier tests of this process have left
+def test_failed_run_releases_its_model(options, tmp_path):
+    others = live_training_models()  # left over from earlier tests of this process
     with pytest.raises(UserError, match="--learning_rate") as failure:
         fine_tune(**options, output_dir=tmp_path / "run", learning_rate=1e20, lr_scheduler="constant")
-    assert failure.tb is not None and all(any(each is other for other in others) for each in models())
+    assert failure.tb is not None and all(any(each is other for other in others) for each in live_training_models())
 
 
-def test_an_interrupt_is_raised_after_a_checkpoint_is_saved(options, tmp_path, monkeypatch):
+def test_keyboard_interrupt_is_raised_after_a_checkpoint_is_saved(options, tmp_path, monkeypatch):
     def take_step(*args):
         os.kill(os.getpid(), signal.SIGINT)
         return original(*args)
@@ -76,7 +76,7 @@ def test_an_interrupt_is_raised_after_a_checkpoint_is_saved(options, tmp_path, m
     assert fine_tune(**options, output_dir=tmp_path, resume_from="latest")["steps"] == 3
 
 
-def test_the_notebook_runs(tmp_path, monkeypatch):
+def test_notebook_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     names: dict[str, object] = {}

@@ -256,7 +256,7 @@ def test_unknown_kernel_names_are_a_warning(train, capsys):
     assert "WARNING: this run could not be certified" in capsys.readouterr().out
 
 
-def test_the_last_step_is_recorded_if_training_is_shorter_than_the_chosen_step(train):
+def test_last_step_is_recorded_if_training_is_shorter_than_the_chosen_step(train):
     assert train(BF16_LAUNCH, {BF16_KERNEL: 1}, step=5).certificate_callback.certificate.verdict == "certified"
 
 

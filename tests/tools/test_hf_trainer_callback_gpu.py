@@ -107,7 +107,7 @@ def test_trainer_that_lost_fp8_ends_with_code_1(patch, model_folder, tmp_path, r
     record_property("error", errors)
     assert len(errors) == 1 and "but 0 ran" in errors[0], done.stderr
     assert certificate_of(tmp_path / "run")["verdict"] == "failed"
-    assert not (tmp_path / "run" / "trainer_state.json").exists(), "it ended right after the recorded step"
+    assert not (tmp_path / "run" / "trainer_state.json").exists(), "the run ends right after the step that was recorded"
 
 
 def test_gradient_checkpointing_ends_the_run(model_folder, tmp_path, record_property):
@@ -157,7 +157,7 @@ def test_certify_step_accepts_only_the_precision_of_the_step(device):
 
 
 def test_transformer_engine_uses_the_documented_entries_of_fp8_config(monkeypatch):
-    """Only TE's recipe decides about these keys. `tests/config/test_accelerate_launch.py` tests the others."""
+    """Only TE itself shows what it does with these keys. `tests/config/test_accelerate_launch.py` tests the others."""
     from accelerate.utils import TERecipeKwargs
     from accelerate.utils.transformer_engine import apply_fp8_autowrap
     from transformer_engine.common import recipe as recipes
