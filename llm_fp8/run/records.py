@@ -1,4 +1,4 @@
-"""A run's outputs: run.json, summary.json, final/ and the closing lines on the terminal."""
+"""A run's outputs: run.json, summary.json, final/ and the first and last lines on the terminal."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from llm_fp8.config.recipes import precision_name
 from llm_fp8.data.prepare import PreparedData
 from llm_fp8.models.export import export_adapter, export_hf, export_size_bytes
 from llm_fp8.models.side_files import Origin, save_side_files
@@ -21,8 +22,22 @@ from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.optim.optimizers import bytes_on_host, effective_warmup_steps
 from llm_fp8.run.setup import TrainingSetup
 from llm_fp8.run.timeline import RunResults, Timeline
+from llm_fp8.settle.plan import RunPlan
 from llm_fp8.utils.errors import UserError, nearest_existing, reading
 from llm_fp8.utils.json_files import read_json, write_json_atomic
+
+
+def announce(plan: RunPlan) -> None:
+    """Print what was settled: notes, precision and optimizer."""
+    precision, say = plan.precision, plan.say
+    say("\n".join(plan.notes))
+    say(f"precision: {precision.name} (asked for: {precision_name(precision.requested, precision.requested_scenario)})")
+    if precision.backend not in (None, "te"):
+        say(f"fp8 by {precision.backend}{', EMULATED on the CPU in higher precision' if precision.emulated else ''}")
+    trained, frozen = (str(dtype).removeprefix("torch.") for dtype in (plan.parameter_dtype, plan.weight_dtype))
+    rank = plan.config.lora.lora_rank
+    adapters = f"adapters of rank {rank} in {trained}, frozen model in {frozen}"
+    say(f"optimizer: {plan.optimizer_kind}, {adapters if rank else f'parameters in {trained}'}")
 
 
 def _precision_record(setup: TrainingSetup, results: RunResults) -> dict[str, Any]:

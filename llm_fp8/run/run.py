@@ -23,15 +23,14 @@ from llm_fp8.models.source import check_model, load_tokenizer
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.reporter import RunReporter, quiet_libraries
 from llm_fp8.optim.optimizers import bytes_on_host, effective_warmup_steps
-from llm_fp8.run import run_dir
+from llm_fp8.run import records, run_dir
 from llm_fp8.run.checkpoint import Checkpoint, CheckpointManager
 from llm_fp8.run.graceful_stop import GracefulStop
-from llm_fp8.run.records import check_export, closing_words, export_final, record_run, record_stream, summary_of
 from llm_fp8.run.setup import build_setup, build_stepper
 from llm_fp8.run.timeline import RunResults, Timeline
 from llm_fp8.run.train_state import EvalHistory, RunState
 from llm_fp8.settle import resume
-from llm_fp8.settle.plan import announce, plan_run
+from llm_fp8.settle.plan import plan_run
 from llm_fp8.settle.settle import Settled
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -74,7 +73,7 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
             plan, results.measured_tokens_per_s = choose_precision(config, plan, data)
             phase_ends("auto_precision")
         folder = claimed or run_dir.default_folder(plan, stack)
-        announce(plan)
+        records.announce(plan)
         options = resume.run_options(plan.config, data, num_steps)
         if resumed is not None and (changed := resume.changed_options(plan.config, resumed, options)):
             plan.say(f"resuming with other options: {', '.join(changed)}")
@@ -84,7 +83,7 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
             plan.say(f"trainable parameters: {setup.num_trainable_parameters:,} of {setup.num_parameters:,}")
         phase_ends("weights")
 
-        check_export(setup, folder, data, tokenizer)
+        records.check_export(setup, folder, data, tokenizer)
         phase_ends("checks")
 
         engine = plan.strategy if plan.strategy.saves_itself else None
@@ -97,7 +96,7 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
 
         # Before this point there is nothing to save, and a signal ends the process at once.
         with GracefulStop() as stop, timeline.reporter:
-            record_run(timeline)
+            records.record_run(timeline)
             devices = plan.machine.gpu or "the CPU"
             if ranks.world_size > 1:
                 devices = f"{ranks.world_size} {'x' if plan.machine.gpu else 'processes on'} {devices}"
@@ -155,10 +154,10 @@ def build_timeline(state: RunState, resumed: Checkpoint | None, results: RunResu
 def finish(timeline: Timeline, stop: GracefulStop, tokenizer: PreTrainedTokenizerBase) -> None:
     """Evaluate, export and summarise after the last step. If the run was stopped, only summarise."""
     plan, config = timeline.setup.plan, timeline.setup.plan.config
-    record_stream(timeline)
+    records.record_stream(timeline)
     if not timeline.is_complete:
         stopped = {"stopped_by": stop.requested, "checkpoint": str(timeline.state.checkpoints.of_step(timeline.step))}
-        timeline.results.summary = timeline.reporter.finish(summary_of(timeline, None) | stopped)
+        timeline.results.summary = timeline.reporter.finish(records.summary_of(timeline, None) | stopped)
         advice = f"continue with --resume_from latest --output_dir {timeline.state.folder}"
         plan.say(f"stopped by {stop.requested}; {advice}")
         return
@@ -166,7 +165,7 @@ def finish(timeline: Timeline, stop: GracefulStop, tokenizer: PreTrainedTokenize
     exported, step, tokens_seen = None, timeline.step, timeline.tokens_seen
     if config.run.export and not timeline.history.keeps_best:
         # Before the last evaluation, which may be killed or run out of memory.
-        exported = export_final(timeline, tokenizer, step, tokens_seen)
+        exported = records.export_final(timeline, tokenizer, step, tokens_seen)
     if timeline.history.last_step != timeline.step and timeline.evaluate():
         timeline.save()
         timeline.state.checkpoints.finish()
@@ -178,7 +177,7 @@ def finish(timeline: Timeline, stop: GracefulStop, tokenizer: PreTrainedTokenize
                 step, tokens_seen = best.step, best.meta["tokens_seen"]
             else:
                 plan.say(f"WARNING: the checkpoint of the best step, {best_step}, is gone; final/ holds the last one")
-        exported = export_final(timeline, tokenizer, step, tokens_seen)
-    summary = summary_of(timeline, exported) | ({"exported_step": step} if exported else {})
+        exported = records.export_final(timeline, tokenizer, step, tokens_seen)
+    summary = records.summary_of(timeline, exported) | ({"exported_step": step} if exported else {})
     timeline.results.summary = timeline.reporter.finish(summary)
-    closing_words(timeline, exported)
+    records.closing_words(timeline, exported)

@@ -12,7 +12,6 @@ import torch
 from accelerate import Accelerator
 
 from llm_fp8.config.options import Config
-from llm_fp8.config.recipes import precision_name
 from llm_fp8.distributed.build import build_strategy
 from llm_fp8.distributed.process_group import device_of_process
 from llm_fp8.distributed.strategy import DistributedStrategy
@@ -111,16 +110,3 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Mapping[str, Any] | No
         packed_form=packed_form,
         say=say,
     )
-
-
-def announce(plan: RunPlan) -> None:
-    """Print what was settled: notes, precision and optimizer."""
-    precision, say = plan.precision, plan.say
-    say("\n".join(plan.notes))
-    say(f"precision: {precision.name} (asked for: {precision_name(precision.requested, precision.requested_scenario)})")
-    if precision.backend not in (None, "te"):
-        say(f"fp8 by {precision.backend}{', EMULATED on the CPU in higher precision' if precision.emulated else ''}")
-    trained, frozen = (str(dtype).removeprefix("torch.") for dtype in (plan.parameter_dtype, plan.weight_dtype))
-    rank = plan.config.lora.lora_rank
-    adapters = f"adapters of rank {rank} in {trained}, frozen model in {frozen}"
-    say(f"optimizer: {plan.optimizer_kind}, {adapters if rank else f'parameters in {trained}'}")

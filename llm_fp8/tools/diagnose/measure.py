@@ -43,9 +43,10 @@ from llm_fp8.observability.reporter import quiet_libraries
 from llm_fp8.optim.optimizers import unwrap
 from llm_fp8.precision.certificate import ExpectedKernels, certify
 from llm_fp8.precision.coverage import linear_weights
+from llm_fp8.run.records import announce
 from llm_fp8.run.run import load_data
 from llm_fp8.run.setup import TrainingSetup, build_setup, build_stepper, warm_up_scales
-from llm_fp8.settle.plan import RunPlan, announce, plan_run
+from llm_fp8.settle.plan import RunPlan, plan_run
 from llm_fp8.step.stepper import Stepper
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
