@@ -111,15 +111,15 @@ def test_document_reader_finds_rows_in_pieces_and_files(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An Arrow file has pieces of 1,000 rows, several processes write several files, and some rows have no token."""
-    one = tokenise(Dataset.from_list(ROWS * 300), tokenizer, OPTIONS)
+    single_file = tokenise(Dataset.from_list(ROWS * 300), tokenizer, OPTIONS)
     datasets.config.HF_DATASETS_CACHE = str(tmp_path / "other")
     monkeypatch.setattr(module, "ROWS_PER_WORKER", 1_000)
     monkeypatch.setattr(module, "cores_of_job", lambda: 2)
-    two = tokenise(Dataset.from_list(ROWS * 300), tokenizer, OPTIONS)
+    two_files = tokenise(Dataset.from_list(ROWS * 300), tokenizer, OPTIONS)
     indices = [1199, 0, 1, 998, 999, 1000, 1001, 599, 600, 601, 0, 1100]
-    for tokenised in (one, two):
+    for tokenised in (single_file, two_files):
         for index, document in zip(indices, document_reader(tokenised)(indices), strict=True):
-            row = one[index]
+            row = single_file[index]
             assert (document.input_ids.tolist(), document.supervised.tolist()) == (row["input_ids"], row["supervised"])
             assert document.row_id == row["row_id"] == index
 

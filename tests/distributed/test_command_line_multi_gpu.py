@@ -39,9 +39,9 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture
 def options(model, tmp_path) -> list[str]:
     """Return the options of a short run except precision, batch and output folder."""
-    words = "--use_te --sharding_mode=fsdp_full --learning_rate=1e-4 --no_merge_micro_batches --save_total_limit=9"
+    flags = "--use_te --sharding_mode=fsdp_full --learning_rate=1e-4 --no_merge_micro_batches --save_total_limit=9"
     numbers = (f"--gradient_accumulation_steps={MICRO_BATCHES}", f"--max_steps={NUM_STEPS}")
-    more = [*words.split(), *numbers, f"--save_every={SAVED_STEP}"]
+    more = [*flags.split(), *numbers, f"--save_every={SAVED_STEP}"]
     return short_run(model, write_rows(tmp_path / "rows.jsonl", NUM_ROWS), tmp_path, *more)
 
 

@@ -28,7 +28,7 @@ DOCUMENTS = [_document(length, row_id) for row_id, length in enumerate(LENGTHS)]
 
 
 def _packed(size: int, capacity: int = 96) -> Batch:
-    """Pack the documents into rows of `capacity` tokens; one more row stays empty."""
+    """Pack the documents into rows of `capacity` tokens. The last row of the batch stays empty."""
     layout = Layout(6, capacity, PAD, packed=True, num_slices=size)
     plan = pack(LENGTHS, capacity, layout.multiple)
     return layout([[DOCUMENTS[i] for i in plan[row]] for row in range(len(plan))])

@@ -29,9 +29,9 @@ DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 @pytest.fixture
 def options(models, tmp_path) -> list[str]:
     """Return the options of a short fp8 run except its output folder."""
-    words = "--validation_fraction=0 --use_te --mixed_precision=fp8 --sharding_mode=fsdp_full --max_seq_length=256"
+    common = "--validation_fraction=0 --use_te --mixed_precision=fp8 --sharding_mode=fsdp_full --max_seq_length=256"
     rows = write_rows(tmp_path / "rows.jsonl", 64)
-    return [f"--model_name={models['llama3_rope_gqa']}", f"--dataset_name={rows}", *words.split()]
+    return [f"--model_name={models['llama3_rope_gqa']}", f"--dataset_name={rows}", *common.split()]
 
 
 def test_rank_killed_in_a_save_ends_all_ranks_and_leaves_complete_checkpoints(options, tmp_path, record_property):

@@ -70,7 +70,7 @@ def test_losses_on_two_gpus_equal_those_on_one(mode, precision, options, models,
     two, summary, log = train(2, tmp_path / "two", model, *PRECISIONS[precision], *options, f"--sharding_mode={mode}")
     record_property("loss", losses_of(two))
     record_property("loss_on_one_gpu", losses_of(expected))
-    # The rows are split into different micro-batches. In bf16 the sums round differently; in fp8 the scales differ too.
+    # The rows are in different micro-batches, so sums round differently. In fp8 the scales differ, too.
     first, rest, norm = (2e-4, 2e-3, 2e-2) if recipe is None else (2e-3, 1e-2, 5e-2)
     assert two[0]["loss"] == pytest.approx(expected[0]["loss"], rel=first)
     assert losses_of(two) == pytest.approx(losses_of(expected), rel=rest)

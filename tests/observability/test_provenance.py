@@ -19,8 +19,8 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def test_command_is_relative_to_the_repository(monkeypatch, tmp_path) -> None:
-    words = [str(REPOSITORY / "scripts" / "x.py"), "--json", "/tmp/y"]
-    assert collect_provenance(words)["command"] == ["scripts/x.py", "--json", "/tmp/y"]
+    argv = [str(REPOSITORY / "scripts" / "x.py"), "--json", "/tmp/y"]
+    assert collect_provenance(argv)["command"] == ["scripts/x.py", "--json", "/tmp/y"]
     monkeypatch.chdir(REPOSITORY / "scripts")
     assert collect_provenance(["x.py"])["command"] == ["scripts/x.py"]
     monkeypatch.chdir(tmp_path)

@@ -127,7 +127,7 @@ def train(parameters, optimizer, steps):
 
 @pytest.mark.slow
 def test_step_equals_that_of_torchao():
-    """torchao computes the moments, the scales and the weight before rounding, for the fourth step of a run."""
+    """The expected moments, scales and unrounded weight of the fourth step are computed with torchao's functions."""
     adam = pytest.importorskip("torchao.optim.adam")
     subclass = pytest.importorskip("torchao.optim.subclass_8bit")
     parameters, optimizer = make()

@@ -55,7 +55,7 @@ def named(model):
     return list(model.named_parameters(remove_duplicate=False))
 
 
-def test_groups_hold_each_trainable_parameter_once():
+def test_groups_contain_each_trainable_parameter_once():
     model = TinyModel()
     matrices, others = parameter_groups(named(model), weight_decay=0.1)
     assert matrices["weight_decay"] == 0.1
@@ -88,7 +88,7 @@ def test_options_reach_the_optimizer(kind):
     assert kind != "adamw_8bit" or optimizer.seed == 7
 
 
-def test_schedule_values():
+def test_learning_rate_factors_of_every_schedule():
     factors = [learning_rate_factor(step, total_steps=20, warmup_steps=4, kind="linear") for step in range(21)]
     assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert factors[12] == 0.5
@@ -146,7 +146,7 @@ def accelerator():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", STATE)
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_initialize_state_changes_nothing(wrapped, kind, accelerator):
+def test_initialize_state_does_not_change_training(wrapped, kind, accelerator):
     config = OptimConfig(learning_rate=1e-2, weight_decay=0.1)
     model, optimizer = make_model_and_optimizer(config, kind=kind)
     model.linear.weight.grad = torch.ones_like(model.linear.weight)
@@ -184,7 +184,7 @@ def restore_state(optimizer, named_parameters, stopped, stopped_parameters):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", STATE)
-def test_resumed_run_is_the_uninterrupted_run(kind):
+def test_training_from_restored_state_continues_bit_for_bit(kind):
     whole, whole_optimizer = make_model_and_optimizer(kind=kind)
     train(whole, whole_optimizer, 5)
     train(whole, whole_optimizer, 5, seed=2)

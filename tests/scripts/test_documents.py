@@ -58,17 +58,17 @@ class _ParserCalled(BaseException):
     """Raised instead of parsing. Its `args` are the parser and the command line."""
 
 
-def parser_of(program: str, words: list[str]) -> tuple[argparse.ArgumentParser, list[str]]:
+def parser_of(program: str, argv: list[str]) -> tuple[argparse.ArgumentParser, list[str]]:
     """Return the parser that the main function of a program uses, and the command line that the parser gets."""
     if program in TRAINING:
-        return OptionsParser(parallel=program == "train_multi_gpu"), words
+        return OptionsParser(parallel=program == "train_multi_gpu"), argv
 
     def raise_call(parser, args=None, namespace=None):
         raise _ParserCalled(parser, list(sys.argv[1:] if args is None else args))
 
     with (
         mock.patch.object(argparse.ArgumentParser, "parse_known_args", raise_call),
-        mock.patch.object(sys, "argv", [program, *words]),
+        mock.patch.object(sys, "argv", [program, *argv]),
         pytest.raises(_ParserCalled) as call,
     ):
         importlib.import_module(program).main()

@@ -29,7 +29,7 @@ def options(tiny_model, rows) -> dict[str, object]:
     return dict(model_name=tiny_model, dataset_name=rows, max_seq_length=128, max_steps=3, log_every=1)
 
 
-def test_two_runs_in_a_process_are_equal_and_restore_its_state(options, tmp_path, monkeypatch):
+def test_two_runs_in_one_process_are_equal_and_leave_no_settings(options, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as under accelerate launch, for both runs
     accelerator, argv = Accelerator(cpu=True, mixed_precision="bf16"), sys.argv
     first = fine_tune(**options, output_dir=tmp_path / "first")

@@ -1,5 +1,5 @@
-"""The certificate of a transformers Trainer under every launch of Accelerate. The Trainer and Accelerate are real;
-a stand-in replaces Transformer Engine, and the names of the kernels that ran are made up.
+"""The certificate of a transformers Trainer under every launch of Accelerate. The Trainer and Accelerate are real. A
+stand-in replaces Transformer Engine, and the kernels that ran are made up.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ACTIVE_RECIPES: list[Any] = []
 
 
 def _recipe(name: str, defaults: dict[str, Any]) -> type:
-    """Return a recipe class with these fields and defaults; its constructor ignores other keyword arguments."""
+    """Return a recipe class with these fields and defaults. Its constructor ignores other keyword arguments."""
 
     def initialise(self: Any, **values: Any) -> None:
         self.__dict__.update({key: values.get(key, default) for key, default in defaults.items()})
@@ -74,7 +74,7 @@ class Linear(nn.Linear):
 
 @contextlib.contextmanager
 def fp8_autocast(enabled: bool, fp8_recipe: Any) -> Iterator[None]:
-    """While open, `Linear` computes by `fp8_recipe`."""
+    """Stand in for te.fp8_autocast: inside this context, `Linear` uses `fp8_recipe`."""
     _ACTIVE_RECIPES.append(fp8_recipe if enabled else None)
     try:
         yield

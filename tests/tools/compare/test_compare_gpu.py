@@ -42,6 +42,6 @@ def test_comparison_on_one_gpu_certifies_every_variant(tmp_path):
 
 
 @pytest.mark.multi_gpu
-def test_comparison_with_two_gpus_a_run(tmp_path):
+def test_comparison_with_two_gpus_per_run_certifies_every_variant(tmp_path):
     comparison = run_comparison(tmp_path, "--variants", "bf16,fp8", "--num_gpus", "2")
     assert comparison["provenance"]["gpus"][1]
