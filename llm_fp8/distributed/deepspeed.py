@@ -190,10 +190,12 @@ class DeepSpeedStrategy(DistributedStrategy):
         return {}
 
     def state_bytes(self) -> int:
+        """Return the bytes that `save_state` writes on all ranks together."""
         weights = list(self._zero.module.parameters())
         return sum(getattr(weight, "ds_numel", weight.numel()) * (12 + weight.element_size()) for weight in weights)
 
     def save_state(self, folder: Path) -> None:
+        """Write weights and optimizer state, synced to disk. Collective."""
         self._zero.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
         self.accelerator.wait_for_everyone()
         for path in folder.glob("*_states.pt"):

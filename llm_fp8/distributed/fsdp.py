@@ -78,7 +78,19 @@ class FsdpStrategy(DistributedStrategy):
         return model, optimizer
 
     def main_grads(self, model: nn.Module) -> FindMainGrad:
-        return unsharded_gradients(model)
+        """Return a `FindMainGrad` for sharded weights. It returns the gathered weight, which forward passes use, and
+        the gradient that FSDP2 accumulates on every rank, unsharded and in fp32.
+        """
+        entries = {id(weight): entry for unit in units_of(model) for weight, entry in fsdp_entries(unit)}
+
+        def find(weight: Tensor) -> tuple[Tensor, Tensor | None]:
+            gathered, accumulated = gathered_parameter(entries.get(id(weight)))
+            if gathered is None:
+                return weight, None
+            # If the compute dtype is fp32 too, FSDP2 accumulates in `.grad`.
+            return gathered, gathered.grad if accumulated is None else accumulated
+
+        return find
 
     def reduces_by_hooks(self, last: bool) -> bool:
         return False
@@ -110,22 +122,6 @@ def _reshard_without_backward(model: nn.Module, *_: Any) -> None:
     if not torch.is_grad_enabled():
         for unit in units_of(model):
             unit.reshard()
-
-
-def unsharded_gradients(model: nn.Module) -> FindMainGrad:
-    """Return a `FindMainGrad` for sharded weights. It returns the gathered weight, which forward passes use, and the
-    gradient that FSDP2 accumulates on every rank, unsharded and in fp32.
-    """
-    entries = {id(weight): entry for unit in units_of(model) for weight, entry in fsdp_entries(unit)}
-
-    def find(weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        gathered, accumulated = gathered_parameter(entries.get(id(weight)))
-        if gathered is None:
-            return weight, None
-        # If the compute dtype is fp32 too, FSDP2 accumulates in `.grad`.
-        return gathered, gathered.grad if accumulated is None else accumulated
-
-    return find
 
 
 class MemorySavingReduceScatter:

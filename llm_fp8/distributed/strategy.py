@@ -45,7 +45,7 @@ class DistributedStrategy:
     shards_parameters = False  # True if parameters are DTensors and weights are loaded shard by shard
     caches_weight_casts = True  # True if several micro-batches can use the same fp8 casts of weights
     reentrant_te_checkpoints = False  # True if each recomputed TE layer needs its own backward pass
-    saves_itself = False  # True if `save_state` writes weights and optimizer state; otherwise `state` returns them
+    saves_itself = False  # True if its `save_state` writes weights and optimizer state; otherwise `state` returns them
     saved_by = "any mode but DeepSpeed's"  # modes that can resume each other's checkpoints, on any number of ranks
 
     def __init__(self, mode: str, accelerator: Accelerator, options: ParallelConfig, plain: bool = False) -> None:
@@ -127,13 +127,6 @@ class DistributedStrategy:
         tensors = {f"model.{name}": values for name, (_, values) in masters.items()}
         state = optimizer_tensors(optimizer, [(name, master) for name, (master, _) in masters.items()])
         return tensors | {f"optimizer.{name}": tensor for name, tensor in state.items()}
-
-    def state_bytes(self) -> int:
-        """Return the bytes that `save_state` writes, summed over all ranks."""
-        return 0
-
-    def save_state(self, folder: Path) -> None:
-        """Write weights and optimizer state to disk and sync it, if the strategy `saves_itself`. Collective."""
 
     def load_state(self, folder: Path, optimizer: Any) -> None:
         """Restore the state that `save_state` wrote, or allocate the tensors of `state` to be read. Collective."""

@@ -42,7 +42,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from llm_fp8.distributed.process_group import decided_by_main
-from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.settle.resume import LATEST, SavedRun
 from llm_fp8.utils.errors import UserError, listed, nearest_existing, reading, unwritable_reason
 from llm_fp8.utils.json_files import read_json, write_json_atomic
@@ -100,10 +99,8 @@ class Checkpoint(SavedRun):
 class CheckpointManager:
     """Writes and finds checkpoints in `output_dir` and keeps `limit` of them. Only `is_main` renames and deletes."""
 
-    def __init__(
-        self, output_dir: Path, limit: int, is_main: bool = True, strategy: DistributedStrategy | None = None
-    ) -> None:
-        """`strategy`: pass it only if it saves weights and optimizer state itself."""
+    def __init__(self, output_dir: Path, limit: int, is_main: bool = True, strategy: Any = None) -> None:
+        """`strategy`: the run's, only if it saves weights and optimizer state itself (DeepSpeed's)."""
         self.folder, self.limit = output_dir / "checkpoints", limit
         self.is_main, self.strategy = is_main, strategy
         self._background: Future[None] | None = None

@@ -7,7 +7,7 @@ gradient* (Transformer Engine's `fuse_wgrad_accumulation`). In a step of n micro
     phase                            one process, DDP               FSDP2
     1. first micro-batch             autograd creates `.grad`       FSDP2 casts `.grad` (bf16) to unsharded fp32
     2. micro-batches 2 to n          the wgrad GEMM adds to `weight.main_grad`, which `FusedWgradAccumulation` sets to
-                                     `.grad`                        the result of `fsdp.unsharded_gradients`
+                                     `.grad`                        the result of `FsdpStrategy.main_grads`
     3. reduction, last micro-batch   DDP all-reduces (`strategy`),  `fsdp.MemorySavingReduceScatter` deletes
                                      and autograd adds              `main_grad`; then `.grad` is the shard
     4. clip, step, zero              `DistributedStrategy.step` uses `.grad` and sets it to None
