@@ -53,7 +53,7 @@ class ExpectedKernels:
     """Minimum number of fp8 GEMM kernels per micro-batch. A GEMM may run several kernels."""
     fp8_linear_flop_share: float = 0.0
     fp8_format: str | None = None
-    """Name of the recipe's format, such as "HYBRID"; None if it is not checked."""
+    """Name of the recipe's format, such as "HYBRID"; None for the default of the row in `RECIPES`."""
 
     @classmethod
     def of_model(
@@ -234,7 +234,7 @@ class _Judge:
 
         if others := [name for name in state.recipes if name != row.recipe_class]:
             self.failures.append(f"expected the recipe {row.recipe_class}, but modules had {', '.join(others)}")
-        expected_format = self.expected.fp8_format
+        expected_format = self.expected.fp8_format or row.defaults.get("fp8_format")
         if expected_format and (others := [name for name in state.formats if name != expected_format]):
             self.failures.append(f"expected the fp8 format {expected_format}, but modules had {', '.join(others)}")
         if state.num_without_amax:
