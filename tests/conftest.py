@@ -37,7 +37,7 @@ for _name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FS
 
 def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(_CACHE.cleanup)
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background processes so
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # set by a shell for background processes
         signal.signal(signal.SIGINT, signal.default_int_handler)  # inherited by processes that tests start
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return  # xdist's controller, which runs no tests, needs no torch

@@ -142,7 +142,7 @@ def test_kernels_with_failing_backward_pass_are_refused(monkeypatch):
 
 
 def test_probe_runs_a_layer_of_each_kind():
-    """Only the last layer, the first of its kind, mixes documents."""
+    """The last layer is the only one of its kind and the only one that mixes documents."""
     kinds = ["full_attention"] * 4
     attention_only = hub_config("LFM2", layer_types=kinds, num_hidden_layers=4)
     assert probe(PACKING, attention_only, CPU, torch.float32) == "rows"
@@ -204,8 +204,8 @@ def test_module_without_weights_on_the_logits_is_not_a_tower():
     assert probe(parse_config(["--no_packing"]), hf_config, CPU, torch.float32) is None
 
 
-def test_an_adapter_that_peft_would_not_read_back_is_refused_before_the_training():
-    """transformers renames Laguna's shared experts once more than it should."""
+def test_adapter_that_peft_cannot_load_is_refused_before_training():
+    """transformers renames the weights of Laguna's shared experts once too often."""
     with pytest.raises(UserError, match="--lora_targets.*shared_experts"):
         laguna = model_from_config(AutoConfig.for_model("laguna", **hub._TEXT | hub._EXPERTS))
         add_adapters(laguna, LoraConfig(lora_rank=2), torch.float32)

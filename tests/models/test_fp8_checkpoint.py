@@ -18,7 +18,7 @@ from tests.support.ranks import full_parameters, run_on_ranks, sharded_model
 from tests.support.small import assert_same_bits, built_model, final_weights, run_json, steps, stored_weights, train
 
 
-def loaded(name: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def loaded_weights(name: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     return built_model(name, dtype).module.state_dict()
 
 
@@ -48,7 +48,7 @@ def test_fp8_model_loads_as_dequantised_weights(tmp_path, kind, dtype):
     fp8, plain = write_fp8_model(tmp_path, kind, "40KB")
     stored = [tensor.dtype for tensor in stored_weights(fp8).values()]
     assert stored.count(torch.float8_e4m3fn) == 14
-    assert_same_bits(loaded(fp8, dtype), loaded(plain, dtype))
+    assert_same_bits(loaded_weights(fp8, dtype), loaded_weights(plain, dtype))
 
 
 def all_parameters(rank: int, names: list[str]) -> list[dict[str, torch.Tensor]]:
@@ -59,7 +59,7 @@ def all_parameters(rank: int, names: list[str]) -> list[dict[str, torch.Tensor]]
 def test_sharded_ranks_load_dequantised_weights(tmp_path):
     # The ranks have 11, 11 and 10 of 32 rows, so that their borders lie inside blocks.
     written = [write_fp8_model(tmp_path / kind, kind, "40KB") for kind in KINDS]
-    expected = [loaded(plain) for _, plain in written]
+    expected = [loaded_weights(plain) for _, plain in written]
     for rank_models in run_on_ranks(3, tmp_path / "run", all_parameters, [fp8 for fp8, _ in written]):
         for weights, dequantised_weights in zip(rank_models, expected, strict=True):
             assert_same_bits(weights, dequantised_weights)
@@ -85,7 +85,7 @@ def test_files_of_compressed_tensors_load_as_it_decompresses_them(tmp_path):
         model.save_pretrained(folder)
         compressor.update_config(folder)
         assert json.loads((folder / "config.json").read_text())["quantization_config"]["format"] == "float-quantized"
-        weights = loaded(str(folder))
+        weights = loaded_weights(str(folder))
         dequantise = CompressedTensorsConfig(dequantize=True)
         theirs = AutoModelForCausalLM.from_pretrained(folder, quantization_config=dequantise, dtype=torch.bfloat16)
         # `bfloat16` rounds ties to even like compressed-tensors; `LocalShard.fill` rounds them away from zero.
@@ -116,7 +116,7 @@ WEIGHT = "model.layers.0.mlp.up_proj.weight"
 SCALE, HEAD = f"{WEIGHT}_scale_inv", "lm_head.weight"
 
 
-def change(folder: str, edit: Any) -> None:
+def edit_tensors(folder: str, edit: Any) -> None:
     path = Path(folder) / "model.safetensors"
     tensors = load_file(path)
     edit(tensors)
@@ -133,9 +133,9 @@ def change(folder: str, edit: Any) -> None:
 )
 def test_damaged_checkpoint_is_refused_by_name(tmp_path, edit, message):
     fp8, _ = write_fp8_model(tmp_path, "uneven block")
-    change(fp8, edit)
+    edit_tensors(fp8, edit)
     with pytest.raises(UserError, match=f"{fp8}/model.safetensors.*{message}"):
-        loaded(fp8)
+        loaded_weights(fp8)
 
 
 UNSUPPORTED = {

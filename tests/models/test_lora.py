@@ -74,7 +74,7 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "final" / "adapter_model.safetensors")
 
 
-def check(folder: Path, model_folder: str, rows: str, targets: tuple[str, ...] | str = "all-linear") -> None:
+def check_with_peft(folder: Path, model_folder: str, rows: str, targets: tuple[str, ...] | str = "all-linear") -> None:
     """Compare a finished run with PEFT in a plain loop."""
     losses, norms, tensors = lora_reference(model_folder, rows, targets)
     records = steps(folder)
@@ -101,9 +101,9 @@ def loaded_by_peft(model_folder: str, folder: Path) -> peft.PeftModel:
 
 @pytest.mark.slow
 def test_run_equals_peft_in_a_plain_loop_and_its_adapter_merges(tmp_path, tied_model, sixteen_rows, monkeypatch):
-    cut = ["--batch_size=4", "--gradient_accumulation_steps=4", *LORA]
-    train(*reference_options(tied_model, sixteen_rows, tmp_path / "run"), *cut)
-    check(tmp_path / "run", tied_model, sixteen_rows)
+    sizes = ["--batch_size=4", "--gradient_accumulation_steps=4", *LORA]
+    train(*reference_options(tied_model, sixteen_rows, tmp_path / "run"), *sizes)
+    check_with_peft(tmp_path / "run", tied_model, sixteen_rows)
     check_merged(tied_model, tmp_path / "run" / "final", monkeypatch)
 
 
@@ -176,11 +176,11 @@ def test_two_ranks_take_the_steps_of_peft(tmp_path, tied_model, sixteen_rows, mo
     first = None
     if use_te:
         more, first = [*more, "--use_te", "--no_packing"], install_permanent_stand_in
-    cut = ["--batch_size=4", "--gradient_accumulation_steps=2", f"--sharding_mode={mode}", *LORA, *more]
+    sizes = ["--batch_size=4", "--gradient_accumulation_steps=2", f"--sharding_mode={mode}", *LORA, *more]
     log = tmp_path / "log"
-    ranks = start_ranks(2, log, *reference_options(tied_model, sixteen_rows, tmp_path), *cut, first=first)
+    ranks = start_ranks(2, log, *reference_options(tied_model, sixteen_rows, tmp_path), *sizes, first=first)
     assert [exit_code(rank) for rank in ranks] == [0, 0], log.read_text()
-    check(tmp_path, tied_model, sixteen_rows)
+    check_with_peft(tmp_path, tied_model, sixteen_rows)
 
 
 @pytest.mark.slow
@@ -194,11 +194,9 @@ def test_two_ranks_take_the_steps_of_peft(tmp_path, tied_model, sixteen_rows, mo
 )
 def test_te_decoder_trains_the_adapters_of_peft(tmp_path, request, sixteen_rows, stand_in, model, targets, more):
     """Run parity check, training and export with the stand-in for Transformer Engine."""
-    cut, folder = ["--batch_size=8", "--gradient_accumulation_steps=2"], request.getfixturevalue(model)
-    train(
-        *reference_options(folder, sixteen_rows, tmp_path), "--use_te", f"--lora_targets={targets}", *cut, *LORA, *more
-    )
-    check(tmp_path, folder, sixteen_rows, targets if targets == "all-linear" else tuple(targets.split(",")))
+    more, folder = [*LORA, *more, "--batch_size=8", "--gradient_accumulation_steps=2"], request.getfixturevalue(model)
+    train(*reference_options(folder, sixteen_rows, tmp_path), "--use_te", f"--lora_targets={targets}", *more)
+    check_with_peft(tmp_path, folder, sixteen_rows, targets if targets == "all-linear" else tuple(targets.split(",")))
     loaded_by_peft(folder, tmp_path / "final")  # raises if no name of the export matches
     assert set(json.loads((tmp_path / "final" / "adapter_config.json").read_text())["target_modules"]) == {
         name.split(".")[-3] for name in adapter(tmp_path)

@@ -12,7 +12,7 @@ from transformers import GemmaConfig
 from llm_fp8.config.parser import parse_config
 from llm_fp8.models.memory import ACTIVATIONS, CASTS, HEAD, STATE, resolve_optimizer, saved_bytes, state_bytes
 from te_llama import decoder_sizes
-from tests.support.run_sizes import hf_config, parts, run_size
+from tests.support.run_sizes import estimated, hf_config, run_size
 
 ROWS = json.loads((Path(__file__).parents[2] / "benchmarks/results/memory_rows.json").read_text())["rows"]
 
@@ -65,33 +65,34 @@ def test_peak_with_few_tokens_per_gpu_is_at_the_reduction_of_outermost_gradients
     row: dict[str, Any] = dict(mode="fsdp_full", num_gpus=64, optimizer="adamw_8bit", gradient_checkpointing=1)
     row |= dict(batch_size=1, gradient_accumulation_steps=1)
     spec = decoder_sizes(hf_config("Qwen3-8B"))
-    assert parts("Qwen3-8B", **row).total_gib > 3 * 2 * 2 * spec.vocab_size * spec.hidden_size / 2**30
+    assert estimated("Qwen3-8B", **row).total_gib > 3 * 2 * 2 * spec.vocab_size * spec.hidden_size / 2**30
 
 
 def test_recomputed_layers_store_only_their_inputs():
     spec = decoder_sizes(hf_config("Llama-3.1-8B"))
-    plain, recomputed = parts(), parts(gradient_checkpointing=1)
+    plain, recomputed = estimated(), estimated(gradient_checkpointing=1)
     assert recomputed.parts[ACTIVATIONS] == pytest.approx(8192 * 2 * spec.hidden_size * 32 / 2**30)
     assert recomputed.parts[HEAD] == plain.parts[HEAD] > 8192 * saved_bytes(spec, "delayed", frozenset(), 0) / 2**30
     assert recomputed.total_gib < plain.total_gib
 
 
 def test_each_option_changes_its_part_of_the_estimate():
-    plain, sharded = parts(), parts(mode="fsdp_full", num_gpus=4)
-    assert parts(fp8_recast_weights=True).parts.keys() == plain.parts.keys() - {CASTS}
-    assert CASTS not in parts(recipe="bf16").parts and CASTS not in sharded.parts
-    assert parts(offload_optimizer=1.0).parts[STATE] < plain.parts[STATE] - 8 * 7.4
-    assert parts(optimizer="adamw_8bit").parts[STATE] == pytest.approx(plain.parts[STATE] / 2, rel=0.01)
+    plain, sharded = estimated(), estimated(mode="fsdp_full", num_gpus=4)
+    assert estimated(fp8_recast_weights=True).parts.keys() == plain.parts.keys() - {CASTS}
+    assert CASTS not in estimated(recipe="bf16").parts and CASTS not in sharded.parts
+    assert estimated(offload_optimizer=1.0).parts[STATE] < plain.parts[STATE] - 8 * 7.4
+    assert estimated(optimizer="adamw_8bit").parts[STATE] == pytest.approx(plain.parts[STATE] / 2, rel=0.01)
     assert sharded.beside_gib > plain.beside_gib
-    assert parts(mode="ddp", num_gpus=1) == plain
-    assert parts(lora_rank=16).parts[STATE] < 0.2 * plain.parts[STATE]
-    few, many = (parts(lora_rank=rank).parts[ACTIVATIONS] for rank in (16, 256))
+    assert estimated(mode="ddp", num_gpus=1) == plain
+    assert estimated(lora_rank=16).parts[STATE] < 0.2 * plain.parts[STATE]
+    few, many = (estimated(lora_rank=rank).parts[ACTIVATIONS] for rank in (16, 256))
     assert many - few >= 8192 * 32 * 2 * 240 / 2**30, "low-rank products"
-    assert parts(lora_rank=16, mode="fsdp_full", num_gpus=4).parts[STATE] < 0.5 * parts(lora_rank=16).parts[STATE]
+    adapters, sharded_adapters = estimated(lora_rank=16), estimated(lora_rank=16, mode="fsdp_full", num_gpus=4)
+    assert sharded_adapters.parts[STATE] < 0.5 * adapters.parts[STATE]
 
 
 def test_estimate_of_hugging_face_decoder_has_no_activations():
-    estimate = parts(use_te=False)
+    estimate = estimated(use_te=False)
     assert not estimate.is_whole and estimate.parts == {STATE: pytest.approx(12 * 8.03e9 / 2**30, rel=0.001)}
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     small = GemmaConfig(**sizes, vocab_size=1000)

@@ -259,9 +259,9 @@ CHAT = [{"messages": [{"role": r, "content": f"{r} {i}"} for r in ("user", "assi
 
 def run_export(source: Path, folder: Path, *more: str) -> Path:
     (rows := folder.with_suffix(".jsonl")).write_text("".join(json.dumps(row) + "\n" for row in CHAT))
-    where = (f"--model_name={source}", f"--dataset_name={rows}", f"--output_dir={folder}")
-    size = ("--max_steps=1", "--max_seq_length=64", "--batch_size=2", "--validation_fraction=0", "--mixed_precision=no")
-    assert train(*where, *size, *more) == 0
+    options = (f"--model_name={source}", f"--dataset_name={rows}", f"--output_dir={folder}")
+    options += ("--max_steps=1", "--max_seq_length=64", "--batch_size=2", "--validation_fraction=0")
+    assert train(*options, "--mixed_precision=no", *more) == 0
     return folder / "final"
 
 

@@ -26,7 +26,7 @@ def stand_in(monkeypatch):
     install_stand_in(monkeypatch)
 
 
-def map_of(config):
+def te_parameter_map(config):
     return parameter_map(build_te_model(config, torch.float32, "meta", table_device="cpu"))
 
 
@@ -47,7 +47,7 @@ def empty_te_parameters(entries):
     return {name: torch.full((parts[-1].stop, *parts[0].shape[1:]), float("nan")) for name, parts in entries.items()}
 
 
-def fill(entries, tensors, shards):
+def fill_shards(entries, tensors, shards):
     for name, parts in entries.items():
         for part in reversed(parts):  # the order does not matter
             shards[name].fill(part, tensors[part.hf_name])
@@ -60,9 +60,9 @@ def in_one_shard(te_parameters):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_map_uses_every_hf_tensor_once_and_fills_every_te_parameter(family):
     config = family_config(family)
-    entries, tensors = map_of(config), hf_tensors(config)
+    entries, tensors = te_parameter_map(config), hf_tensors(config)
     te_parameters = empty_te_parameters(entries)
-    fill(entries, tensors, in_one_shard(te_parameters))
+    fill_shards(entries, tensors, in_one_shard(te_parameters))
     assert not any(parameter.isnan().any() for parameter in te_parameters.values())
     back = in_hf_layout(entries, te_parameters)
     assert back.keys() == tensors.keys()
@@ -75,16 +75,16 @@ def test_map_uses_every_hf_tensor_once_and_fills_every_te_parameter(family):
 def test_filled_shards_equal_slices_of_unsharded_parameters(num_blocks):
     """Shards may span q, k and v, lie inside one of them, or be empty."""
     config = family_config("qwen2_qkv_bias_tied")
-    entries, tensors = map_of(config), hf_tensors(config)
+    entries, tensors = te_parameter_map(config), hf_tensors(config)
     unsharded, in_blocks = empty_te_parameters(entries), empty_te_parameters(entries)
-    fill(entries, tensors, in_one_shard(unsharded))
+    fill_shards(entries, tensors, in_one_shard(unsharded))
     for number in range(num_blocks):
         blocks = {}
         for name, parameter in in_blocks.items():
             rows = parameter.shape[0]
             start, stop = (min(-(-rows // num_blocks) * border, rows) for border in (number, number + 1))
             blocks[name] = LocalShard(parameter[start:stop], start)
-        fill(entries, tensors, blocks)
+        fill_shards(entries, tensors, blocks)
     assert all(torch.equal(in_blocks[name], parameter) for name, parameter in unsharded.items())
 
 
@@ -94,7 +94,7 @@ def test_map_covers_bundled_architectures(name):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     expected = {key: tuple(p.shape) for key, p in model.named_parameters()}
-    mapped = {part.hf_name: part.shape for parts in map_of(config).values() for part in parts}
+    mapped = {part.hf_name: part.shape for parts in te_parameter_map(config).values() for part in parts}
     assert mapped == expected
 
 
@@ -111,7 +111,7 @@ def test_parameter_counts_equal_published_counts():
         "Llama-3.1-70B": 70_553_706_496,
     }
     for name, count in counts.items():
-        entries = map_of(AutoConfig.from_pretrained(BUNDLED[name]))
+        entries = te_parameter_map(AutoConfig.from_pretrained(BUNDLED[name]))
         shapes = [part.shape for parts in entries.values() for part in parts]
         assert sum(torch.Size(shape).numel() for shape in shapes) == count, name
 

@@ -40,7 +40,7 @@ def valid_options(tmp_path, tiny_model, rows) -> list[str]:
 
 
 @pytest.fixture
-def refuse(capfd, valid_options, tmp_path) -> Callable[..., str]:
+def refusal(capfd, valid_options, tmp_path) -> Callable[..., str]:
     """Return a function that trains with `valid_options` and more, expects a refusal and returns its line."""
 
     def run(*options: object, unchanged: bool = True) -> str:
@@ -85,8 +85,8 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("options", "message"), OPTIONS, ids=[options for options, _ in OPTIONS])
-def test_wrong_option_is_refused(refuse, options, message):
-    assert message in refuse(*options.split())
+def test_wrong_option_is_refused(refusal, options, message):
+    assert message in refusal(*options.split())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -100,8 +100,8 @@ def test_wrong_option_is_refused(refuse, options, message):
         "--batch_size=auto",
     ],
 )
-def test_option_that_needs_a_gpu_is_refused(refuse, option):
-    assert option.partition("=")[0] in refuse(option)
+def test_option_that_needs_a_gpu_is_refused(refusal, option):
+    assert option.partition("=")[0] in refusal(option)
 
 
 FILES = [
@@ -124,10 +124,10 @@ FILES = [
 @pytest.mark.parametrize(
     "flag, name, content, message", FILES, ids=[f"{name}: {text!r:.40}" for _, name, text, _ in FILES]
 )
-def test_invalid_file_is_refused(tmp_path, refuse, flag, name, content, message):
+def test_invalid_file_is_refused(tmp_path, refusal, flag, name, content, message):
     path = tmp_path / name
     path.write_text(content)
-    line = refuse(flag, path)
+    line = refusal(flag, path)
     assert message in line and (flag in line or str(path) in line)
 
 
@@ -173,68 +173,68 @@ BROKEN_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", BROKEN_MODELS)
-def test_broken_model_folder_is_refused(tmp_path, refuse, kind):
+def test_broken_model_folder_is_refused(tmp_path, refusal, kind):
     folder = Path(write_model(tmp_path / "broken"))
     damage, message = BROKEN_MODELS[kind]
     damage(folder)
-    line = refuse(f"--model_name={folder}")
+    line = refusal(f"--model_name={folder}")
     assert message in line and str(folder) in line
 
 
-def test_int8_expert_weights_are_refused(tmp_path, refuse):
+def test_int8_expert_weights_are_refused(tmp_path, refusal):
     folder = Path(write_model(tmp_path / "moe", model_type="mixtral", num_local_experts=2))
     expert = {"model__layers__0__block_sparse_moe__experts__0__w1__weight": torch.ones(48, 32, dtype=torch.int8)}
     edit_weights(folder / "model.safetensors", **expert)
-    assert "torch.int8" in refuse(f"--model_name={folder}")
+    assert "torch.int8" in refusal(f"--model_name={folder}")
 
 
-def test_gated_repository_is_refused_with_login_command(refuse, monkeypatch):
+def test_gated_repository_is_refused_with_login_command(refusal, monkeypatch):
     def gated(*_: object, **__: object) -> None:
         raise OSError("You are trying to access a gated repo.\nMake sure to have access to it")
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", gated)
-    line = refuse("--model_name=meta-llama/Llama-3.2-1B")
+    line = refusal("--model_name=meta-llama/Llama-3.2-1B")
     assert "--model_name meta-llama/Llama-3.2-1B" in line and "gated" in line and "hf auth login" in line
 
 
-def test_output_folder_of_another_or_finished_run_is_refused(tmp_path, valid_options, refuse):
+def test_output_folder_of_another_or_finished_run_is_refused(tmp_path, valid_options, refusal):
     train(*valid_options, "--max_steps=2", "--save_every=1")
-    assert "--resume_from latest" in refuse()
-    assert "--max_steps" in refuse("--max_steps=2", "--resume_from=latest")
+    assert "--resume_from latest" in refusal()
+    assert "--max_steps" in refusal("--max_steps=2", "--resume_from=latest")
     first = f"--resume_from={tmp_path / 'run' / 'checkpoints' / 'step-00000001'}"
-    assert "learning_rate" in refuse("--max_steps=2", first, "--learning_rate=3e-3")
+    assert "learning_rate" in refusal("--max_steps=2", first, "--learning_rate=3e-3")
     next((tmp_path / "run" / "checkpoints" / "step-00000001").glob("*.distcp")).write_bytes(b"")
-    assert "step-00000001" in refuse("--max_steps=2", first)
+    assert "step-00000001" in refusal("--max_steps=2", first)
 
 
-def test_finished_run_without_checkpoints_is_not_overwritten(valid_options, refuse):
+def test_finished_run_without_checkpoints_is_not_overwritten(valid_options, refusal):
     """A --dry_run may use its folder, because it writes nothing."""
     train(*valid_options, "--max_steps=2")
     for options, message in (([], "choose another"), (["--resume_from=latest"], "--save_every")):
-        assert message in refuse("--max_steps=2", *options)
+        assert message in refusal("--max_steps=2", *options)
         assert train(*valid_options, "--max_steps=2", *options, "--dry_run") == 0
 
 
 @pytest.mark.parametrize("folder", ["link", "link/run", "x" * 300, "file/run"])
-def test_output_folder_that_cannot_be_created_is_refused(tmp_path, refuse, folder):
+def test_output_folder_that_cannot_be_created_is_refused(tmp_path, refusal, folder):
     (tmp_path / "link").symlink_to("/no/such/place")
     (tmp_path / "file").write_text("")
-    assert "--output_dir" in refuse("--max_steps=1", f"--output_dir={tmp_path / folder}")
+    assert "--output_dir" in refusal("--max_steps=1", f"--output_dir={tmp_path / folder}")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_output_folder_without_write_permission_is_refused(tmp_path, refuse):
+def test_output_folder_without_write_permission_is_refused(tmp_path, refusal):
     (tmp_path / "locked").mkdir(mode=0o555)
     for folder in (tmp_path, *tmp_path.parents[:3]):
         folder.chmod(0o755)
     os.setresuid(65534, 65534, 0)
     try:
-        assert "locked" in refuse(f"--output_dir={tmp_path / 'locked' / 'run'}")
+        assert "locked" in refusal(f"--output_dir={tmp_path / 'locked' / 'run'}")
     finally:
         os.setresuid(0, 0, 0)
 
 
-def test_full_disk_is_reported(tmp_path, valid_options, refuse, monkeypatch):
+def test_full_disk_is_reported(tmp_path, valid_options, refusal, monkeypatch):
     replace = os.replace
 
     def fail_for_run_json(source: object, target: object) -> None:
@@ -243,7 +243,7 @@ def test_full_disk_is_reported(tmp_path, valid_options, refuse, monkeypatch):
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", fail_for_run_json)
-    line = refuse(unchanged=False)
+    line = refusal(unchanged=False)
     assert str(tmp_path / "run") in line and "No space left" in line
 
 
@@ -260,24 +260,24 @@ def test_full_disk_is_reported(tmp_path, valid_options, refuse, monkeypatch):
     ],
     ids=lambda error: f"{type(error).__name__} {error}"[:50],
 )
-def test_out_of_memory_suggests_smaller_batch_size(refuse, monkeypatch, error):
+def test_out_of_memory_suggests_smaller_batch_size(refusal, monkeypatch, error):
     def fail(*_: object) -> None:
         raise error
 
     monkeypatch.setattr(Timeline, "take_step", fail)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 15 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Gpu", (), {"total_memory": 2**34}))
-    line = refuse("--batch_size=4", unchanged=False)
+    line = refusal("--batch_size=4", unchanged=False)
     assert "out of memory" in line and "--batch_size" in line
 
 
-def test_nonfinite_loss_ends_the_run_and_is_not_saved(tmp_path, valid_options, refuse):
+def test_nonfinite_loss_ends_the_run_and_is_not_saved(tmp_path, valid_options, refusal):
     folder = Path(write_model(tmp_path / "nan"))
     edit_weights(folder / "model.safetensors", model__norm__weight=torch.full((32,), float("nan")))
-    line = refuse(f"--model_name={folder}", f"--output_dir={tmp_path / 'one'}", "--batch_size=3", unchanged=False)
+    line = refusal(f"--model_name={folder}", f"--output_dir={tmp_path / 'one'}", "--batch_size=3", unchanged=False)
     assert "step 1" in line and "rows" in line and not list(tmp_path.glob("one/checkpoints/step-*"))
     options = ("--learning_rate=1e20", "--lr_scheduler=constant", "--max_steps=6", "--save_every=1")
-    assert "--learning_rate" in refuse(*options, unchanged=False)
+    assert "--learning_rate" in refusal(*options, unchanged=False)
     assert all(torch.tensor(record["loss"]).isfinite() for record in steps(tmp_path / "run"))
     assert len(records(tmp_path / "run")) < 6 and not (tmp_path / "run" / "final").exists()
 
@@ -291,7 +291,7 @@ def test_every_program_refuses_unknown_option(command, monkeypatch, capfd):
     assert system_exit.value.code == 2 and line.startswith("error: ")
 
 
-def test_ranks_with_different_options_are_refused(refuse, monkeypatch):
+def test_ranks_with_different_options_are_refused(refusal, monkeypatch):
     """Rank 1 was started with another learning rate."""
     monkeypatch.setattr(run_dir, "gathered", lambda options: [options, {**options, "learning_rate": 3.0}])
-    assert "--learning_rate" in refuse("--max_steps=2")
+    assert "--learning_rate" in refusal("--max_steps=2")

@@ -131,12 +131,12 @@ def test_best_checkpoint_must_be_in_the_folder_of_the_run(tmp_path, options, eva
     assert summary_json(branch)["best"]["step"] == 4
     evaluate = Timeline.evaluate
 
-    def evaluate_after_loss(self):
+    def delete_checkpoint_and_evaluate(self):
         if self.step == 5:
             shutil.rmtree(tmp_path / "lost" / "checkpoints" / "step-00000002")
         return evaluate(self)
 
-    monkeypatch.setattr(Timeline, "evaluate", evaluate_after_loss)
+    monkeypatch.setattr(Timeline, "evaluate", delete_checkpoint_and_evaluate)
     assert train(*options, f"--output_dir={tmp_path / 'lost'}") == 0
     assert summary_json(tmp_path / "lost")["exported_step"] == 5
 

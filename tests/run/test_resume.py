@@ -34,7 +34,7 @@ from tests.support.small import (
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = 5
-CLOCKED = ("step_time_s", "eval_time_s", "model_tflops")
+CLOCK_METRICS = ("step_time_s", "eval_time_s", "model_tflops")
 """Metrics that depend on the clock, besides all rates per second."""
 
 
@@ -46,17 +46,17 @@ def options(small_run) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole_run(options, tmp_path_factory) -> Path:
+def reference_run(options, tmp_path_factory) -> Path:
     """Return the folder of an uninterrupted run, which no test may change."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
     assert train(*options, f"--output_dir={folder}") == 0
     return folder
 
 
 @pytest.fixture
-def whole(whole_run, tmp_path) -> Path:
-    """Return a copy of `whole_run`, which a test may change."""
-    return shutil.copytree(whole_run, tmp_path / "whole")
+def uninterrupted(reference_run, tmp_path) -> Path:
+    """Return a copy of `reference_run`, which a test may change."""
+    return shutil.copytree(reference_run, tmp_path / "uninterrupted")
 
 
 def checkpoint_tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -74,17 +74,17 @@ def meta(folder: Path, step: int) -> dict:
 def without_clock(folder: Path) -> list[dict]:
     """Return the records of metrics.jsonl without metrics that depend on the clock."""
     return [
-        {key: value for key, value in record.items() if key not in CLOCKED and "per_s" not in key}
+        {key: value for key, value in record.items() if key not in CLOCK_METRICS and "per_s" not in key}
         for record in records(folder)
     ]
 
 
-def assert_same_run(whole: Path, resumed: Path) -> None:
+def assert_same_run(uninterrupted: Path, resumed: Path) -> None:
     """Check that metrics, weights, optimizer state, random states and data position are bitwise equal."""
-    assert without_clock(resumed) == without_clock(whole)
-    assert_same_bits(final_weights(whole), final_weights(resumed))
-    assert_same_bits(checkpoint_tensors(whole, NUM_STEPS), checkpoint_tensors(resumed, NUM_STEPS))
-    assert meta(whole, NUM_STEPS) == meta(resumed, NUM_STEPS)
+    assert without_clock(resumed) == without_clock(uninterrupted)
+    assert_same_bits(final_weights(uninterrupted), final_weights(resumed))
+    assert_same_bits(checkpoint_tensors(uninterrupted, NUM_STEPS), checkpoint_tensors(resumed, NUM_STEPS))
+    assert meta(uninterrupted, NUM_STEPS) == meta(resumed, NUM_STEPS)
 
 
 # eager, because sdpa in torch 2.x uses AMX's format even if ATEN_CPU_CAPABILITY excludes AMX
@@ -100,12 +100,12 @@ SCENARIOS = {
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_resumed_run_equals_uninterrupted_run(tmp_path, options, whole, signal_after, scenario):
+def test_resumed_run_equals_uninterrupted_run(tmp_path, options, uninterrupted, signal_after, scenario):
     """Stop in the middle of an epoch, and in one scenario again at the end of an epoch."""
     options, resumed = [*options, *SCENARIOS[scenario]], tmp_path / "resumed"
     if SCENARIOS[scenario]:
-        whole = tmp_path / "uninterrupted"
-        assert train(*options, f"--output_dir={whole}") == 0
+        uninterrupted = tmp_path / "scenario"
+        assert train(*options, f"--output_dir={uninterrupted}") == 0
     signal_after(2)
     assert train(*options, f"--output_dir={resumed}") == 143
     assert steps(resumed)[-1]["step"] == 2 and not (resumed / "final").exists()
@@ -116,16 +116,16 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path, options, whole, signal_a
         assert train(*options, f"--output_dir={resumed}", "--resume_from=latest") == 130
     assert train(*options, f"--output_dir={resumed}", "--resume_from=latest") == 0
     if "--lora_rank=2" not in options:
-        assert_same_run(whole, resumed)
-    assert without_clock(resumed) == without_clock(whole)
-    assert_same_bits(checkpoint_tensors(whole, NUM_STEPS), checkpoint_tensors(resumed, NUM_STEPS))
+        assert_same_run(uninterrupted, resumed)
+    assert without_clock(resumed) == without_clock(uninterrupted)
+    assert_same_bits(checkpoint_tensors(uninterrupted, NUM_STEPS), checkpoint_tensors(resumed, NUM_STEPS))
     resumes = [resume["resumed_after_step"] for resume in run_json(resumed)["resumes"]]
     assert resumes == ([2, 3] if scenario == "padded" else [2])
 
 
 @pytest.mark.parametrize("stop", [2, 4])
 def test_evaluation_skipped_by_a_signal_runs_once_after_resume(
-    tmp_path, options, whole, signal_after, stop, monkeypatch
+    tmp_path, options, uninterrupted, signal_after, stop, monkeypatch
 ):
     options, resumed = [*options, "--save_every=2"], tmp_path / "resumed"
     signal_after(stop)
@@ -141,7 +141,7 @@ def test_evaluation_skipped_by_a_signal_runs_once_after_resume(
         with pytest.raises(RuntimeError, match="killed"):
             train(*arguments, "--resume_from=latest")
     assert train(*arguments, "--resume_from=latest") == 0
-    assert_same_run(whole, resumed)
+    assert_same_run(uninterrupted, resumed)
     assert [record["step"] for record in records(resumed) if "eval_loss" in record] == [2, 4, 5]
 
 
@@ -160,8 +160,8 @@ def test_model_is_exported_before_the_last_evaluation(tmp_path, options, monkeyp
 
 
 @pytest.mark.parametrize("was_evaluated", [False, True])
-def test_run_killed_before_its_export_is_finished_by_resume(tmp_path, options, whole, whole_run, was_evaluated):
-    killed = shutil.copytree(whole_run, tmp_path / "killed")
+def test_resume_finishes_run_killed_before_its_export(tmp_path, options, uninterrupted, reference_run, was_evaluated):
+    killed = shutil.copytree(reference_run, tmp_path / "killed")
     shutil.rmtree(killed / "final")
     (killed / "summary.json").unlink()
     if not was_evaluated:
@@ -170,7 +170,7 @@ def test_run_killed_before_its_export_is_finished_by_resume(tmp_path, options, w
     temporary = killed / "checkpoints" / ".tmp-step-00000004"
     temporary.mkdir()
     assert train(*options, f"--output_dir={killed}", "--resume_from=latest") == 0
-    assert_same_run(whole, killed)
+    assert_same_run(uninterrupted, killed)
     assert not temporary.exists()
 
 
@@ -178,17 +178,17 @@ def test_run_killed_before_its_export_is_finished_by_resume(tmp_path, options, w
 
 
 def test_resume_from_older_checkpoint_into_the_same_and_another_folder(tmp_path, options):
-    whole, branch = tmp_path / "whole", tmp_path / "branch"
-    train(*options, "--save_every=2", "--save_total_limit=9", f"--output_dir={whole}")
-    before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
-    older = whole / "checkpoints" / "step-00000002"
+    uninterrupted, branch = tmp_path / "uninterrupted", tmp_path / "branch"
+    train(*options, "--save_every=2", "--save_total_limit=9", f"--output_dir={uninterrupted}")
+    before = {path: path.read_bytes() for path in uninterrupted.rglob("*") if path.is_file()}
+    older = uninterrupted / "checkpoints" / "step-00000002"
     assert train(*options, f"--resume_from={older}", f"--output_dir={branch}") == 0
-    assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before
-    assert [step["loss"] for step in steps(branch)] == [step["loss"] for step in steps(whole)][2:]
+    assert {path: path.read_bytes() for path in uninterrupted.rglob("*") if path.is_file()} == before
+    assert [step["loss"] for step in steps(branch)] == [step["loss"] for step in steps(uninterrupted)][2:]
     assert run_json(branch)["resumed_after_step"] == 2
-    expected = without_clock(whole)
-    assert train(*options, f"--resume_from={older}", f"--output_dir={whole}") == 0
-    assert without_clock(whole) == expected
+    expected = without_clock(uninterrupted)
+    assert train(*options, f"--resume_from={older}", f"--output_dir={uninterrupted}") == 0
+    assert without_clock(uninterrupted) == expected
 
 
 @pytest.fixture
@@ -269,20 +269,20 @@ def test_adapters_are_not_resumed_on_different_frozen_weights(tmp_path, rows):
 
 
 @pytest.mark.parametrize("was_stopped", [False, True])
-def test_finished_run_is_resumed_only_with_more_steps(tmp_path, whole, options, signal_after, capsys, was_stopped):
-    """It continues from its end, also if only a signal had made it save before."""
+def test_finished_run_resumes_only_with_more_steps(tmp_path, uninterrupted, options, signal_after, capsys, was_stopped):
+    """The longer run continues from the end, also if only a signal had made the run save."""
     if was_stopped:
-        whole, options = tmp_path / "stopped", [option for option in options if "save_every" not in option]
+        uninterrupted, options = tmp_path / "stopped", [option for option in options if "save_every" not in option]
         signal_after(2)
-        train(*options, f"--output_dir={whole}")
-        assert train(*options, f"--output_dir={whole}", "--resume_from=latest") == 0
-    assert_refused(whole, options, "--max_steps", "--allow_changed max_steps")
-    before = (whole / "final" / "model.safetensors").read_bytes()
+        train(*options, f"--output_dir={uninterrupted}")
+        assert train(*options, f"--output_dir={uninterrupted}", "--resume_from=latest") == 0
+    assert_refused(uninterrupted, options, "--max_steps", "--allow_changed max_steps")
+    before = (uninterrupted / "final" / "model.safetensors").read_bytes()
     longer = ["--max_steps=7", "--allow_changed=max_steps", "--no_export"]
-    assert train(*options, *longer, f"--output_dir={whole}", "--resume_from=latest") == 0
-    assert [step["step"] for step in steps(whole)] == list(range(1, 8))
-    assert run_json(whole)["resumes"][-1]["resumed_after_step"] == NUM_STEPS
-    assert (whole / "final" / "model.safetensors").read_bytes() == before
+    assert train(*options, *longer, f"--output_dir={uninterrupted}", "--resume_from=latest") == 0
+    assert [step["step"] for step in steps(uninterrupted)] == list(range(1, 8))
+    assert run_json(uninterrupted)["resumes"][-1]["resumed_after_step"] == NUM_STEPS
+    assert (uninterrupted / "final" / "model.safetensors").read_bytes() == before
 
 
 def test_latest_refuses_checkpoint_before_the_end_of_a_finished_run(tmp_path, options):

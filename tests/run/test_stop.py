@@ -27,9 +27,9 @@ def options(small_run) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(options, tmp_path_factory) -> Path:
+def uninterrupted(options, tmp_path_factory) -> Path:
     """Return the folder of an uninterrupted run."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
     train(*options, f"--output_dir={folder}")
     return folder
 
@@ -108,7 +108,7 @@ def test_full_disk_for_the_log_does_not_end_training(tmp_path, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moved_path", ["folder", "metrics.jsonl"])
-def test_run_with_moved_folder_ends_and_resumes_in_the_new_place(tmp_path, options, whole, monkeypatch, moved_path):
+def test_run_with_moved_folder_ends_and_resumes_there(tmp_path, options, uninterrupted, monkeypatch, moved_path):
     folder, moved = tmp_path / "run", tmp_path / "moved"
     take_step = timeline_module.Timeline.take_step
 
@@ -123,8 +123,8 @@ def test_run_with_moved_folder_ends_and_resumes_in_the_new_place(tmp_path, optio
     new_folder = moved if moved_path == "folder" else folder
     assert train(*options, f"--output_dir={new_folder}", "--resume_from=latest") == 0
     resumed_losses = [step["loss"] for step in steps(new_folder)]
-    assert resumed_losses == [step["loss"] for step in steps(whole)][-len(resumed_losses) :]
-    assert_same_bits(final_weights(new_folder), final_weights(whole))
+    assert resumed_losses == [step["loss"] for step in steps(uninterrupted)][-len(resumed_losses) :]
+    assert_same_bits(final_weights(new_folder), final_weights(uninterrupted))
 
 
 # time-based checkpoints
@@ -135,18 +135,18 @@ def saved_checkpoints(log: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_time_based_checkpoints_do_not_change_results(tmp_path, options, whole, capsys, monkeypatch):
+def test_time_based_checkpoints_do_not_change_results(tmp_path, options, uninterrupted, capsys, monkeypatch):
     """They are saved at the log lines of steps 2 and 4, and therefore after the last step too."""
     with_saves, without_saves = tmp_path / "with", tmp_path / "without"
-    assert not (whole / "checkpoints").exists(), "the default interval is half an hour"
+    assert not (uninterrupted / "checkpoints").exists(), "the default interval is half an hour"
     monkeypatch.setattr(timeline_module, "SAVE_AFTER_S", 0.0)
     train(*options, "--save_every=0", f"--output_dir={without_saves}")
     assert not (without_saves / "checkpoints").exists()
     capsys.readouterr()
     train(*options, f"--output_dir={with_saves}")
     assert saved_checkpoints(capsys.readouterr().out) == ["step-00000002", "step-00000004", "step-00000006"]
-    assert [step["loss"] for step in steps(with_saves)] == [step["loss"] for step in steps(whole)]
-    assert_same_bits(final_weights(whole), final_weights(with_saves))
+    assert [step["loss"] for step in steps(with_saves)] == [step["loss"] for step in steps(uninterrupted)]
+    assert_same_bits(final_weights(uninterrupted), final_weights(with_saves))
 
 
 def _stop_clock_of_rank(rank: str) -> None:

@@ -41,10 +41,7 @@ finally:
 
 @pytest.fixture(scope="module")
 def plain_run(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """Run train_fp8.py without model and dataset in its own process; returns the process and its folder.
-
-    The names of all imported modules are in the folder's file `modules`.
-    """
+    """Run train_fp8.py without model and dataset; returns process and folder, whose file `modules` lists imports."""
     folder = tmp_path_factory.mktemp("plain")
     options = ["--max_steps=8", "--max_seq_length=128", "--num_of_samples=200", "--learning_rate=5e-3"]
     options.append("--eval_batches=4")
@@ -112,10 +109,7 @@ def hub_models(tiny_model, tmp_path_factory) -> dict[str, str]:
 
 
 def cpu_run_key(name: str) -> str:
-    """Return a key that two commands share if their runs on a CPU are equal.
-
-    It ignores model size, precision, sequence length and W&B's name.
-    """
+    """Return a command's options without model size, precision, sequence length and W&B's name."""
     config = config_of(TESTED_COMMANDS[name])
     model = dataclasses.replace(config.model, model_name=config.model.model_name.partition("/")[0], use_te=False)
     data = dataclasses.replace(config.data, max_seq_length=128)
@@ -143,10 +137,7 @@ def test_documented_command_runs(name, tmp_path, hub_models, hub_dataset, monkey
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, tiny_model, rows):
-    """Return a function that trains a few steps with options in a new folder and returns the folder.
-
-    The same options are trained once.
-    """
+    """Return a function that trains a few steps, once for equal options, and returns the run's folder."""
 
     @functools.cache
     def start(*options: str) -> Path:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.support.gpu_training import certificate_of, losses, metric_values, printed_output, train, training_options
+from tests.support.gpu_training import certificate_of, losses, metric_values, run_successfully, train, training_options
 
 pytestmark = pytest.mark.gpu
 
@@ -27,12 +27,12 @@ PRECISIONS = {
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_resumed_run_is_bitwise_equal_with_deterministic_attention(precision, model_folder, tmp_path):
     options = [*PRECISIONS[precision], "--lr_scheduler", "constant", "--num_warmup_steps", "0"]
-    printed_output(model_folder, tmp_path / "whole", *options, "--max_steps", "8", environment=DETERMINISTIC)
+    run_successfully(model_folder, tmp_path / "uninterrupted", *options, "--max_steps", "8", environment=DETERMINISTIC)
     longer = ["--max_steps", "8", "--allow_changed", "total_steps", "--resume_from", "latest"]
     for more in (["--max_steps", "4", "--save_every", "4"], longer):
-        printed_output(model_folder, tmp_path / "parts", *options, *more, environment=DETERMINISTIC)
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    ours, theirs = (load_file(tmp_path / side / "final" / "model.safetensors") for side in ("parts", "whole"))
+        run_successfully(model_folder, tmp_path / "parts", *options, *more, environment=DETERMINISTIC)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "uninterrupted")
+    ours, theirs = (load_file(tmp_path / side / "final" / "model.safetensors") for side in ("parts", "uninterrupted"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
@@ -43,7 +43,7 @@ def test_losses_do_not_depend_on_micro_batch_size(precision, model_folder, tmp_p
     for batch_size, micro_batches in ((8, 2), (4, 4), (16, 1)):
         folder = tmp_path / f"{batch_size}x{micro_batches}"
         sizes = ["--batch_size", str(batch_size), "--gradient_accumulation_steps", str(micro_batches)]
-        printed_output(
+        run_successfully(
             model_folder, folder, *PRECISIONS[precision], *sizes, "--max_steps", "4", "--learning_rate", "1e-4"
         )
         losses_by_size[batch_size] = losses(folder)
@@ -56,23 +56,23 @@ def test_losses_do_not_depend_on_micro_batch_size(precision, model_folder, tmp_p
 @pytest.mark.parametrize("precision", ["delayed", "current"])
 def test_bf16_steps_after_fp8_until_are_certified_and_resume_bitwise(precision, graphs, model_folder, tmp_path):
     options = [*PRECISIONS[precision], *graphs, "--max_steps=16", "--fp8_until=0.5", "--no_export"]
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    uninterrupted, resumed = tmp_path / "uninterrupted", tmp_path / "resumed"
     saving = ["--save_every=6", "--save_total_limit=9", "--eval_every=4"]
-    printed_output(model_folder, whole, *options, *saving, environment=DETERMINISTIC)
-    fp8, bf16 = certificate_of(whole), json.loads((whole / "certificate_after_fp8.json").read_text())
+    run_successfully(model_folder, uninterrupted, *options, *saving, environment=DETERMINISTIC)
+    fp8, bf16 = certificate_of(uninterrupted), json.loads((uninterrupted / "certificate_after_fp8.json").read_text())
     assert fp8["verdict"] == bf16["verdict"] == "certified", (fp8["reasons"], bf16["reasons"])
     assert fp8["num_fp8_gemm_kernels"] > 0 and "fp8" not in bf16["gemm_kernels_by_type"]
     assert bf16["modules"]["num_modules"] > bf16["modules"]["num_in_fp8"] == 0
     for step in (6, 12):
-        more = ["--eval_every=4", f"--resume_from={whole / 'checkpoints' / f'step-{step:08}'}"]
-        printed_output(model_folder, resumed / str(step), *options, *more, environment=DETERMINISTIC)
-        assert losses(resumed / str(step)) == losses(whole)[step:]
-        assert metric_values(resumed / str(step), "eval_loss") == metric_values(whole, "eval_loss")[step // 4 :]
+        more = ["--eval_every=4", f"--resume_from={uninterrupted / 'checkpoints' / f'step-{step:08}'}"]
+        run_successfully(model_folder, resumed / str(step), *options, *more, environment=DETERMINISTIC)
+        assert losses(resumed / str(step)) == losses(uninterrupted)[step:]
+        assert metric_values(resumed / str(step), "eval_loss") == metric_values(uninterrupted, "eval_loss")[step // 4 :]
 
 
 def test_run_reports_recipe_and_attention_and_exports_a_hugging_face_model(model_folder, tmp_path):
     options = ("--mixed_precision", "fp8", "--fp8_scenario", "mxfp8", "--max_steps", "4")
-    output = printed_output(model_folder, tmp_path / "run", *options)
+    output = run_successfully(model_folder, tmp_path / "run", *options)
     assert "parity with Hugging Face: 30 stored tensors loaded bit for bit; 33 tensors of 3 layers" in output
     assert "fused (cuDNN)" in output
     run = json.loads((tmp_path / "run" / "run.json").read_text())["precision"]
@@ -88,12 +88,12 @@ def test_run_reports_recipe_and_attention_and_exports_a_hugging_face_model(model
 
 
 def test_transformer_engine_uses_the_cudnn_of_torch(model_folder, tmp_path):
-    """With empty CUDNN_HOME and no cuDNN in LD_LIBRARY_PATH, Transformer Engine would search the whole file system."""
+    """With empty CUDNN_HOME and no cuDNN in LD_LIBRARY_PATH, Transformer Engine searches the whole file system."""
     environment = {"CUDNN_HOME": "", "LD_LIBRARY_PATH": os.environ.get("LD_LIBRARY_PATH", "")}
     others = [path for path in environment["LD_LIBRARY_PATH"].split(":") if "cudnn" not in path]
     environment["LD_LIBRARY_PATH"] = ":".join(others)
     options = ("--mixed_precision", "bf16", "--max_steps", "2")
-    assert "fused (cuDNN)" in printed_output(model_folder, tmp_path / "run", *options, environment=environment)
+    assert "fused (cuDNN)" in run_successfully(model_folder, tmp_path / "run", *options, environment=environment)
 
 
 def test_accelerate_launch_file_sets_the_recipe(model_folder, tmp_path):
@@ -140,8 +140,8 @@ def test_auto_fills_the_gpu_and_chooses_fp8(tmp_path):
 
 
 def test_auto_equals_a_run_in_the_chosen_precision(model_folder, tmp_path):
-    printed_output(model_folder, tmp_path / "auto", "--mixed_precision", "auto", environment=DETERMINISTIC)
+    run_successfully(model_folder, tmp_path / "auto", "--mixed_precision", "auto", environment=DETERMINISTIC)
     chosen = json.loads((tmp_path / "auto" / "run.json").read_text())["precision"]["effective"]
-    printed_output(model_folder, tmp_path / "named", "--mixed_precision", chosen, environment=DETERMINISTIC)
+    run_successfully(model_folder, tmp_path / "named", "--mixed_precision", chosen, environment=DETERMINISTIC)
     assert losses(tmp_path / "auto") == losses(tmp_path / "named")
     assert certificate_of(tmp_path / "auto")["verdict"] == "certified"

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.documented_commands import COMMANDS, cpu_options, write_dataset
 from tests.support.faults import kill_rank_and_restart
-from tests.support.launches import ROOT, SCRIPT, ForkedTorchrun, environment
+from tests.support.launches import ROOT, SCRIPT, ForkedTorchrun, launcher_environment
 from tests.support.processes import free_port, wait_until_processes_end
 from tests.support.small import run_json, steps
 
@@ -60,7 +60,7 @@ def test_ranks_of_killed_accelerate_launch_save_and_end(tmp_path, tiny_model, ro
     with subprocess.Popen(
         [*launcher, f"--main_process_port={free_port()}", SCRIPT, *options, "--log_every=1", f"--output_dir={folder}"],
         cwd=tmp_path,
-        env=environment(**mark),
+        env=launcher_environment(**mark),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     ) as process:

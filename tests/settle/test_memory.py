@@ -11,7 +11,7 @@ from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
 from llm_fp8.models.memory import recomputed_layers
 from llm_fp8.settle.memory import MOST_TOKENS, settle_memory
 from llm_fp8.utils.errors import UserError
-from tests.support.run_sizes import hf_config, parts, run_size
+from tests.support.run_sizes import estimated, hf_config, run_size
 
 
 def settle(gpu_gib: float, model: str = "Llama-3.1-8B", **row: Any) -> tuple[Config, list[str]]:
@@ -25,7 +25,7 @@ def test_auto_batch_size_fills_the_gpu():
     size = config.data.batch_size
     assert len(notes) == 1 and str(size) in notes[0]
     row = {"model": "Llama-3.2-1B", "gradient_accumulation_steps": 4}
-    assert parts(**row, batch_size=size).needed_gib <= 79.2 < parts(**row, batch_size=size + 1).needed_gib
+    assert estimated(**row, batch_size=size).needed_gib <= 79.2 < estimated(**row, batch_size=size + 1).needed_gib
     assert settle(1000.0, "Llama-3.2-1B", batch_size=AUTO_BATCH_SIZE)[0].data.batch_size == MOST_TOKENS // 1024
 
 
@@ -53,7 +53,7 @@ def test_run_that_cannot_fit_is_refused_with_suggestion(row):
 def test_suggested_options_fit():
     with pytest.raises(UserError, match="--offload_optimizer 1.0 "):
         settle(79.2)
-    assert parts(offload_optimizer=1.0).needed_gib <= 79.2
+    assert estimated(offload_optimizer=1.0).needed_gib <= 79.2
     with pytest.raises(UserError, match="--sync_every_micro_batch --gradient_checkpointing "):
         settle(79.2, mode="ddp", num_gpus=2)
 
@@ -67,7 +67,7 @@ def test_suggestions_are_valid_for_the_run():
 
 
 def test_large_micro_batch_is_warned_about_or_refused():
-    total_gib = parts("Llama-3.2-3B", batch_size=16).total_gib
+    total_gib = estimated("Llama-3.2-3B", batch_size=16).total_gib
     config, notes = settle(total_gib + 1, "Llama-3.2-3B", batch_size=16)
     assert config.data.batch_size == 16 and notes[0].startswith("WARNING") and "--gradient_checkpointing" in notes[0]
     with pytest.raises(UserError, match="cannot fit.*--gradient_checkpointing"):
@@ -139,7 +139,7 @@ def test_auto_batch_size_recomputes_only_layers_that_one_row_needs():
 
 
 def test_insufficient_recomputation_uses_all_layers_and_warns():
-    gpu_gib = parts("Llama-3.2-3B", batch_size=64, gradient_checkpointing=1).total_gib
+    gpu_gib = estimated("Llama-3.2-3B", batch_size=64, gradient_checkpointing=1).total_gib
     config, notes = settle(gpu_gib, "Llama-3.2-3B", batch_size=64, gradient_checkpointing="auto")
     assert config.model.gradient_checkpointing == 1 and notes[0].startswith("WARNING") and "28 of 28" in notes[1]
 

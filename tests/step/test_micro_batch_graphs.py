@@ -269,7 +269,7 @@ def test_mixed_graph_and_eager_micro_batches_equal_eager_training(monkeypatch, s
             assert relative_difference(ours, other) < 0.03, name
 
 
-# --- whole runs -------------------------------------------------------------------------------------------------------
+# --- Runs -------------------------------------------------------------------------------------------------------------
 
 GRAPHS = ("--use_te", "--cuda_graphs")
 
@@ -297,10 +297,10 @@ def test_resumed_run_with_graphs_takes_the_same_steps(tmp_path, tiny_model, rows
             f"--output_dir={folder}", *more,
         )  # fmt: skip
 
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(whole, "--max_steps=4")
+    uninterrupted, parts = tmp_path / "uninterrupted", tmp_path / "parts"
+    run(uninterrupted, "--max_steps=4")
     run(parts, "--max_steps=2")
     run(parts, "--max_steps=4", "--allow_changed=total_steps", "--resume_from=latest")
     assert all(capture.graphs for capture in captures) and len(captures) == 3
-    assert [step["grad_norm"] for step in steps(parts)] == [step["grad_norm"] for step in steps(whole)]
-    assert_same_bits(final_weights(whole), final_weights(parts))
+    assert [step["grad_norm"] for step in steps(parts)] == [step["grad_norm"] for step in steps(uninterrupted)]
+    assert_same_bits(final_weights(uninterrupted), final_weights(parts))

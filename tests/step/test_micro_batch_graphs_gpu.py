@@ -67,12 +67,12 @@ def test_graphs_start_automatically_if_the_gpu_is_idle(more, model_folder, tmp_p
 @pytest.mark.parametrize("precision", ["bf16", "delayed"])
 def test_resumed_run_with_graphs_is_bitwise_equal(precision, model_folder, tmp_path):
     options = [*PRECISIONS[precision], "--eval_every", "3", "--cuda_graphs"]
-    whole = run(model_folder, tmp_path / "whole", *options, "--max_steps", "8")
+    uninterrupted = run(model_folder, tmp_path / "uninterrupted", *options, "--max_steps", "8")
     parts = tmp_path / "parts"
     run(model_folder, parts, *options, "--max_steps", "4", "--save_every", "4")
     run(
         model_folder, parts, *options, "--max_steps", "8", "--allow_changed", "total_steps", "--resume_from", "latest"
     )  # fmt: skip
-    assert losses(parts) == losses(whole)
-    ours, theirs = (load_file(side / "final" / "model.safetensors") for side in (parts, whole))
+    assert losses(parts) == losses(uninterrupted)
+    ours, theirs = (load_file(side / "final" / "model.safetensors") for side in (parts, uninterrupted))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

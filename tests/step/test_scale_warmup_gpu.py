@@ -71,7 +71,7 @@ def test_resume_with_changed_scale_options_keeps_losses(change, tmp_path):
         records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         return [record["loss"] for record in records if "loss" in record]
 
-    whole = losses("whole")
-    checkpoint = str(tmp_path / "whole" / "checkpoints" / "step-00000006")
+    uninterrupted_losses = losses("uninterrupted")
+    checkpoint = str(tmp_path / "uninterrupted" / "checkpoints" / "step-00000006")
     changed = losses("changed", *change, "--resume_from", checkpoint, "--allow_changed", change[0].removeprefix("--"))
-    assert len(changed) == 6 and changed == pytest.approx(whole[6:], rel=0.02)
+    assert len(changed) == 6 and changed == pytest.approx(uninterrupted_losses[6:], rel=0.02)

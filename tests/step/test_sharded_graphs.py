@@ -54,13 +54,13 @@ def unequal_rows(tmp_path_factory) -> str:
     return str(path)
 
 
-def begin_after_the_first_step() -> None:
+def begin_graphs_after_first_step() -> None:
     """Begin graphs after the first step, as if the GPU had been idle."""
     emulate_graphs()
     pytest.MonkeyPatch().setattr(Timeline, "_note_attention", lambda run: run.stepper.begin_graphs())
 
 
-def begin_without_memory_for_both() -> None:
+def begin_and_drop_graphs() -> None:
     """Begin graphs after the first step, and drop them before every eager pass for lack of memory."""
     emulate_graphs()
 
@@ -79,8 +79,8 @@ def fail_on_one_rank(work: Callable[[], None]) -> EmulatedGraph:
 
 WITH_GRAPHS: dict[str, tuple[str, Callable[[], None]]] = {
     "from the start, dropped": ("--cuda_graphs", functools.partial(emulate_graphs, lacks_memory=True)),
-    "after a step": ("--seed=42", begin_after_the_first_step),
-    "after a step, dropped": ("--seed=42", begin_without_memory_for_both),
+    "after a step": ("--seed=42", begin_graphs_after_first_step),
+    "after a step, dropped": ("--seed=42", begin_and_drop_graphs),
 }
 
 

@@ -44,10 +44,7 @@ COMMANDS = {
 
 
 def training_commands(document: Path) -> list[str]:
-    """Return the command lines of a document that start a training, without comments.
-
-    Lines with an ellipsis are left out, because they are incomplete.
-    """
+    """Return a document's training commands without comments; those with an ellipsis are left out."""
     lines = document.read_text().replace("\\\n", " ").splitlines()
     start = r" *(python|torchrun( --\S+)*) train_(fp8|multi_gpu)\.py --"
     return [
@@ -56,14 +53,13 @@ def training_commands(document: Path) -> list[str]:
 
 
 def script_of(command: str) -> str:
-    """Return the name of the training script that a command starts."""
     return next(word for word in shlex.split(command) if word.startswith("train_"))
 
 
 def options_of(command: str) -> list[str]:
     """Return the arguments after the training script's name."""
-    words = shlex.split(command)
-    return words[words.index(script_of(command)) + 1 :]
+    arguments = shlex.split(command)
+    return arguments[arguments.index(script_of(command)) + 1 :]
 
 
 def config_of(command: str) -> Config:
@@ -97,10 +93,7 @@ def cpu_options(command: str, model: str, dataset: Path) -> list[str]:
 
 
 def write_dataset(folder: Path, num_rows: int | None = None) -> Path:
-    """Write the embedded dataset as a dataset folder of the hub with the splits `SPLITS`.
-
-    Its columns are those of OpenMathInstruct-2.
-    """
+    """Write the embedded dataset, which has OpenMathInstruct-2's columns, as a dataset folder of the hub."""
     parts = sorted((DATASET_DIR / "data").glob("train-*.jsonl"))
     lines = [line for part in parts for line in part.read_text().splitlines()][:num_rows]
     (folder / "data").mkdir(parents=True)

@@ -131,8 +131,8 @@ def check_run_stops_on_nonfinite_value(folder: Path, place: str, value: float, *
     """Check that both ranks exit with code 2 and an error that names step and rows, and save nothing of that step."""
     log = folder.with_name(f"{folder.name}.log")
     training = [*options, "--max_steps=8", "--save_every=2", "--log_every=4", f"--output_dir={folder}"]
-    cut = ["--batch_size=2", f"--gradient_accumulation_steps={MICRO_BATCH}", "--no_merge_micro_batches"]
-    ranks = start_ranks(2, log, *training, *cut, first=functools.partial(plant_nonfinite_value, place, value))
+    sizes = ["--batch_size=2", f"--gradient_accumulation_steps={MICRO_BATCH}", "--no_merge_micro_batches"]
+    ranks = start_ranks(2, log, *training, *sizes, first=functools.partial(plant_nonfinite_value, place, value))
     codes = [exit_code(rank, 120) for rank in ranks]
     output = log.read_text()
     assert codes == [2, 2], output

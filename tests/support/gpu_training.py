@@ -46,7 +46,7 @@ def training_options(model_folder: Path, folder: Path, *more: str) -> list[str]:
     return [*options.split(), *more]
 
 
-def printed_output(model_folder: Path, folder: Path, *more: str, environment: dict[str, str] | None = None) -> str:
+def run_successfully(model_folder: Path, folder: Path, *more: str, environment: dict[str, str] | None = None) -> str:
     """Train with `training_options` and `more`, check that it succeeds, and return what it prints."""
     process = train(*training_options(model_folder, folder, *more), environment=environment)
     assert process.returncode == 0, process.stderr

@@ -140,7 +140,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def hub_config(name: str, **changes: Any) -> PretrainedConfig:
-    """Return the config of a family of `FAMILIES`, with `changes`."""
     model_type, entries = FAMILIES[name]
     entries = copy.deepcopy(entries if "text_config" in entries else _TEXT | entries)
     return AutoConfig.for_model(model_type, **entries | changes)
@@ -209,7 +208,7 @@ def check_family(name: str, folder: Path) -> SupportRow:
         assert len(towers) >= len([key for key in before if "vision" in key or "visual" in key]) > 0
     linears, experts = _linears(model), any("grouped" in module.reason for module in routed_modules(model).values())
     assert linears.keys() & linears_left(model, 1).keys() <= read_by_kernels(model).keys()
-    assert built.layout  # raises where ranks could not load their shards
+    assert built.layout  # raises if ranks could not load their shards
     return SupportRow(
         family=name,
         te="yes" if hf_config.model_type in te_llama.FAMILIES else "no",

@@ -28,13 +28,13 @@ _FAILURE = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+
 """Rank and exit code in torchrun's report of a failed process."""
 
 
-def torchrun(*options: str) -> list[str]:
-    """Return the torchrun command for two processes on a free port."""
+def torchrun_command(*options: str) -> list[str]:
+    """Return the command for two processes on a free port."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
     return [*command, *options]
 
 
-def environment(**more: str) -> dict[str, str]:
+def launcher_environment(**more: str) -> dict[str, str]:
     """Return this process's environment with the repository on PYTHONPATH, so that a launcher can start anywhere."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **more}
@@ -68,10 +68,10 @@ class Torchrun(Launch):
         self, log: Path, *options: object, launcher: tuple[str, ...] = (), cwd: Path = ROOT, **more: str
     ) -> None:
         super().__init__(log)
-        command = [*torchrun(*launcher), SCRIPT, *map(str, options)]
+        command = [*torchrun_command(*launcher), SCRIPT, *map(str, options)]
         with open(log, "a") as file:
             self._process = subprocess.Popen(
-                command, cwd=cwd, env=environment(**more), stdout=file, stderr=subprocess.STDOUT
+                command, cwd=cwd, env=launcher_environment(**more), stdout=file, stderr=subprocess.STDOUT
             )
 
     def __exit__(self, *error: object) -> None:
@@ -89,10 +89,7 @@ class Torchrun(Launch):
         return child.pid
 
     def end(self, deadline_s: float = DEADLINE_S) -> dict[int, int | None]:
-        """Wait for the end; returns the exit codes of failed ranks, negative for a signal.
-
-        Ranks that torchrun ended itself are not among them.
-        """
+        """Wait for the end; returns the exit codes of ranks that failed before torchrun ended the others."""
         code = self._process.wait(deadline_s)
         return _failed_ranks(self.printed(), code)
 

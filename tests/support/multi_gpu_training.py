@@ -26,10 +26,7 @@ PRECISIONS = {
 def train(
     num_gpus: int, folder: Path, model: Path | str, *options: str, first: Callable[[], None] | None = None
 ) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
-    """Train on `num_gpus` GPUs; returns the records of the steps, the summary and the printed output.
-
-    Each process calls `first` before it trains.
-    """
+    """Train after a call of `first` in each process; returns step records, summary and printed output."""
     printed = run_ranks(
         num_gpus,
         folder,

@@ -153,10 +153,10 @@ def train_as_a_rank(options: list[str]) -> None:
             raise
 
 
-def _start(log: Path, options: Sequence[object], launch: dict[str, str], *how: Callable[..., Any] | None) -> Any:
+def _start(log: Path, options: Sequence[object], launch: dict[str, str], *hooks: Callable[..., Any] | None) -> Any:
     log.touch()
     arguments = [str(option) for option in options]
-    process = CONTEXT.Process(target=_train, args=(arguments, str(log), dict(os.environ), launch, *how), daemon=True)
+    process = CONTEXT.Process(target=_train, args=(arguments, str(log), dict(os.environ), launch, *hooks), daemon=True)
     process.start()
     return process
 
@@ -170,10 +170,7 @@ def start_training(log: Path, *options: object, first: Callable[[], None] | None
 
 
 def free_port() -> int:
-    """Return a TCP port that nothing listens on, below Linux's ephemeral ports.
-
-    An ephemeral port could be taken by a connection before the listener starts.
-    """
+    """Return a free TCP port below Linux's ephemeral ports, which a connection could take before the listener."""
     while True:
         with contextlib.suppress(OSError), socket.socket() as listener:
             listener.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 32_768)))

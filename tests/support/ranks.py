@@ -58,7 +58,6 @@ def sharded_model(name: str, dtype: torch.dtype = torch.float32, **options: Any)
 
 
 def full_parameters(model: Model) -> dict[str, Tensor]:
-    """Return the unsharded parameters by name."""
     return {name: model.full_tensor(parameter) for name, parameter in model.module.named_parameters()}
 
 

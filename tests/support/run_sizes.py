@@ -26,7 +26,6 @@ def run_size(row: dict[str, Any], model_config: PretrainedConfig) -> RunSize:
     return RunSize(config, model_config, **launch, num_parameters=count_parameters(model_config))
 
 
-def parts(model: str = "Llama-3.1-8B", **row: Any) -> MemoryEstimate:
-    """Return the estimate of a run with the options in `row`."""
+def estimated(model: str = "Llama-3.1-8B", **row: Any) -> MemoryEstimate:
     row = {"batch_size": 8, "gradient_accumulation_steps": 4, **row}
     return run_size(row, hf_config(model)).estimate()

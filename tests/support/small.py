@@ -139,7 +139,6 @@ def summary_json(folder: Path) -> dict[str, Any]:
 
 
 def final_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the exported weights by name."""
     return load_file(Path(folder) / "final" / "model.safetensors")
 
 

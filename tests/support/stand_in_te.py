@@ -26,7 +26,7 @@ def _parameter(*shape: int, params_dtype: torch.dtype, device: str) -> nn.Parame
 
 
 def _check_dtypes(module: nn.Module, inputs: Tensor) -> None:
-    """Raise as Transformer Engine does if a parameter's dtype is not the input's outside of torch.autocast."""
+    """Require the input's dtype for all parameters outside of torch.autocast, as Transformer Engine does."""
     if not torch.is_autocast_enabled("cpu"):
         for name, parameter in module.named_parameters():
             assert parameter.dtype == inputs.dtype, (
@@ -158,9 +158,7 @@ class LayerNormMLP(_LinearModule):
     def forward(self, inputs: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         _check_dtypes(self, inputs)
         normed = _normed(inputs, self.layer_norm_weight, *self.norm_options)
-        from transformer_engine.pytorch.module import (
-            layernorm_mlp,
-        )  # imported late, after a test may have replaced its table
+        from transformer_engine.pytorch.module import layernorm_mlp  # late: a test may have replaced its table
 
         gate_and_up = self.product(normed, self.fc1_weight, self.fc1_bias, is_first_microbatch)
         activated = layernorm_mlp._get_act_func_supported_list()[self.activation][0](gate_and_up, None)
@@ -182,10 +180,7 @@ class DotProductAttention(nn.Module):
         self.num_before, _ = window_size  # earlier positions that are attended to, -1 for all
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, qkv_format: str, cu_seqlens_q: Tensor, **_: Any) -> Tensor:
-        """Return attention for q, k, v [tokens, heads, d] (thd) or [B, S, heads, d] (bshd, right-padded).
-
-        The result has heads * d in the place of the last two dimensions.
-        """
+        """Return [..., heads * d] for q, k, v [tokens, heads, d] (thd) or [B, S, heads, d] (bshd, right-padded)."""
         output = torch.zeros(*q.shape[:-2], q.shape[-2] * q.shape[-1], dtype=q.dtype)
         bounds = cu_seqlens_q.tolist()
         for number, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
@@ -202,10 +197,7 @@ class DotProductAttention(nn.Module):
 
 
 def apply_rotary_pos_emb(x: Tensor, freqs: Tensor, tensor_format: str, cu_seqlens: Tensor | None, **_: Any) -> Tensor:
-    """Rotate x [tokens, heads, d] (thd) or [B, S, heads, d] by the angles freqs [positions, 1, 1, d].
-
-    Positions start at 0 in every document.
-    """
+    """Rotate x [tokens, heads, d] (thd) or [B, S, heads, d] by angles [positions, 1, 1, d], from 0 in each document."""
     positions = torch.arange(x.shape[-3])
     if cu_seqlens is not None:
         positions = positions - cu_seqlens[torch.searchsorted(cu_seqlens, positions, right=True) - 1]
