@@ -1,28 +1,30 @@
 """Estimate a run's GPU memory, by part, from its options and the model's config. No GPU and no weights are needed.
 
-`RunSize.estimate` is within 1.2% of recorded runs (tests/models/test_memory.py). `llm_fp8.settle` asks it.
+`RunSize.estimate` is within 1.2% of recorded runs (tests/models/test_memory.py). `llm_fp8.settle` uses it.
 
-Memory peaks at the start of the last micro-batch's backward pass. The saved tensors of every layer (only the inputs of
-recomputed layers), the logits and the lm_head's gradient then exist at once, beside weights, optimizer state and the
-gradients of earlier micro-batches. A single micro-batch has no such gradients yet. The peak may then be the backward
-pass of the first layer, of the last recomputed layer, or under fsdp_full of the last layer but one, or the reduction of
-the outermost unit's gradients. With captured graphs gradients always exist, and activations exist twice.
+Memory use is highest at the start of the last micro-batch's backward pass. At this time the saved tensors of all layers
+(for recomputed layers only the inputs), the logits, the lm_head's gradient, the weights, the optimizer state and the
+gradients of earlier micro-batches exist. In a step of one micro-batch there are no earlier gradients, so the peak may
+also be in the backward pass of the first layer, of the last recomputed layer, or in fsdp_full of the second to last
+layer, or in the reduction of the outermost unit's gradients. With CUDA graphs, gradients always exist, and activations
+exist twice.
 
-What a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, Linear and LayerNormMLP, FusedAttnFunc):
+Tensors that a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, Linear, LayerNormMLP and
+FusedAttnFunc), with hidden size h, MLP size f, and q and kv the output sizes of the query and the key projection:
 
-    bf16 elements   2 h        input of the norm, twice
+    bf16 elements   2 h        inputs of both norms
                     2 q + 2 kv rotated q and k, v; attention's output (Qwen3: q + kv more, inputs of their norms)
                     2 f        output of fc1
-    fp32            1 a head   attention's log-sum-exp
-    GEMM inputs     2 h + f    bf16: both norms' outputs and fc2's input
-                    3 h + q + f  fp8, one byte each: LayerNormMLP keeps both layouts; block scaling fc2's too
+    fp32            1 per head attention's log-sum-exp
+    GEMM inputs     2 h + f    in bf16: both norms' outputs and fc2's input
+                    3 h + q + f  in fp8, one byte each: LayerNormMLP saves both layouts; block scaling fc2's too
 
 A Hugging Face decoder layer saves at most, in bf16 elements per token, 8 h (both norms, also in fp32, and their
 outputs), 5 q (attention with repeated keys and values) and 4 f. Norms of q and k add 3 (q + kv). LoRA adds 2 h + q + kv
-(inputs of adapters), and with dropout half of 5 h + q + f (masks). The bound only decides merging and recomputation.
+(inputs of adapters), and with dropout half of 5 h + q + f (masks). This bound is used for merging and recomputation.
 
-A frozen weight needs no input of its GEMM. Under LoRA a layer saves the bf16 inputs of its adapters and the low-rank
-products instead. In fp8 each LayerNormLinear saves its fp8 input as well.
+The GEMM of a frozen weight needs no saved input. With LoRA, a layer saves the bf16 inputs of its adapters and the
+low-rank products instead. In fp8, each LayerNormLinear also saves its fp8 input.
 """
 
 from __future__ import annotations
@@ -51,16 +53,16 @@ RECIPES_COUNTED = [name for name, row in RECIPES.items() if row.saved_bytes_per_
 Amount: TypeAlias = float | Literal["auto"]  # a value of --gradient_checkpointing
 STATE, CASTS, ACTIVATIONS, HEAD = "weights, gradients, optimizer", "fp8 casts of weights", "activations", "lm_head"
 _BF16, _FP32 = 2, 4
-_SHARDS_WITHOUT_ROOM = 0.4  # share of gradient shards: the most in recorded one-micro-batch runs that fill half a GPU
+_SHARDS_WITHOUT_ROOM = 0.4  # largest fraction of gradient shards that needed new memory in recorded runs
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory of a run on the GPU that needs the most."""
+    """Memory of a run on the GPU that needs most."""
 
-    parts: dict[str, float]  # GiB of tensors at the peak, as `torch.cuda.max_memory_allocated` counts
-    beside_gib: float = RESERVE_GIB  # GiB that the GPU needs beyond the tensors
-    is_whole: bool = True  # False if only weights, gradients and optimizer state are counted
+    parts: dict[str, float]  # GiB of tensors at the peak, as in `torch.cuda.max_memory_allocated`
+    beside_gib: float = RESERVE_GIB  # GiB that the GPU needs in addition to tensors
+    is_whole: bool = True  # False if only weights, gradients and optimizer state are included
 
     @property
     def total_gib(self) -> float:
@@ -72,7 +74,7 @@ class MemoryEstimate:
 
 
 def saved_bytes(spec: te_llama.DecoderSizes, recipe: str, adapted: frozenset[str], lora_rank: int) -> float:
-    """Return the bytes that a decoder layer saves per token for its backward pass; see the module's docstring."""
+    """Return the bytes that a decoder layer saves per token for its backward pass. See the module's docstring."""
     h, f, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
     per_token = _BF16 * (2 * h + q + 2 * kv + q + 2 * f) + _FP32 * spec.num_heads
     if spec.qk_norm:
@@ -92,8 +94,8 @@ def saved_bytes(spec: te_llama.DecoderSizes, recipe: str, adapted: frozenset[str
 
 
 def recomputed_layers(amount: Amount, num_layers: int) -> range:
-    """Return the numbers of the recomputed decoder layers. A share means the first layers, since these are recomputed
-    after the others are freed. Until memory has settled 'auto', it means all layers.
+    """Return the indices of the recomputed decoder layers. For a fraction, these are the first layers, which are
+    recomputed after the activations of the others are freed. For 'auto', until it is settled, they are all layers.
     """
     if amount == "auto":
         return range(num_layers)
@@ -103,13 +105,13 @@ def recomputed_layers(amount: Amount, num_layers: int) -> range:
 
 
 def resolve_optimizer(config: Config, mode: str, compute: str = "bf16", device_type: str = "cuda") -> OptimizerKind:
-    """Resolve --optimizer for a mode and a machine that computes in `compute`: fp32, bf16 or fp16."""
+    """Return --optimizer, or for auto the optimizer for a sharding mode and compute dtype (fp32, bf16 or fp16)."""
     if config.optim.optimizer != "auto":
         return config.optim.optimizer
     row = MODES[mode]
     needs_fp32 = compute != "bf16" or device_type != "cuda" or row.on_host or row.holds_masters
     if row.engine == "fsdp" and not needs_fp32:
-        # Gradient shards are summed in the parameters' dtype, and weights sharded in fp8 have fp32 masters.
+        # Gradient shards are summed in the parameters' dtype, and weights sharded in fp8 have fp32 master weights.
         parallel = config.parallel
         needs_fp32 = parallel.sync_every_micro_batch or parallel.fp8_params or config.trains_adapters
     return "adamw_fp32" if needs_fp32 else "adamw_master"
@@ -117,13 +119,13 @@ def resolve_optimizer(config: Config, mode: str, compute: str = "bf16", device_t
 
 def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config) -> float:
     """Return the bytes per parameter of weights, gradients and optimizer state between micro-batches, on one of
-    `num_shards` GPUs that share a copy. If adapters are trained, count only the frozen weights.
+    `num_shards` GPUs that share a copy of the model. If adapters are trained, include only the frozen weights.
     """
     row, optimizer = MODES[mode], OPTIMIZERS[kind]
     if row.on_host:
         return 0.0
     if config.trains_adapters:
-        if row.engine != "fsdp":  # ZeRO 3 shards frozen weights too, which is not counted
+        if row.engine != "fsdp":  # ZeRO 3 shards frozen weights too, which is ignored here
             return _BF16
         return _BF16 / num_shards + row.unsharded_bytes
     if row.engine == "copies":
@@ -133,14 +135,14 @@ def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config)
 
 
 def keeps_unsharded_gradients(mode: str, config: Config) -> bool:
-    """Return True if an fsdp mode keeps unsharded gradients on every GPU from one micro-batch to the next."""
+    """Return True if a mode of FSDP stores unsharded gradients on every GPU between micro-batches."""
     accumulates = config.optim.gradient_accumulation_steps > 1 and not config.parallel.sync_every_micro_batch
     return MODES[mode].engine == "fsdp" and accumulates and not config.trains_adapters
 
 
 def holds_frozen_in_fp8(config: Config, mode: str) -> bool:
-    """Return True if frozen weights can be held in fp8 only, in an fp8 run whose recipe allows it in this mode. Steps
-    after --fp8_until, the export of drawn weights and fsdp_offload need bf16 weights.
+    """Return True if frozen weights can be stored in fp8 only, provided that an fp8 recipe supports it. Steps after
+    --fp8_until, the export of random weights, and fsdp_offload need bf16 weights.
     """
     exports_drawn = config.draws_weights and config.run.export
     needs_bf16 = config.precision.fp8_until < 1 or exports_drawn or mode == "fsdp_offload"
@@ -149,26 +151,26 @@ def holds_frozen_in_fp8(config: Config, mode: str) -> bool:
 
 @dataclass(frozen=True)
 class RunSize:
-    """The inputs of a run's memory estimate: options, model, and their outcome on a machine."""
+    """Inputs of a run's memory estimate."""
 
     config: Config
     hf_config: PretrainedConfig
-    recipe: str  # of fp8, or bf16, fp16, no
-    mode: str
-    num_gpus: int
-    num_parameters: int  # tied weights count once, adapters not at all
+    recipe: str  # fp8 recipe, or bf16, fp16 or no
+    mode: str  # sharding mode
+    num_gpus: int  # number of GPUs that share a copy of the model
+    num_parameters: int  # without adapters; tied weights count once
     may_be_bf16: bool = False  # True if some steps may run in bf16 although `recipe` is an fp8 recipe
 
     @cached_property
     def sizes(self) -> te_llama.DecoderSizes | None:
-        """Sizes of the decoder as a Transformer Engine decoder; None for unsupported architectures."""
+        """Sizes of the decoder, or None if the TE decoder does not support the architecture."""
         with contextlib.suppress(te_llama.UnsupportedArchitecture):
             return te_llama.decoder_sizes(self.hf_config)
         return None
 
     @property
     def spec(self) -> te_llama.DecoderSizes | None:
-        """Sizes of the TE decoder; None if the run has no TE decoder or its memory cannot be counted in full."""
+        """Sizes of the TE decoder, or None without a TE decoder or if activations cannot be estimated."""
         counted = self.recipe in ("bf16", *RECIPES_COUNTED) and self.mode in MODES_COUNTED
         counted = counted and self.config.model.use_te and self.config.parallel.context_parallel_size == 1
         return self.sizes if counted and not (self.sharded and self.num_gpus == 1) else None
@@ -190,8 +192,8 @@ class RunSize:
 
     @property
     def shards_in_fp8(self) -> bool:
-        """True if Transformer Engine's weights are sharded in fp8: with --fp8_params, or as frozen weights if each has
-        one scale and whole rows on each GPU, and nothing needs the weights in bf16.
+        """True if Transformer Engine's weights are sharded in fp8. This is the case with --fp8_params, and for frozen
+        weights with one scale, if their rows can be divided among the GPUs and no bf16 weights are needed.
         """
         config, row, sizes = self.config, RECIPES.get(self.recipe), self.sizes
         if row is None or sizes is None or not (self.sharded and config.model.use_te and row.one_scale_per_weight):
@@ -207,15 +209,15 @@ class RunSize:
         return self.config.lora.lora_rank * spec.num_layers * sum(sum(part.shape) for part in adapted)
 
     def changed(self, **options: Any) -> RunSize:
-        """Return the run with changed options, given by name."""
+        """Return a copy with changed options (name=value)."""
         mode = options.get("sharding_mode", self.mode)
         return dataclasses.replace(self, config=self.config.with_options(**options), mode=mode)
 
     def estimate(self, upper_bound: bool = False) -> MemoryEstimate:
-        """Estimate the memory by part. With `upper_bound`, activations count even if they are not known exactly."""
+        """Estimate the memory by part. If `upper_bound`, include activations even if only a bound of them is known."""
         config, recipe, num_gpus = self.config, self.recipe, self.num_gpus
         spec = self.sizes if upper_bound and self.is_bounded else self.spec
-        mode = "single" if num_gpus == 1 and self.mode == "ddp" else self.mode  # one GPU communicates nothing
+        mode = "single" if num_gpus == 1 and self.mode == "ddp" else self.mode  # there is no communication
         mode = "fsdp_full" if upper_bound and mode in ("fsdp_hybrid", "fsdp_offload") else mode
         state = state_bytes(mode, self.optimizer, num_gpus, config) * self.num_parameters
         if spec is None:
@@ -223,7 +225,7 @@ class RunSize:
         h, vocabulary, layers = spec.hidden_size, spec.vocab_size, spec.num_layers
         layer_linear = h * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
         tokens = max(1, config.data.batch_size * config.data.max_seq_length)
-        outermost = _BF16 * h * vocabulary * (1 if spec.tied_embeddings else 2)  # embedding and head, a unit of FSDP
+        outermost = _BF16 * h * vocabulary * (1 if spec.tied_embeddings else 2)  # FSDP's unit of embedding and lm_head
         recomputes = recomputed_layers(config.model.gradient_checkpointing, layers)
         recomputed = len(recomputes)
         fp8_weights = layers * layer_linear if self.shards_in_fp8 else 0
@@ -237,7 +239,7 @@ class RunSize:
         chunk = default_chunk_tokens(tokens, vocabulary, torch.bfloat16)
         # With one chunk the weight's gradient is bf16. Several chunks sum it in fp32 and round it to a bf16 copy.
         gradient = 0 if self.adapted else (_BF16 if tokens <= chunk else _BF16 + _FP32) * h * vocabulary
-        # Four hidden states exist beside the logits: outputs of the last layer and of the norm, and both gradients.
+        # In addition to the logits, the outputs of the last layer and of the norm exist, and their gradients.
         head: float = _BF16 * min(tokens, chunk) * vocabulary + gradient + 4 * _BF16 * h * tokens
 
         keeps_casts = not config.precision.fp8_recast_weights
@@ -250,7 +252,7 @@ class RunSize:
             state -= _BF16 * layers * layer_linear
             if RECIPES[recipe].one_scale_per_weight:
                 casts, transposed = casts // 2, layer_linear
-        if recomputed:  # layers are recomputed one by one, after the head's memory is free
+        if recomputed:  # layers are recomputed one by one, after the memory of lm_head is freed
             head = max(head, tokens * working + transposed)
 
         optimizer, unsharded = OPTIMIZERS[self.optimizer], keeps_unsharded_gradients(mode, config)
@@ -261,10 +263,10 @@ class RunSize:
             state += optimizer.total_bytes / shards * trained
         all_gradients = 0.0 if unsharded else gradient_bytes / shards * trained
         if unsharded:
-            state -= gradient_bytes / num_gpus * trained  # gradient shards appear only with the reduction
+            state -= gradient_bytes / num_gpus * trained  # gradient shards are allocated in the reduction
         if mode == "ddp" and not config.model.cuda_graphs:
             state += gradient_bytes * trained  # buckets
-        # fp8 weights replace two-byte frozen weights, or exist beside their masters.
+        # fp8 weights replace bf16 frozen weights, or exist in addition to master weights.
         state += (-1 if self.adapted else 1) * fp8_weights / num_gpus
         if mode == "fsdp_grad":
             state -= (_BF16 - 1) * fp8_weights  # unsharded weights take one byte
@@ -275,10 +277,10 @@ class RunSize:
         copies = 2 if graphs and not self.sharded else 1  # for the graphs and for an eager micro-batch
         peaks = [(state + gathered, copies * activations, copies * head)]
         if graphs and self.sharded:
-            state += all_gradients  # graphs keep gradients between steps, beside an eager micro-batch's
+            state += all_gradients  # gradients of graphs, in addition to those of an eager micro-batch
         one_micro_batch, beside_layer = config.optim.gradient_accumulation_steps == 1, 0.0
         if mode == "fsdp_full" and not self.adapted:
-            # fp32 gradients of the layer above, while they are reduced; gradients of fc2 and of the head.
+            # fp32 gradients of the next layer, while they are reduced, and gradients of fc2 and lm_head.
             beside_layer = _FP32 * layer_linear + _BF16 * h * (spec.intermediate_size + vocabulary)
         if one_micro_batch and copies == 1:
             peaks = [
@@ -287,33 +289,33 @@ class RunSize:
             ]
             if beside_layer:  # torch's `foreach_reduce` copies the outermost unit's bf16 gradients to fp32
                 peaks.append((state + 3 * outermost, 0.0, 0.0))
-            if beside_layer and layers - 2 not in recomputes:  # last layer but one, when fc1's gradient is made
+            if beside_layer and layers - 2 not in recomputes:  # second to last layer, when fc1's gradient is computed
                 of_layer = (_BF16 + gradient_bytes / num_gpus) * layer_linear
                 live = gathered + beside_layer + of_layer - all_gradients
-                live += h * spec.intermediate_size * (4 if recipe == "bf16" else 7)  # in fp8 weights for dgrad too
+                live += h * spec.intermediate_size * (4 if recipe == "bf16" else 7)  # in fp8 also weights for dgrad
                 below, saved = activations - 2 * tokens * per_layer, per_layer + 4 * h + spec.intermediate_size
                 peaks.append((state + live, below, tokens * saved))
         if recomputed and beside_layer and not unsharded:  # the last recomputed layer
             live = state - all_gradients if one_micro_batch else state
             num_stored_below = recomputes[-1] + 1 - recomputed
             below = tokens * (num_stored_below * per_layer + _BF16 * h * (recomputed - 1))
-            live += _BF16 * layer_linear  # the weights of the layer below
+            live += _BF16 * layer_linear  # weights of the previous layer
             peaks.append((live + gathered + beside_layer, below, tokens * working))
         parts = max(peaks, key=sum)
         untracked = 0.0
         if self.sharded:
-            untracked = outermost * (1 + 1 / num_gpus)  # the gathered unit, beside this GPU's shard
+            untracked = outermost * (1 + 1 / num_gpus)  # the gathered unit and this GPU's shard
             if graphs:
-                untracked += activations + head  # an eager micro-batch's, beside the graphs'
+                untracked += activations + head  # those of an eager micro-batch
             if one_micro_batch:
                 untracked += _SHARDS_WITHOUT_ROOM * gradient_bytes * trained / num_gpus
         elif mode == "ddp":
-            untracked = 2 * trained  # seen on the first GPU in 3 of 10 recorded runs
+            untracked = 2 * trained  # measured on the first GPU in 3 of 10 recorded runs
         sizes = {STATE: parts[0], CASTS: casts, ACTIVATIONS: parts[1], HEAD: parts[2]}
         return MemoryEstimate({name: size / GIB for name, size in sizes.items() if size}, RESERVE_GIB + untracked / GIB)
 
     def _layer_bytes(self, spec: te_llama.DecoderSizes) -> float:
-        """Return the bytes a layer saves per token: an upper bound for Hugging Face's layers or mixed precision."""
+        """Return the bytes a layer saves per token, or an upper bound (for Hugging Face's layers, mixed precision)."""
         lora = self.config.lora
         if self.spec is not None:
             recipes = (self.recipe, "bf16") if self.config.precision.fp8_bf16_modules else (self.recipe,)
@@ -325,8 +327,8 @@ class RunSize:
 
     @property
     def is_bounded(self) -> bool:
-        """True if memory has an upper bound. It has none for Hugging Face's decoder in fp32 or under torch.autocast,
-        for eager attention, and for modes that hold master weights themselves, with buffers that are not counted.
+        """True if an upper bound of memory is known. It is unknown for Hugging Face's decoder in fp32 or in
+        torch.autocast, for eager attention, and for modes with their own master weights, whose buffers are unknown.
         """
         in_fp32 = OPTIMIZERS[self.optimizer].parameter_dtype == torch.float32
         casts = in_fp32 and not self.sharded and not self.config.model.use_te

@@ -1,1 +1,1 @@
-"""One run: its parts, the loop, checkpoints, evaluation, and the records it leaves."""
+"""A training run: setup, loop, checkpoints, evaluation, and records."""

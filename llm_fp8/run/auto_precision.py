@@ -1,9 +1,9 @@
-"""--mixed_precision auto: time two micro-batches of the run's first data in bf16 and in fp8; choose the faster one.
+"""--mixed_precision auto: measure two micro-batches of the run's first data in bf16 and in fp8; choose the faster one.
 
-The measured model is dropped, and the random states and the position in the data are restored. The run's losses
-therefore equal those of a run with that precision requested explicitly. Bf16 is measured on the same model without
-Transformer Engine's autocast. DDP's reductions are left out. If the GPU is idle and steps may run as graphs, only the
-time of the kernels counts.
+The measured model is deleted, and the random states and the position in the data are restored. Therefore losses are
+equal to those of a run with this precision as the option. Bf16 is measured with the same model without Transformer
+Engine's autocast. DDP's reductions are not included. If the GPU is idle and steps may run as CUDA graphs, only the time
+of the kernels is measured.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from llm_fp8.settle.settle import settle
 from llm_fp8.step.micro_batch_graphs import WORTH_GRAPHS
 from llm_fp8.step.stepper import StepClock
 
-NUM_MEASURED = 2  # micro-batches of each precision, after one that is not timed
+NUM_MEASURED = 2  # micro-batches of each precision, after one that is not measured
 
 
 def choose_precision(requested: Config, plan: RunPlan, data: PreparedData) -> tuple[RunPlan, dict[str, float]]:
-    """Return the plan in the faster precision and tokens/s by precision. Rank 0's figures decide. Collective."""
+    """Return the plan with the precision that is faster on rank 0, and its tokens/s by precision. Collective."""
     tokens_per_s = gathered(measure_precisions(plan, data))[0]
     fastest = max(tokens_per_s, key=tokens_per_s.__getitem__)
     figures = ", ".join(f"{name} {figure:,.0f} tokens/s" for name, figure in tokens_per_s.items())
@@ -84,6 +84,6 @@ def _tokens_per_s(setup: TrainingSetup, batches: list[Batch], name: str) -> floa
         with profiled() as profile:
             run(next(batch_cycle))
         work_s = NUM_MEASURED * profile.work_s
-        if work_s < (1 - WORTH_GRAPHS) * seconds:  # steps will run as graphs, without the host's time
+        if work_s < (1 - WORTH_GRAPHS) * seconds:  # steps will run as graphs, which need little of the host's time
             seconds = work_s
     return num_tokens / seconds

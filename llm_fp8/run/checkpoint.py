@@ -1,17 +1,17 @@
 """Write and read checkpoints. A checkpoint is complete or absent, even if the process that writes it is killed.
 
-    output_dir/checkpoints/step-00000120/     named after the completed optimizer steps
-        __0_0.distcp ...         tensors, in torch.distributed.checkpoint's (DCP's) format: one file per rank
+    output_dir/checkpoints/step-00000120/     contains the number of completed optimizer steps
+        __0_0.distcp ...         tensors in the format of torch.distributed.checkpoint (DCP), one file per rank
         .metadata                DCP's index, a pickle: load only checkpoints that you trust
-        meta.json                everything but tensors: step, fingerprint, position in the data, the caller's entries
+        meta.json                values other than tensors: step, fingerprint, position in the data, ...
         manifest.json            format, number of the save, every other file with its size (and SHA-256 if small)
 
 A save writes to `.tmp-step-00000120`, syncs it, renames it (POSIX rename is atomic) and deletes the oldest checkpoints
-beyond the limit. Loading compares the files with the manifest once: a copied checkpoint may be truncated.
+beyond the limit. Loading compares the files with the manifest, since a copied checkpoint may be truncated.
 
-Each rank writes its own shards. A different number of ranks can read them. Saving and loading are collective, and every
-rank passes the same names. DCP's writer runs with one thread: with several it reports the first thread's errors only.
-Background saves don't use `dcp.async_save`: its future covers only the writing, and its thread outlives a failure.
+Each rank writes its own shards, and any number of ranks can read them. Saving and loading are collective, with the same
+names on all ranks. DCP's writer uses one thread, since with several threads it reports only errors of the first one.
+Background saves don't use `dcp.async_save`, whose future covers only the writing, and whose thread survives a failure.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ from llm_fp8.utils.torch_internals import local_of, sharded_like
 
 logger = logging.getLogger(__name__)
 
-STRATEGY_STATE = "engine"  # folder in a checkpoint for the files of a strategy that saves itself
-FORMAT = 2  # incremented when the contents of a checkpoint change, so that other versions do not misread them
+STRATEGY_STATE = "engine"  # folder in a checkpoint for the files of a strategy that `saves_itself`
+FORMAT = 2  # incremented when the content of a checkpoint changes, so that other versions do not load it
 _META, _MANIFEST = "meta.json", "manifest.json"
 _STEP_PREFIX, _TEMPORARY_PREFIX = "step-", ".tmp-"
 _REPLACED_PREFIX = f"{_TEMPORARY_PREFIX}replaced-"
 _CHECKSUM_LIMIT_BYTES = 2**20
 
-# torch warns at each save and load that it assumes a single process, even if there is only one.
+# torch warns in each save and load that it assumes a single process, even if there is only one.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 @dataclass(frozen=True)
 class Checkpoint(SavedRun):
-    """A complete checkpoint: its files were compared with its manifest."""
+    """A complete checkpoint, whose files match its manifest."""
 
-    save_number: int  # in the order of saves: clocks of hosts differ, and a resumed run may go back by steps
+    save_number: int  # order of saves, as clocks of hosts differ and a resumed run may start from an earlier step
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Return the checkpoint in `folder`; raise `UserError` for the first file that differs from the manifest."""
+        """Return the checkpoint in `folder`. Raise `UserError` if a file differs from the manifest."""
         contents = f"the files of a checkpoint and their {_MANIFEST}"
         with reading("--resume_from", folder, contents, f"Give another folder step-..., or {LATEST}."):
             manifest = json.loads((folder / _MANIFEST).read_bytes())
@@ -82,13 +82,13 @@ class Checkpoint(SavedRun):
 
     @cached_property
     def kinds(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Dtype and shape of each tensor, by name."""
+        """Name of a tensor -> its dtype and shape."""
         entries = dcp.FileSystemReader(self.folder).read_metadata().state_dict_metadata.items()
         tensors = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
         return {name: (entry.properties.dtype, entry.size) for name, entry in tensors.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Read tensors in place, by name and bit for bit. First raise `UserError` if one is missing. Collective."""
+        """Read tensors in place by name, bit for bit. Raise `UserError` if one is missing or differs. Collective."""
         wanted = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
         if names := [name for name, kind in wanted.items() if self.kinds.get(name) != kind]:
             problem = f"lacks this run's {listed(names)}, or has another dtype or shape"
@@ -97,17 +97,17 @@ class Checkpoint(SavedRun):
 
 
 class CheckpointManager:
-    """Writes and finds checkpoints in `output_dir` and keeps `limit` of them. Only `is_main` renames and deletes."""
+    """Saves and loads the checkpoints in `output_dir`, at most `limit`. Only the rank with `is_main` deletes files."""
 
     def __init__(self, output_dir: Path, limit: int, is_main: bool = True, strategy: Any = None) -> None:
-        """`strategy`: the run's, only if it saves weights and optimizer state itself (DeepSpeed's)."""
+        """`strategy` must be given only if it saves weights and optimizer state itself (DeepSpeed's)."""
         self.folder, self.limit = output_dir / "checkpoints", limit
         self.is_main, self.strategy = is_main, strategy
         self._background: Future[None] | None = None
-        self._group: Any = None  # process group of saves, made for the first background save
+        self._group: Any = None  # process group for saves, created for the first background save
 
     def clean_up(self) -> None:
-        """Undo a killed save; finish a killed deletion."""
+        """Delete the files of saves and deletions that were killed; restore a checkpoint that was to be replaced."""
         if self.is_main:
             for replaced in self.folder.glob(f"{_REPLACED_PREFIX}*"):
                 if not (final := self.folder / replaced.name.removeprefix(_REPLACED_PREFIX)).exists():
@@ -123,20 +123,19 @@ class CheckpointManager:
         best_step: int | None = None,
         in_background: bool = False,
     ) -> Path:
-        """Write a checkpoint after `step`, replace one of the same step, and return the folder. Collective.
+        """Write a checkpoint after `step` and return its folder. Replace a checkpoint of the same step. Raise
+        `UserError` if there is too little disk space; then earlier checkpoints are unchanged. Collective.
 
         Args:
-            tensors: name -> tensor of any dtype and device; DTensors are saved shard by shard.
-            meta: the main process's entries for `meta.json`.
-            best_step: the step whose checkpoint is kept regardless of the limit.
-            in_background: return once the tensors are copied to the host; the next `save` or `finish` raises failures.
-
-        Raises `UserError` if the disk has no room; earlier checkpoints stay.
+            tensors: name -> tensor of any dtype and device. DTensors are saved shard by shard.
+            meta: entries for `meta.json`; those of the main process are written.
+            best_step: step whose checkpoint is not deleted by the limit.
+            in_background: return after the tensors are copied to the host. The next `save` or `finish` raises errors.
         """
         self.finish()
         if in_background:
             if self._group is None and dist.is_initialized():
-                # A separate group keeps the thread's collectives apart from training's.
+                # The thread's collectives use a separate group, so that they do not interfere with training.
                 self._group = dist.new_group(backend="gloo")
             tensors, meta = {name: _host_copy(tensor) for name, tensor in tensors.items()}, copy.deepcopy(meta)
         save = functools.partial(self._save, step, tensors, meta, best_step)
@@ -147,11 +146,11 @@ class CheckpointManager:
         return self.of_step(step)
 
     def of_step(self, step: int) -> Path:
-        """Return the folder of this step's checkpoint, whether or not it exists."""
+        """Return the folder for the checkpoint of `step`, which may not exist."""
         return self.folder / f"{_STEP_PREFIX}{step:08d}"
 
     def finish(self) -> None:
-        """Wait for a background save and raise its exception, if any. Collective."""
+        """Wait for the background save, if any, and raise its exception. Collective."""
         background, self._background = self._background, None
         if background is not None:
             background.result()
@@ -175,7 +174,7 @@ class CheckpointManager:
             manifest = {"format": FORMAT, "save_number": number, "files": _describe_files(temporary)}
             write_json_atomic(temporary / _MANIFEST, manifest)
             _sync_folder(temporary)
-            if final.exists():  # a folder cannot be renamed onto another; `clean_up` renames this one back after a kill
+            if final.exists():  # `rename` cannot replace a folder; after a kill, `clean_up` undoes this rename
                 final.rename(self.folder / f"{_REPLACED_PREFIX}{final.name}")
             temporary.rename(final)
             _sync_folder(self.folder)
@@ -201,22 +200,22 @@ class CheckpointManager:
             raise cause from (None if cause is error else error)
 
     def paths(self) -> list[Path]:
-        """Return the folders of all checkpoints, complete or not, in the order of steps."""
+        """Return the folders of all checkpoints, complete or not, sorted by step."""
         return sorted(self.folder.glob(f"{_STEP_PREFIX}*"))
 
     def newest_first(self) -> list[Checkpoint]:
-        """Return the complete checkpoints, the last saved first."""
+        """Return the complete checkpoints, starting with the last saved."""
         complete = []
         for path in self.paths():
             try:
                 complete.append(Checkpoint.open(path))
-            except UserError as error:  # damaged: not loaded, not counted, not deleted
+            except UserError as error:  # damaged checkpoints are neither loaded nor counted nor deleted
                 logger.warning("skipping a checkpoint: %s", error)
         return sorted(complete, key=lambda checkpoint: checkpoint.save_number, reverse=True)
 
     def find(self, resume_from: str | None) -> Checkpoint | None:
-        """Return the complete checkpoint that --resume_from names: a folder or 'latest'. Return None without it, or if
-        'latest' finds no checkpoint. Raise `UserError` if the named checkpoint, or every checkpoint, is damaged.
+        """Return the checkpoint for --resume_from, which is a folder or 'latest'. Return None if it is None, or for
+        'latest' if there is no checkpoint. Raise `UserError` if the checkpoint, or for 'latest' every one, is damaged.
         """
         if resume_from not in (None, LATEST):
             return Checkpoint.open(Path(resume_from))
@@ -224,13 +223,13 @@ class CheckpointManager:
             return None
         if len(paths) > 1 and (complete := self.newest_first()):
             return complete[0]
-        return Checkpoint.open(paths[-1])  # or raise its fault
+        return Checkpoint.open(paths[-1])  # raises if it is damaged
 
 
 def _in_background(work: Callable[[], None]) -> Future[None]:
-    """Run `work` in a daemon thread, so that a rank that fails elsewhere can exit."""
+    """Run `work` in a daemon thread, which does not prevent the process from exiting after a failure elsewhere."""
     done: Future[None] = Future()
-    # A new thread starts on GPU 0, and the writer's synchronisation would create a context there.
+    # The current device of a new thread is GPU 0, and the writer's synchronisation would create a context there.
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run() -> None:
@@ -247,14 +246,14 @@ def _in_background(work: Callable[[], None]) -> Future[None]:
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    """Return a copy on the CPU, sharded like `tensor`."""
+    """Return a copy of `tensor` on the CPU, with the same sharding."""
     copied = local_of(tensor.detach()).to("cpu", copy=True)
     return sharded_like(copied, tensor) if isinstance(tensor, DTensor) else copied
 
 
 def _describe_files(folder: Path) -> dict[str, Any]:
-    """Return size and checksum of each file of a checkpoint; raise `UserError` if another host's file is missing."""
-    # Read from the file: the return value of torch 2.11's `dcp.save` names no files.
+    """Return size and checksum of each file of a checkpoint. Raise `UserError` if a file of another host is missing."""
+    # Read the names from DCP's index, since the return value of torch 2.11's `dcp.save` does not contain them.
     written = {entry.relative_path for entry in dcp.FileSystemReader(folder).read_metadata().storage_data.values()}
     if missing := sorted(name for name in written if not (folder / name).is_file()):
         raise UserError(f"--output_dir must be a shared folder: {listed(missing)} of other hosts are missing.")
@@ -263,14 +262,14 @@ def _describe_files(folder: Path) -> dict[str, Any]:
 
 
 def _describe_file(path: Path) -> dict[str, Any]:
-    """Return the size, and the SHA-256 of small files: hashing 100 GB of tensors takes longer than writing them."""
+    """Return the size and, for small files, the SHA-256. Hashing 100 GB of tensors takes longer than writing them."""
     size = path.stat().st_size
     digest = hashlib.sha256(path.read_bytes()).hexdigest() if size <= _CHECKSUM_LIMIT_BYTES else None
     return {"bytes": size, "sha256": digest}
 
 
 def _cause_of(error: BaseException) -> BaseException:
-    """Return the OSError or KeyboardInterrupt that caused DCP's `error`, else `error` itself."""
+    """Return the OSError or KeyboardInterrupt that caused DCP's `error`, or `error` if there is none."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, (OSError, KeyboardInterrupt)):
         failures = cause.failures if isinstance(cause, CheckpointException) else {}
@@ -279,7 +278,7 @@ def _cause_of(error: BaseException) -> BaseException:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Sync the folder's entries; syncing a file covers its contents only."""
+    """Sync the entries of a folder, which is necessary in addition to syncing its files."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,9 +1,9 @@
-"""Stop a run from outside without losing work.
+"""Stop a run by a signal without losing work.
 
-Inside `GracefulStop` the first SIGTERM (Slurm, Kubernetes, torchrun), SIGHUP (a closed ssh) or SIGINT (Ctrl-C) only
-sets a flag. The run then saves after its step and returns `exit_code`, even if its output is no longer read. A closed
-output alone (`| head`) stops the run in the same way. A later Ctrl-C raises KeyboardInterrupt at once. The signal may
-reach one rank only, so with several ranks use `agreed` in place of `requested`.
+In the context `GracefulStop`, the first SIGTERM (Slurm, Kubernetes, torchrun), SIGHUP (a closed ssh) or SIGINT (Ctrl-C)
+only sets a flag. The run then finishes its step, saves and returns `exit_code`, even if its output is closed. A closed
+output alone (`| head`) also stops the run in this way. A second Ctrl-C raises KeyboardInterrupt at once. Since only one
+rank may get the signal, use `agreed` instead of `requested` with several ranks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from llm_fp8.distributed.process_group import largest
 from llm_fp8.utils import output
 
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-_REASONS = (None, *(number.name for number in (signal.SIGPIPE, *SIGNALS)))  # if ranks differ, the last of these counts
+_REASONS = (None, *(number.name for number in (signal.SIGPIPE, *SIGNALS)))  # if ranks differ, the last one is used
 
 
 class GracefulStop:
-    """Sets `requested` to the name of the first of `SIGNALS`, handled in the main thread only, or of SIGPIPE."""
+    """Context that sets `requested` to the name of the first signal. Signals are handled in the main thread only."""
 
     def __init__(self) -> None:
         self.requested: str | None = None
@@ -30,11 +30,11 @@ class GracefulStop:
 
     @property
     def exit_code(self) -> int:
-        """0, or the shell's code for the signal: 143 for SIGTERM, 130 for SIGINT, 129 for SIGHUP."""
+        """0, or the shell's exit code for the signal: 143 for SIGTERM, 130 for SIGINT, 129 for SIGHUP."""
         return 0 if self.requested is None else 128 + signal.Signals[self.requested].value
 
     def agreed(self) -> bool:
-        """Return True if any rank was asked to stop, and set `requested` on all. Collective."""
+        """Return True if any rank got a signal, and set `requested` on all ranks. Collective."""
         reason = _REASONS[largest(_REASONS.index(self.requested))]
         self.requested = self.requested or reason
         return reason is not None
@@ -52,17 +52,17 @@ class GracefulStop:
             signal.signal(number, handler)
 
     def _lose_reader(self) -> None:
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup the run outlives its reader
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # with nohup, the run continues
             self.requested = self.requested or signal.SIGPIPE.name
 
     def _handle(self, number: int, _: object) -> None:
         name = signal.Signals(number).name
-        if self.requested not in (None, signal.SIGPIPE.name):  # the reader may be gone before the signal arrives
+        if self.requested not in (None, signal.SIGPIPE.name):  # the output may be closed before the signal arrives
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             return
         self.requested = name
         hint = " Press Ctrl-C again to stop at once." if number == signal.SIGINT else ""
-        # os.write and not print: the handler may have interrupted a print, and buffered streams cannot be re-entered.
+        # Not `print`, which the handler may have interrupted: buffered streams are not reentrant.
         with output.surviving_closed_output():
             os.write(2, f"{name} received: {self.what_follows}.{hint}\n".encode())

@@ -1,4 +1,4 @@
-"""A run's outputs: run.json, summary.json, final/ and the first and last lines on the terminal."""
+"""Outputs of a run: run.json, summary.json, final/ and the first and last lines on the terminal."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from llm_fp8.utils.json_files import read_json, write_json_atomic
 
 
 def announce(plan: RunPlan) -> None:
-    """Print what was settled: notes, precision and optimizer."""
+    """Print the decisions: notes, precision and optimizer."""
     precision, say = plan.precision, plan.say
     say("\n".join(plan.notes))
-    say(f"precision: {precision.name} (asked for: {precision_name(precision.requested, precision.requested_scenario)})")
+    say(f"precision: {precision.name} (requested: {precision_name(precision.requested, precision.requested_scenario)})")
     if precision.backend not in (None, "te"):
         say(f"fp8 by {precision.backend}{', EMULATED on the CPU in higher precision' if precision.emulated else ''}")
     trained, frozen = (str(dtype).removeprefix("torch.") for dtype in (plan.parameter_dtype, plan.weight_dtype))
@@ -52,7 +52,7 @@ def _precision_record(setup: TrainingSetup, results: RunResults) -> dict[str, An
 
 
 def record_run(timeline: Timeline) -> None:
-    """Write run.json and start the trackers with it. A resumed run adds an entry to `resumes` instead."""
+    """Write run.json and start the trackers with its content. A resumed run appends to `resumes` in run.json."""
     setup, plan, config = timeline.setup, timeline.setup.plan, timeline.setup.plan.config
     if not plan.accelerator.is_main_process:
         return
@@ -93,7 +93,7 @@ def record_run(timeline: Timeline) -> None:
 
 
 def record_stream(timeline: Timeline) -> None:
-    """Report what was read from a stream, known only now; write it to run.json or its last entry in `resumes`."""
+    """Print the counts of the rows that were read from a stream. Write them to run.json, or its last `resumes`."""
     report, plan = timeline.state.data.report, timeline.setup.plan
     if timeline.loader.steps_per_epoch is None and plan.accelerator.is_main_process:
         plan.say("\n".join(["data, pass after pass:", *report.describe()]))
@@ -103,7 +103,7 @@ def record_stream(timeline: Timeline) -> None:
 
 
 def check_export(setup: TrainingSetup, folder: Path, data: PreparedData, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `UserError` now if the export, hours later, would not fit on the disk or could not write its side files."""
+    """Raise `UserError` before training if the export will not fit on the disk or cannot write its side files."""
     plan = setup.plan
     if not (plan.config.run.export and plan.accelerator.is_main_process):
         return
@@ -119,7 +119,7 @@ def check_export(setup: TrainingSetup, folder: Path, data: PreparedData, tokeniz
 
 
 def export_final(timeline: Timeline, tokenizer: PreTrainedTokenizerBase, step: int, tokens_seen: int) -> Path:
-    """Write final/: a Hugging Face checkpoint or a PEFT adapter, with tokenizer and model card. Collective."""
+    """Write final/, a Hugging Face checkpoint or a PEFT adapter with tokenizer and model card. Collective."""
     setup, results = timeline.setup, timeline.results
     plan, config, folder = setup.plan, setup.plan.config, timeline.state.folder / "final"
     certificates = (result.describe().removeprefix("certificate: ") for result in results.certificates.values())
@@ -139,7 +139,7 @@ def export_final(timeline: Timeline, tokenizer: PreTrainedTokenizerBase, step: i
     origin = Origin(plan.source.location, timeline.state.data.eos_ids)
     shared: dict[str, Any] = {"card": card, "is_main": plan.accelerator.is_main_process, "origin": origin}
     if setup.exports_adapter:
-        # PEFT would resolve a relative path against the folder it is started in.
+        # PEFT would resolve a relative path in the current folder of the process that loads the adapter.
         location = plan.source.location
         base_model = os.path.abspath(location) if os.path.isdir(location) else location
         export_adapter(setup.model, tokenizer, folder, options=config.lora, base_model=base_model, **shared)
@@ -149,10 +149,10 @@ def export_final(timeline: Timeline, tokenizer: PreTrainedTokenizerBase, step: i
 
 
 def summary_of(timeline: Timeline, exported: Path | None) -> dict[str, Any]:
-    """Return the entries of summary.json that the reporter does not have."""
+    """Return the entries of summary.json, in addition to the reporter's."""
     setup, results, history = timeline.setup, timeline.results, timeline.history
     recorded, fp8_certificate = results.recorded, timeline.state.folder / "certificate.json"
-    # A run resumed after its last fp8 step finds the certificate of the fp8 steps in its folder.
+    # If the run was resumed after its last fp8 step, the certificate of the fp8 steps is in its folder.
     has_earlier = setup.precision.has_ended and fp8_certificate.exists()
     summary = {
         "precision": _precision_record(setup, results),
@@ -180,7 +180,7 @@ def summary_of(timeline: Timeline, exported: Path | None) -> dict[str, Any]:
 
 
 def closing_words(timeline: Timeline, exported: Path | None) -> None:
-    """Print the outcome and the paths of the files."""
+    """Print the results and the paths of the files."""
     plan, summary, folder = timeline.setup.plan, timeline.results.summary, timeline.state.folder
     say = plan.say
     num_steps, steps = summary["steps"], timeline.reporter.steps_of_process()

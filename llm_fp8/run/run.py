@@ -1,7 +1,7 @@
-"""A whole run, phase after phase: plan, data, model, checks, loop, evaluation, export, records.
+"""A whole run in its order: plan, data, model, checks, loop, evaluation, export, records.
 
-From `main` to the backward pass: `run_training` -> `Timeline.train`, `take_step` -> `Stepper.take_step`, `micro_batch`,
-which calls the model and `DistributedStrategy.backward`.
+The calls from here to the backward pass are `run_training` -> `Timeline.train`, `take_step` -> `Stepper.take_step`,
+`micro_batch`, which calls the model and `DistributedStrategy.backward`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from llm_fp8.utils.ranks import LaunchRanks
 
 
 def run_training(config: Config, results: RunResults | None = None) -> int:
-    """Train, fill `results`, and return the exit code: 0, or the code of the signal that stopped the run."""
+    """Train and fill `results`. Return the exit code: 0, or the code of the signal that stopped the run."""
     results = results or RunResults()
     phase_ends = results.clock.end
     phase_ends("imports")
@@ -89,12 +89,12 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
         engine = plan.strategy if plan.strategy.saves_itself else None
         checkpoints = CheckpointManager(folder, plan.config.run.save_total_limit, ranks.rank == 0, engine)
         if ranks.rank == 0:
-            run_dir.begin_in(folder)  # nothing is written there before
+            run_dir.begin_in(folder)  # before this, nothing is written to the folder
         state = RunState(setup, data, folder, checkpoints, resume.run_fingerprint(plan), options)
         timeline = build_timeline(state, resumed, results)
         phase_ends("optimizer")
 
-        # Before this point there is nothing to save, and a signal ends the process at once.
+        # Before this point there is nothing to save, so a signal ends the process at once.
         with GracefulStop() as stop, timeline.reporter:
             records.record_run(timeline)
             devices = plan.machine.gpu or "the CPU"
@@ -109,13 +109,13 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
                 checkpoints.finish()
             finish(timeline, stop, tokenizer)
     exit_code, accelerator = 0 if timeline.is_complete else stop.exit_code, plan.accelerator
-    del plan, setup, state, timeline  # the model goes before the process group
+    del plan, setup, state, timeline  # free the model before the process group is destroyed
     end_process_group(accelerator, is_own_group)
     return exit_code
 
 
 def load_data(settled: Settled, tokenizer: PreTrainedTokenizerBase, context: Any = None) -> PreparedData:
-    """Prepare the run's data. Ranks of a `ContextGroup` share sequences."""
+    """Prepare the run's data. All ranks of the `ContextGroup` `context` get the same sequences."""
     config, ranks, on_gpu = settled.config, settled.machine.ranks, torch.cuda.is_available()
     rows_in_step = config.data.batch_size * config.optim.gradient_accumulation_steps
     return prepare_data(
@@ -131,7 +131,7 @@ def load_data(settled: Settled, tokenizer: PreTrainedTokenizerBase, context: Any
 
 
 def build_timeline(state: RunState, resumed: Checkpoint | None, results: RunResults) -> Timeline:
-    """Build optimizer, first fp8 scales, schedule and loop; restore them if the run is resumed. Collective."""
+    """Build optimizer, first fp8 scales, schedule and loop. Restore their state if the run is resumed. Collective."""
     setup, data, plan = state.setup, state.data, state.setup.plan
     config = plan.config
     num_steps = state.options["total_steps"]
@@ -152,7 +152,7 @@ def build_timeline(state: RunState, resumed: Checkpoint | None, results: RunResu
 
 
 def finish(timeline: Timeline, stop: GracefulStop, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Evaluate, export and summarise after the last step. If the run was stopped, only summarise."""
+    """Evaluate, export and write the summary after the last step. After a signal, only write the summary."""
     plan, config = timeline.setup.plan, timeline.setup.plan.config
     records.record_stream(timeline)
     if not timeline.is_complete:
@@ -164,7 +164,7 @@ def finish(timeline: Timeline, stop: GracefulStop, tokenizer: PreTrainedTokenize
     stop.what_follows = "all steps are done; finishing export and evaluation"
     exported, step, tokens_seen = None, timeline.step, timeline.tokens_seen
     if config.run.export and not timeline.history.keeps_best:
-        # Before the last evaluation, which may be killed or run out of memory.
+        # Export before the last evaluation, which may be killed or run out of memory.
         exported = records.export_final(timeline, tokenizer, step, tokens_seen)
     if timeline.history.last_step != timeline.step and timeline.evaluate():
         timeline.save()

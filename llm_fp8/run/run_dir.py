@@ -1,4 +1,4 @@
-"""The folder of a run: its default name, checks before the run, its lock, and messages for failures."""
+"""The output folder of a run: default name, checks before the run, lock, and messages for failures."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from llm_fp8.utils.output import say
 from llm_fp8.utils.ranks import LaunchRanks, agree_on
 
 LOCK = ".lock"  # locked by a run's main process; empty until the run begins to write, and never deleted after that
-_SAVED = ("summary.json", "final", "checkpoints/step-*")  # without any of these a later run may start over there
+_SAVED = ("summary.json", "final", "checkpoints/step-*")  # a folder with none of these can be used by another run
 _WRITTEN = ("run.json", "metrics.jsonl", "certificate.json", "certificate_after_fp8.json", "checkpoints")
-"""Other files that a run writes or deletes. A run refuses a folder in which such files may belong to something else."""
+"""Other files that a run writes or deletes. They are an error in a folder that was not used by a run."""
 _LOST_PEER = (
     "connection (closed|reset) by peer|connection refused|broken pipe|socket closed|remote process exited|timed out "
     "waiting|watchdog caught collective|nccl communicator was aborted"
@@ -36,9 +36,9 @@ _UNFINISHED = ".*.[0-9]*.tmp"  # unfinished files of a killed process (`write_te
 
 
 def claim_folder(config: Config, ranks: LaunchRanks, stack: contextlib.ExitStack) -> tuple[Path | None, str | None]:
-    """Lock the output folder until `stack` closes. Return it (None: `default_folder` names it later) and the run's
-    --resume_from, which becomes 'latest' if the launcher restarted a run with checkpoints. Raise `UserError` if the
-    folder cannot be written, is in use or holds another run, or if the processes' options differ. Collective.
+    """Lock the output folder until `stack` closes. Return it, or None without --output_dir, and --resume_from, which is
+    replaced by 'latest' if the launcher restarted a run with checkpoints. Raise `UserError` if the folder cannot be
+    written, is in use or contains another run, or if the processes' options differ. Collective.
     """
     first, *others = gathered(config.options)
     if differing := [f"--{name}" for name in first if any(other[name] != first[name] for other in others)]:
@@ -56,7 +56,7 @@ def _claimed(run: RunConfig, ranks: LaunchRanks, stack: contextlib.ExitStack) ->
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise UserError(f"--output_dir {folder}: {existing} is not a folder that can be written.")
         if output_dir is not None:
-            stack.enter_context(run_lock(folder))  # from here on no other run changes the folder
+            stack.enter_context(run_lock(folder))  # now no other run changes the folder
             if not restarted:
                 _refuse_other_run(folder, resume_from)
             checkpoints = CheckpointManager(folder, limit=1)
@@ -67,29 +67,29 @@ def _claimed(run: RunConfig, ranks: LaunchRanks, stack: contextlib.ExitStack) ->
 
 
 def default_folder(plan: RunPlan, stack: contextlib.ExitStack) -> Path:
-    """Lock a new folder, named after time, model and effective precision, until `stack` closes. Collective."""
+    """Lock a new folder until `stack` closes. Its name has time, model and effective precision. Collective."""
     slug = re.sub(r"[^A-Za-z0-9.]+", "-", f"{plan.config.model.model_name} {plan.precision.name}").strip("-")
     name = str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{slug}")
     return decided_by_main(lambda: stack.enter_context(run_lock(Path(agree_on("output_dir", name)))))
 
 
 def find_checkpoint(folder: Path, resume_from: str | None, ranks: LaunchRanks) -> Checkpoint | None:
-    """Return the checkpoint to continue from, if any. All hosts must find the same one. Collective."""
+    """Return the checkpoint to continue from, or None. Raise `UserError` if hosts find different ones. Collective."""
     resumed = CheckpointManager(folder, limit=1).find(resume_from)
     if len(set(gathered(None if resumed is None else resumed.step))) > 1:
         raise UserError(f"--output_dir {folder}: hosts find different checkpoints there; share the folder.")
     if resumed is None and ranks.rank == 0 and (resume_from is not None or _was_begun(folder)):
-        say(f"{folder} holds no checkpoint: the run begins anew")
+        say(f"{folder} has no checkpoint: the run starts from the beginning")
     return resumed
 
 
 def _was_begun(folder: Path) -> bool:
-    """Return True if a run has begun in this folder."""
+    """Return True if a run has written to this folder."""
     return (folder / LOCK).is_file() and (folder / LOCK).stat().st_size > 0
 
 
 def _refuse_other_run(folder: Path, resume_from: str | None) -> None:
-    """Raise `UserError` if the output folder holds a run that this one does not continue, or unknown files."""
+    """Raise `UserError` if the output folder contains a run that this run does not continue, or unknown files."""
     has_checkpoints = any(folder.glob("checkpoints/step-*"))
     if resume_from == LATEST and has_checkpoints:
         return
@@ -104,7 +104,9 @@ def _refuse_other_run(folder: Path, resume_from: str | None) -> None:
 
 @contextlib.contextmanager
 def run_lock(folder: Path) -> Iterator[Path]:
-    """Lock an output folder; raise `UserError` if another process holds it. Delete what is new if no run began."""
+    """Return a context that locks an output folder. Raise `UserError` if another process has locked it. At the end,
+    delete the lock and new folders if no run has written to the folder.
+    """
     existing, path = nearest_existing(folder), folder / LOCK
     folder.mkdir(parents=True, exist_ok=True)
     with open(path, "a+") as lock:
@@ -125,7 +127,7 @@ def run_lock(folder: Path) -> Iterator[Path]:
         finally:
             if not _was_begun(folder):
                 path.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # stops at the first that is not empty
+                with contextlib.suppress(OSError):  # stop at the first folder that is not empty
                     for created in (folder.absolute(), *folder.absolute().parents):
                         if created == existing.absolute():
                             break
@@ -133,31 +135,31 @@ def run_lock(folder: Path) -> Iterator[Path]:
 
 
 def _sign(folder: Path) -> None:
-    """Write the holder into the lock, which marks the folder as a run's."""
+    """Write process and host to the lock, which also marks the folder as that of a run."""
     (folder / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}")
 
 
 def begin_in(folder: Path) -> None:
-    """Delete half-written files of a killed run and sign the lock, before this run writes to `folder`."""
+    """Delete unfinished files of a killed run and sign the lock. Call it before the run writes to `folder`."""
     for path in folder.glob(_UNFINISHED):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     _sign(folder)
 
 
 def _lost_peer(error: BaseException) -> bool:
-    """Return True if the error's text shows that a collective failed because another process is gone."""
+    """Return True if the error's text shows that a collective failed because another process has ended."""
     is_raised_by_torch = dist.is_initialized() and isinstance(error, RuntimeError)
     return is_raised_by_torch and re.search(_LOST_PEER, str(error), re.IGNORECASE) is not None
 
 
 @contextlib.contextmanager
 def explained_failures(folder_of_run: Callable[[], Path]) -> Iterator[None]:
-    """Turn a full disk or the loss of another process into a `UserError`."""
+    """Raise `UserError` in place of errors about a full disk or the end of another process."""
     try:
         yield
     except (OSError, RuntimeError) as error:
         if isinstance(error, OSError) and (reason := errors.unwritable_reason(error)):
-            named = isinstance(error.filename, str)  # errors of libraries' caches name no file
+            named = isinstance(error.filename, str)  # errors in caches of libraries have no file name
             problem = f"{error.filename if named else folder_of_run()} (--output_dir, HF_HOME or TMPDIR): {reason}"
         elif _lost_peer(error) and not errors.is_out_of_memory(error):
             problem = f"another process of this run is gone (see its output): {str(error).splitlines()[0][:200]}"

@@ -1,7 +1,4 @@
-"""Build the parts of a run from its plan: model, adapters (LoRA), fp8, recomputation, sharding, weights, optimizer.
-
-Later results of the run are in `llm_fp8.run.timeline.RunResults`.
-"""
+"""Build the parts of a run from its plan: model, adapters (LoRA), fp8, recomputation, sharding, weights, optimizer."""
 
 from __future__ import annotations
 
@@ -31,29 +28,30 @@ from llm_fp8.utils.torch_internals import free_memory_, ignore_in_ddp
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """The built parts of a run: everything that options, machine and launch decide."""
+    """The parts of a run before its first step."""
 
     plan: RunPlan
     model: Model
     training_model: TrainingModel  # computes the loss of `model.module`
     precision: Precision  # attached to `model`
     coverage: Fp8Coverage
-    recomputed: Sequence[nn.Module]  # decoder layers
-    attention: str  # 'te', or transformers' name of the implementation
+    recomputed: Sequence[nn.Module]  # recomputed decoder layers
+    attention: str  # 'te', or transformers' name of the attention implementation
     num_parameters: int
     num_trainable_parameters: int
     num_adapter_parameters: int
 
     @property
     def exports_adapter(self) -> bool:
-        """True if final/ will hold an adapter; an adapter for random weights would be useless."""
+        """True if final/ will contain only an adapter. For random weights, an adapter alone would be useless."""
         return self.plan.config.trains_adapters and self.plan.stored is not None
 
 
 def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool = False) -> TrainingSetup:
-    """Build the model of `plan` on its device, with its weights, sharded over the processes. Collective.
+    """Build the model of `plan` on its device with its weights, sharded over the processes. Collective.
 
-    `first_batch`: batch of the parity check; None skips the check. `in_bf16`: do not hold frozen weights in fp8.
+    `first_batch` is the batch for the parity check; if it is None, there is no check. If `in_bf16`, frozen weights are
+    not replaced by fp8 weights.
     """
     config, strategy = plan.config, plan.strategy
     holds_in_fp8 = plan.holds_frozen_in_fp8 and not in_bf16
@@ -82,7 +80,7 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
     strategy.shard(training_model, layers, precision.fp8_modules if holds_in_fp8 else ())
     _load_weights(plan, built, precision, first_batch, holds_in_fp8)
     if holds_in_fp8 and not strategy.shards_parameters:
-        # DDP would broadcast the frozen weights in the dtype that torch sees: bf16.
+        # DDP would broadcast the frozen fp8 weights as bf16, the dtype that torch reports.
         ignore_in_ddp(training_model, [name for name, p in training_model.named_parameters() if not p.requires_grad])
     if config.trains_adapters:
         from llm_fp8.models.lora import initialize_adapters_
@@ -102,7 +100,7 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
 
 
 def warm_up_scales(setup: TrainingSetup, loader: TrainLoader) -> None:
-    """Compute the first scales of delayed scaling, if the run uses it. Collective."""
+    """Compute the first scales if the run uses delayed scaling. Collective."""
     if not setup.precision.scales_lag:
         return
     from llm_fp8.step.scale_warmup import PASSES, warm_up_delayed_scales
@@ -116,14 +114,14 @@ def warm_up_scales(setup: TrainingSetup, loader: TrainLoader) -> None:
 
 
 def build_stepper(setup: TrainingSetup, loader: TrainLoader | None, num_steps: int, step: int = 0) -> Stepper:
-    """Build optimizer, first fp8 scales and schedule, after `step` of `num_steps` steps. Pass no `loader` if the scales
-    are in the checkpoint that is restored next. Collective.
+    """Build optimizer, first fp8 scales and schedule, after `step` of `num_steps` steps. `loader` is None if the scales
+    will be restored from a checkpoint. Collective.
     """
     plan, options, strategy = setup.plan, setup.plan.config.optim, setup.plan.strategy
     parameters = setup.training_model.named_parameters()
     optimizer = build_optimizer(options, plan.optimizer_kind, parameters, plan.draws_lower_bits)
-    # A prepared model may treat every backward pass as training, so scales come first. FSDP's parameters have their
-    # final form only after `prepare`.
+    # DDP and DeepSpeed may treat every backward pass as training, so scales are computed before `prepare`. FSDP's
+    # parameters may be replaced by `prepare`, so scales are computed after it.
     if loader is not None and not strategy.shards_parameters:
         warm_up_scales(setup, loader)
     model, optimizer = strategy.prepare(setup.training_model, optimizer, setup.precision)
@@ -136,7 +134,7 @@ def build_stepper(setup: TrainingSetup, loader: TrainLoader | None, num_steps: i
 
 
 def _decoder_with_adapters(plan: RunPlan, on_meta: bool) -> Model:
-    """Build the model. Adapters have no values yet; with `on_meta` no parameter has."""
+    """Build the model with uninitialised adapters. If `on_meta`, no parameter is initialised."""
     options, config = plan.config.model, plan.config
     shared: dict[str, Any] = {"parameter_dtype": plan.weight_dtype, "compute_dtype": plan.precision.compute_dtype}
     shared |= {"device": plan.device, "full_tensor": plan.strategy.full_tensor}
@@ -155,7 +153,7 @@ def _decoder_with_adapters(plan: RunPlan, on_meta: bool) -> Model:
 
 
 def _describe_rounding(plan: RunPlan, fp8: Any) -> str:
-    """Describe how stored weights are rounded to the model's dtype; `fp8`: their format if they are stored in fp8."""
+    """Describe how stored weights are rounded to the model's dtype. `fp8` is the format of weights stored in fp8."""
     if fp8 is not None:
         rounded = ", rounded to bfloat16" if plan.rounds_weights and not plan.keeps_lower_bits else ""
         return f"stored weights are {fp8.describe()}: training starts from value times scale{rounded}"
@@ -166,15 +164,15 @@ def _describe_rounding(plan: RunPlan, fp8: Any) -> str:
 
 
 def _load_weights(plan: RunPlan, model: Model, precision: Precision, batch: Batch | None, holds_in_fp8: bool) -> None:
-    """Fill the parameters of `model` that have no values yet. With a `batch`, compare its TE decoder and weights with
-    Hugging Face's. With `holds_in_fp8`, give fp8 modules, which have no memory yet, fp8 weights only. Collective.
+    """Fill the parameters of `model` that are not initialised. If `batch` is given, compare the TE decoder with Hugging
+    Face's. If `holds_in_fp8`, store the weights of fp8 modules, which have no memory before, in fp8 only. Collective.
     """
     filling, shards_parameters = (plan.device, plan.config.optim.seed), plan.strategy.shards_parameters
     full_layers: Iterable[nn.Module] = model.layers
     if holds_in_fp8:
         full_layers = _freed_again(filled_layers(model, model.layers, *filling), precision)
         if not shards_parameters:
-            model.module.tie_weights()  # moving the model to the device untied them
+            model.module.tie_weights()  # moving the model to the device unties them
     elif shards_parameters:
         fill_weights(model, *filling, plan.keeps_lower_bits)
     if batch is not None:
@@ -200,7 +198,7 @@ def _load_weights(plan: RunPlan, model: Model, precision: Precision, batch: Batc
 
 
 def _freed_again(layers: Iterable[nn.Module], precision: Precision) -> Iterator[nn.Module]:
-    """Yield each of `layers`; free the memory of its fp8 modules when the next layer is requested."""
+    """Yield each of `layers`. Free the memory of its fp8 modules when the next layer is requested."""
     for layer in layers:
         yield layer
         for module in precision.fp8_modules.intersection(layer.modules()):

@@ -1,7 +1,7 @@
-"""A run's timeline: between the steps of a `Stepper` it reports, certifies, evaluates, saves and stops.
+"""The training loop: between the steps of a `Stepper` it reports, certifies, evaluates, saves and stops.
 
-Losses and norms stay on the device until `log_every` steps are done or a save or evaluation is due. There a non-finite
-loss or norm ends the run, before it can reach a checkpoint.
+Losses and norms stay on the device until `log_every` steps are done or a save or evaluation is due. Then a non-finite
+loss or norm ends the run, before a checkpoint is saved.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ if TYPE_CHECKING:
     from llm_fp8.observability.nvml import EnergyMeter
     from llm_fp8.precision.certificate import Certificate
 
-STEPS_BEFORE_PROFILE = 4  # steps of a process before the recorded one; they compile and allocate
-SAVE_AFTER_S = 1800.0  # age of the last checkpoint at which the next is due
+STEPS_BEFORE_PROFILE = 4  # steps of a process before the recorded one, which compile and allocate
+SAVE_AFTER_S = 1800.0  # seconds after the last checkpoint at which the next one is due
 
 
 @dataclass
 class RunResults:
-    """Results that a run collects while it runs; everything else about it is frozen."""
+    """Results that are collected during a run."""
 
-    clock: PhaseClock = field(default_factory=PhaseClock)  # started when the script began
+    clock: PhaseClock = field(default_factory=PhaseClock)  # started with the script
     started_s: float = field(default_factory=time.time)
     attention_backend: str | None = None  # chosen by Transformer Engine in the first step
-    measured_tokens_per_s: dict[str, float] | None = None  # by precision (--mixed_precision auto)
+    measured_tokens_per_s: dict[str, float] | None = None  # precision -> tokens/s (--mixed_precision auto)
     recorded: StepProfile | None = None
-    certificates: dict[str, Certificate] = field(default_factory=dict)  # by file name: 'certificate', '..._after_fp8'
-    summary: dict[str, Any] = field(default_factory=dict)  # contents of summary.json, once written
-    last_loss: float | None = None  # of the last reported step, on every rank
+    certificates: dict[str, Certificate] = field(default_factory=dict)  # 'certificate', 'certificate_after_fp8'
+    summary: dict[str, Any] = field(default_factory=dict)  # content of summary.json, after it is written
+    last_loss: float | None = None  # loss of the last reported step, on every rank
 
 
 @dataclass
 class Timeline:
-    """A run from `step` and `tokens_seen` on; a resumed run has both from its checkpoint."""
+    """Training loop that starts after `step` steps and `tokens_seen` tokens."""
 
     stepper: Stepper
     loader: TrainLoader
@@ -88,30 +88,30 @@ class Timeline:
 
     @property
     def precision_name(self) -> str:
-        """The precision of the run's steps so far, in words."""
+        """Description of the precision of the steps so far."""
         plan = self.precision.plan
         after = f" until step {self.fp8_steps}, then {plan.compute_name}" if self.precision.has_ended else ""
         return f"{plan.name}{after}"
 
     def _next_profile_step(self) -> int:
-        """Return the step to record among those with the next step's precision; 0 for none."""
+        """Return the number of the step to record for the current precision, or 0 if no step is recorded."""
         end = self.fp8_steps if self.step < self.fp8_steps else self.total_steps
         return min(self.step + STEPS_BEFORE_PROFILE + 1, end) if self.setup.plan.certifies else 0
 
     def _end_fp8(self) -> None:
         """Compute in bf16 from the next step on."""
-        self.read_pending()  # these steps are reported with fp8's figures
+        self.read_pending()  # report the fp8 steps with the figures of fp8
         self.stepper.end_fp8()
         self.profile_step = self._next_profile_step()
         self.reporter.print(f"--fp8_until: {self.precision.plan.compute_name} from step {self.step + 1} on")
 
     def train(self, stop_requested: Callable[[], bool]) -> None:
-        """Train to `total_steps`, to early stopping, or until `stop_requested()`; then save too."""
+        """Train until `total_steps`, until early stopping, or until `stop_requested()`, which also saves."""
         if self.is_complete:
-            return  # resumed after the last step, only to evaluate and export
+            return  # the run was resumed after the last step, to evaluate and export
         config = self.setup.plan.config
         options, eval_every = config.run, 0 if self.state.data.eval is None else config.run.eval_every
-        if self._due(eval_every) and 0 < self.step != self.history.last_step:  # a signal came before this evaluation
+        if self._due(eval_every) and 0 < self.step != self.history.last_step:  # the run was stopped before it
             if self.evaluate():
                 self.save()
             if self.history.stops_early:
@@ -152,21 +152,21 @@ class Timeline:
                 self.stepper.make_room()  # for the export
                 return
             if evaluates or saves:
-                stamp = self.restart_clocks()  # The next step's time must not include these.
+                stamp = self.restart_clocks()  # the next step's time must not include these
 
     @property
     def is_complete(self) -> bool:
         return self.step >= self.total_steps or self.history.stops_early
 
     def take_step(self, batches: list[Batch], start: Any) -> Any:
-        """Take the next step, which begins at the stamp `start`; return the stamp of its end."""
+        """Run the next step, which begins at the time stamp `start`. Return the time stamp of its end."""
         result = self.stepper.take_step(batches, start)
         self.step += 1
         self._pending.append((self.step, self.loader.epoch, result))
         return result.end
 
     def restart_clocks(self) -> Any:
-        """Restart step time and energy while the GPU is idle; return the new stamp."""
+        """Restart the measurement of step time and energy. Return the new time stamp."""
         if self.energy:
             self.energy.restart(self.step)
         return self.stepper.clock.stamp()
@@ -175,12 +175,12 @@ class Timeline:
         return every > 0 and self.step % every == 0
 
     def read_pending(self) -> None:
-        """Copy the results of all steps since the last call to the host, check them and report them."""
+        """Copy the results of all steps since the last call to the host, and check and report them."""
         if not self._pending:
             return
         pending, self._pending = self._pending, []
         device, coefficients = self.accelerator.device, self.setup.training_model.coefficients
-        # fp64 holds counts exactly. Only here does the host wait for the GPU.
+        # fp64 represents counts exactly. The host waits for the GPU only here.
         on_device = [value.to(device, torch.float64) for *_, result in pending for value in result.values.values()]
         rows = torch.stack(on_device).view(len(pending), -1).tolist()
         read = [dict(zip(result.values, row, strict=True)) for (*_, result), row in zip(pending, rows, strict=True)]
@@ -211,10 +211,10 @@ class Timeline:
                 **self._profile_figures.pop(step, {}),
                 "fp8_linear_flop_share": self.setup.coverage.fp8_linear_flop_share if in_fp8 else 0.0,
             }
-            self.reporter.step(record)  # steps before a non-finite loss show what led to it
+            self.reporter.step(record)  # also before a later non-finite loss, to show its cause
 
     def _after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> Any:
-        """Report and certify the profiled step; return a new stamp, so that time and energy exclude profiling."""
+        """Report and certify the recorded step. Return a new time stamp, so that profiling is not measured."""
         self._profile_figures[self.step] = profile.figures()
         self.restart_clocks()
         self.read_pending()  # the certificate may end the run
@@ -225,10 +225,10 @@ class Timeline:
         return self.restart_clocks()
 
     def _take_graphs_if_idle(self, profile: StepProfile, num_micro_batches: int) -> None:
-        """Let the stepper take graphs if they shorten steps, and print its note. Collective."""
+        """Make the stepper use CUDA graphs if they shorten steps, and print its note. Collective."""
         if self.step == self.total_steps or not self.stepper.may_take_graphs:
             return
-        # Only two steps are measured before the recorded one, so a small share is judged again after more steps.
+        # Only two steps are measured before the recorded one, so a small idle time is checked again after more steps.
         asks_again, steps = self.step == self.profile_step, self.reporter.steps_of_process()
         note = self.stepper.take_graphs_if_idle(profile, steps, num_micro_batches, self.step, asks_again)
         if note is not None:
@@ -244,7 +244,7 @@ class Timeline:
         self.reporter.print(f"attention: {backend}{' (WARNING: slow)' if backend == 'unfused' else ''}")
 
     def _certify(self, profile: StepProfile, num_micro_batches: int) -> None:
-        """Judge the step's kernels; write the verdict. Raise `FailedCheck` on all ranks if one rank failed."""
+        """Certify the recorded step and write the certificate. Raise `FailedCheck` on all ranks if one rank failed."""
         from llm_fp8.precision.certificate import ExpectedKernels, certify, worst
 
         setup, plan = self.setup, self.setup.plan
@@ -265,20 +265,20 @@ class Timeline:
         if certificate.verdict == "failed":
             sentence = certificate.failure(path)
             self.reporter.finish({"failed": sentence, name: certificate.to_dict(), **plan.parallel_record})
-            self.accelerator.wait_for_everyone()  # The launcher kills all ranks as soon as one exits.
+            self.accelerator.wait_for_everyone()  # the launcher kills all ranks when one exits
             raise FailedCheck(sentence)
         if certificate.verdict == "undetermined":
             self.reporter.print(f"WARNING: this run could not be certified: {'; '.join(certificate.reasons)}")
         self.results.certificates[name] = certificate
 
     def evaluate(self) -> bool:
-        """Evaluate and report; return True if --keep_best needs a checkpoint of this step, the best so far."""
+        """Evaluate and report the loss. Return True if --keep_best requires a checkpoint, since it is the lowest."""
         if self.state.data.eval is None:
             return False
         self.stepper.make_room()
         figures = evaluate_loss(self.accelerator, self.stepper.model, self.precision, self.state.data.eval)
         self.reporter.evaluation({"step": self.step, **figures})
-        self.history.add(self.step, gathered(figures["eval_loss"])[0])  # the main rank's loss
+        self.history.add(self.step, gathered(figures["eval_loss"])[0])  # the loss of the main rank
         return self.history.kept_step == self.step
 
     def save(self) -> None:
@@ -289,7 +289,9 @@ class Timeline:
         self.reporter.print(f"{verb} {folder}")
 
     def _checkpoint_due(self) -> bool:
-        """Return True if the main rank's last save is `SAVE_AFTER_S` old or a run that saved is done. Collective."""
+        """Return True if the main rank's last save is `SAVE_AFTER_S` old, or the run is complete and has checkpoints.
+        Collective.
+        """
         if self.setup.plan.config.run.save_every == 0:
             return False
         is_old = time.monotonic() - self._saved_s >= SAVE_AFTER_S
@@ -297,7 +299,7 @@ class Timeline:
         return bool(largest(self.accelerator.is_main_process and is_due))
 
     def _require_finite(self, step: int, result: StepResult, loss: float, grad_norm: float) -> None:
-        # fp16 loss scaling expects overflows: the scaler skips such a step and lowers the scale.
+        # Overflows are expected with fp16 loss scaling: the scaler skips such a step and reduces the scale.
         if math.isfinite(loss) and (math.isfinite(grad_norm) or self.accelerator.scaler is not None):
             return
         # Every rank gets here, since loss and norm are reduced over all ranks.

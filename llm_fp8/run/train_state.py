@@ -1,4 +1,4 @@
-"""Save and restore a run's state; decide which run may continue from a checkpoint."""
+"""Save and restore the state of a run."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from llm_fp8.distributed.process_group import largest
 from llm_fp8.run.checkpoint import STRATEGY_STATE, Checkpoint, CheckpointManager
 from llm_fp8.run.setup import TrainingSetup
 
-SCALES = "fp8."  # begins the names of delayed scaling's tensors
+SCALES = "fp8."  # prefix of the names of delayed scaling's tensors
 EVALUATIONS = ("last_step", "best_step", "best_loss", "num_without_improvement", "data")  # fields in a checkpoint
 
 
 @dataclass
 class EvalHistory:
-    """A run's evaluations: part of a checkpoint, and updated with the same eval losses on every rank."""
+    """History of evaluations. It is stored in checkpoints and equal on all ranks."""
 
     keeps_best: bool = False
-    patience: int = 0  # number of evaluations without improvement that ends the run; 0: never
-    data: str | None = None  # identifies the eval data: losses on other data are not comparable
-    last_step: int | None = None  # of the last evaluation
-    best_step: int | None = None  # of the lowest eval loss, the first if several are equal
+    patience: int = 0  # number of evaluations without improvement that ends the run, or 0 for no limit
+    data: str | None = None  # hash of the eval data, since losses on other data are not comparable
+    last_step: int | None = None  # step of the last evaluation
+    best_step: int | None = None  # step of the lowest eval loss, the first one if several are equal
     best_loss: float = math.inf
     num_without_improvement: int = 0  # number of evaluations since `best_step`
 
     @property
     def kept_step(self) -> int | None:
-        """The step whose checkpoint --keep_best keeps."""
+        """The step whose checkpoint must not be deleted (--keep_best), or None."""
         return self.best_step if self.keeps_best else None
 
     @property
@@ -43,7 +43,7 @@ class EvalHistory:
         return 0 < self.patience <= self.num_without_improvement
 
     def add(self, step: int, eval_loss: float) -> None:
-        """Record the eval loss after `step`. A NaN or infinite loss is neither the best nor an improvement."""
+        """Add the eval loss after `step`. A NaN or infinite loss is no improvement."""
         self.last_step = step
         if eval_loss < self.best_loss:
             self.best_step, self.best_loss, self.num_without_improvement = step, eval_loss, 0
@@ -54,7 +54,7 @@ class EvalHistory:
         return {name: getattr(self, name) for name in EVALUATIONS}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Restore a checkpoint's evaluations; return False and change nothing if they used other data."""
+        """Restore the history of a checkpoint. If its eval data differ, change nothing and return False."""
         if state["data"] != self.data:
             return False
         vars(self).update(state)
@@ -63,7 +63,7 @@ class EvalHistory:
 
 @dataclass(frozen=True)
 class RunState:
-    """Saves and restores a run."""
+    """Saves and restores the state of a run."""
 
     setup: TrainingSetup
     data: PreparedData
@@ -73,17 +73,17 @@ class RunState:
     options: dict[str, Any]  # from `run_options`
 
     def tensors(self, optimizer: Any) -> dict[str, Tensor]:
-        """Return name -> live tensor, without the random states."""
+        """Return name -> tensor (not copied) of the state, without random states."""
         scales = {f"{SCALES}{name}": tensor for name, tensor in self.setup.precision.state_tensors().items()}
         return self.setup.plan.strategy.state(self.setup.model.module, optimizer) | scales
 
     def has_the_scales(self, checkpoint: Checkpoint) -> bool:
-        """Return True if the checkpoint's scales and amax histories fit this run's options."""
+        """Return True if the scales and amax histories in the checkpoint can be used with this run's options."""
         saved = checkpoint.meta["options"]
         return all(saved.get(name) == self.options.get(name) for name, kind in RESUME.items() if kind == "scales")
 
     def save(self, step: int, optimizer: Any, history: EvalHistory, tokens_seen: int) -> Path:
-        """Write a checkpoint after `step` (with --async_save in the background); return its folder."""
+        """Write a checkpoint after `step` (with --async_save in the background). Return its folder."""
         plan = self.setup.plan
         scaler = plan.accelerator.scaler
         meta = {
@@ -98,9 +98,9 @@ class RunState:
         return self.checkpoints.save(step, tensors, meta, history.kept_step, plan.config.parallel.async_save)
 
     def restore(self, checkpoint: Checkpoint, optimizer: Any) -> None:
-        """Restore everything in place but the loop's own state. Collective."""
+        """Restore the state in place, except for the history of evaluations. Collective."""
         plan, meta = self.setup.plan, checkpoint.meta
-        # Ranks that the checkpoint doesn't know keep their initial seeds.
+        # The random states of ranks that are not in the checkpoint are not changed.
         current_rng = rng_state(plan.accelerator.process_index)
         rng = {name: tensor for name, tensor in current_rng.items() if name in checkpoint.kinds}
         plan.strategy.load_state(checkpoint.folder / STRATEGY_STATE, optimizer)
@@ -115,7 +115,7 @@ class RunState:
         restore_rng_state(rng)
 
     def restore_history(self, history: EvalHistory, checkpoint: Checkpoint) -> None:
-        """Continue the checkpoint's evaluations, or report why they cannot count. Collective."""
+        """Restore the history of evaluations from the checkpoint, or print the reason if it cannot. Collective."""
         say = self.setup.plan.say
         if not history.load_state_dict(checkpoint.meta["evaluations"]) and (history.keeps_best or history.patience):
             say("the eval data changed since this checkpoint: only later evaluations count")
@@ -124,14 +124,14 @@ class RunState:
             history.best_step, history.best_loss = None, math.inf
 
     def complete_checkpoint(self, step: int) -> Checkpoint | None:
-        """Return the checkpoint of `step` if every rank finds it complete, else None. Collective."""
+        """Return the checkpoint of `step` if it is complete on every rank, else None. Collective."""
         folder = self.checkpoints.of_step(step)
         checkpoint = next((saved for saved in self.checkpoints.newest_first() if saved.folder == folder), None)
         return None if largest(checkpoint is None) else checkpoint
 
 
 def rng_state(rank: int) -> dict[str, Tensor]:
-    """Return the states of torch's random generators on the CPU and the current GPU; names include the rank."""
+    """Return the states of torch's random generators on the CPU and the current GPU. Names include the rank."""
     states = {f"rng/rank-{rank}/torch_cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states[f"rng/rank-{rank}/torch_cuda"] = torch.cuda.get_rng_state()
@@ -139,7 +139,7 @@ def rng_state(rank: int) -> dict[str, Tensor]:
 
 
 def restore_rng_state(states: Mapping[str, Tensor]) -> None:
-    """Set the random generators to states from `rng_state`."""
+    """Restore the states of the random generators from the result of `rng_state`."""
     for name, state in states.items():
         library = torch if name.endswith("torch_cpu") else torch.cuda
         library.set_rng_state(state)

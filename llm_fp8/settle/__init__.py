@@ -1,1 +1,1 @@
-"""Every decision of a run before it is built, for the machine that `look` sees or a dry run assumes."""
+"""All decisions about a run before its model is built, for this machine or, in a dry run, an assumed one."""

@@ -1,4 +1,4 @@
-"""Describe the machine that a run is settled for in plain values: this one (`look`) or an assumed one (`assume`)."""
+"""A description of the machine for which a run is settled: this machine (`look`) or an assumed one (`assume`)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Machine:
 
     ranks: LaunchRanks = LaunchRanks()
     gpu: str | None = None  # name of the GPU
-    gpu_gib: float | None = None  # memory of the launch's smallest GPU, as torch reports it
-    capability: tuple[int, int] = (0, 0)  # the GPU's compute capability
-    lacking: Mapping[str, str] = field(default_factory=dict)  # Transformer Engine's recipe -> why the GPU cannot run it
+    gpu_gib: float | None = None  # memory of the smallest GPU, according to torch
+    capability: tuple[int, int] = (0, 0)  # compute capability of the GPU
+    lacking: Mapping[str, str] = field(default_factory=dict)  # unavailable recipe of Transformer Engine -> reason
     host_free_gib: float | None = None  # free memory of the host; None if unknown
     is_assumed: bool = False
 
@@ -35,8 +35,8 @@ class Machine:
 
 
 def look(precision: PrecisionConfig, ranks: LaunchRanks, asks_te: bool = True) -> Machine:
-    """Return the machine of this launch. If the run may use fp8, ask Transformer Engine which recipes the GPU runs;
-    without `asks_te`, derive them from the compute capability. Collective.
+    """Return the machine of this launch. If the run may use fp8, Transformer Engine determines the available recipes.
+    If `asks_te` is False, they are determined by the compute capability. All ranks must call it.
     """
     host_free_gib = psutil.virtual_memory().available / GIB
     if not torch.cuda.is_available():
@@ -57,11 +57,11 @@ def look(precision: PrecisionConfig, ranks: LaunchRanks, asks_te: bool = True) -
 def assume(
     ranks: LaunchRanks, gpu: str = "H100 80 GB", gib: float = 79.2, capability: tuple[int, int] = (9, 0)
 ) -> Machine:
-    """Return an assumed machine with this GPU."""
+    """Return an assumed machine with the GPU `gpu`, which has `gib` GiB of memory."""
     return Machine(ranks, gpu, gib, capability, lacking_by_capability(capability), is_assumed=True)
 
 
 def lacking_by_capability(capability: tuple[int, int]) -> dict[str, str]:
-    """Return `Machine.lacking` for a GPU of this compute capability."""
+    """Return `Machine.lacking` for a GPU with this compute capability."""
     needed = {name: RECIPES[name].capability for name in recipe_names("te")}
     return {n: f"it needs compute capability {a}.{b}." for n, (a, b) in needed.items() if capability < (a, b)}

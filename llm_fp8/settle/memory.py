@@ -1,4 +1,4 @@
-"""Settle what depends on the GPU's memory: merged micro-batches, recomputed layers, --batch_size auto, what fits."""
+"""Decisions that depend on the GPU's memory: merged micro-batches, recomputed layers, and --batch_size auto."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ from llm_fp8.observability.metrics import GIB, RESERVE_GIB
 from llm_fp8.utils.errors import UserError
 
 ERROR = 0.012  # largest relative error of the estimate in recorded runs
-MARGIN = 0.05  # share of the GPU's memory that `settle_micro_batches` leaves free: PyTorch stalls on a full GPU
-MOST_PADDED_TOKENS = 16384  # in a merged micro-batch: beyond it, longer padding costs more than the GPU gains
-MOST_TOKENS = 65536  # in a micro-batch of --batch_size auto: the longest recorded
+MARGIN = 0.05  # fraction of the GPU's memory that `settle_micro_batches` leaves free: PyTorch is slow on a full GPU
+MOST_PADDED_TOKENS = 16384  # limit of a merged padded micro-batch, above which more padding costs more than is gained
+MOST_TOKENS = 65536  # limit of a micro-batch with --batch_size auto, the largest in recorded runs
 
 RECOMPUTED, OFFLOADED = {"gradient_checkpointing": "auto"}, {"offload_optimizer": 1.0}
 EIGHT_BIT = {"optimizer": "adamw_8bit"}
 
 
 def row_multiple(run: RunSize) -> int:
-    """Return the divisor that a micro-batch's number of rows must have, so that its tokens suit fp8 GEMMs."""
+    """Return the number that must divide a micro-batch's number of rows, so that fp8 GEMMs support its tokens."""
     multiple = max(row_of(run.recipe).token_multiple, FP8_SIZE_MULTIPLE)
     return multiple // math.gcd(run.config.data.max_seq_length, multiple)
 
 
 def fits(run: RunSize, gpu_gib: float) -> bool:
-    """Return True if the memory that is counted fits and the micro-batches suit fp8 GEMMs."""
+    """Return True if the estimated memory fits and fp8 GEMMs support the micro-batches."""
     needed = max(part.estimate().needed_gib for part in run.phases)
     return run.config.data.batch_size % row_multiple(run) == 0 and needed <= gpu_gib
 
 
 def settle_micro_batches(run: RunSize, gpu_gib: float, resumed_rows: int | None = None) -> RunSize:
-    """Merge as many of a step's micro-batches as fit the GPU with a margin, and settle a number for
-    --gradient_checkpointing auto. With `resumed_rows`, merge to micro-batches of that many rows if possible.
+    """Merge as many of a step's micro-batches as fit the GPU with a margin, and choose a number for
+    --gradient_checkpointing auto. If `resumed_rows` is given, micro-batches get this number of rows if possible.
 
-    Recomputing a layer costs a third of its time, more than merging gains. So choose the fewest recomputed layers with
-    which any merge fits, then the longest micro-batches. If nothing fits, merge nothing and recompute all.
+    Recomputing a layer costs a third of its time, more than merging saves. Therefore the fewest recomputed layers with
+    which any micro-batch fits are chosen first, and then the largest micro-batches. If nothing fits, no micro-batches
+    are merged and all layers are recomputed.
     """
     size, num_requested = run.config.data.batch_size, run.config.optim.gradient_accumulation_steps
     most = (MOST_TOKENS if run.config.packing else MOST_PADDED_TOKENS) // run.config.data.max_seq_length
@@ -63,7 +64,7 @@ def settle_micro_batches(run: RunSize, gpu_gib: float, resumed_rows: int | None 
 
 
 def largest_fitting(run: RunSize, gpu_gib: float) -> RunSize | None:
-    """Return the run with the longest micro-batches that fit, no longer than now, and as many rows per step."""
+    """Return the run with the largest micro-batches that fit, at most the current size, with the same rows per step."""
     size = run.config.data.batch_size
     in_step = size * run.config.optim.gradient_accumulation_steps
     sizes = (rows for rows in range(size, 0, -1) if in_step % rows == 0)
@@ -72,9 +73,9 @@ def largest_fitting(run: RunSize, gpu_gib: float) -> RunSize | None:
 
 
 def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None) -> tuple[RunSize, list[str]]:
-    """Return the run with numbers for every auto and with merged micro-batches, and notes to print.
+    """Return the run with merged micro-batches and with numbers instead of auto, and notes to print.
 
-    `resumed_rows`: rows per micro-batch in the checkpoint to continue, kept if possible. Raises `UserError` if weights,
+    `resumed_rows` is the number of rows per micro-batch in the checkpoint to continue. Raise `UserError` if weights,
     gradients and optimizer state, or all tensors, or the smallest micro-batch of --batch_size auto exceed the GPU's
     `gpu_gib`.
     """
@@ -128,7 +129,7 @@ def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None)
 
 
 def _suggestions(run: RunSize, gpu_gib: float) -> str:
-    """Return the end of a message: the changes with which the run would fit, the cheapest first."""
+    """Return the end of a message with changes of options that would make the run fit, the cheapest first."""
     changes: list[dict[str, Any]] = [{}, RECOMPUTED]
     if run.num_gpus > 1:
         sharded = {"sharding_mode": "fsdp_full", "sync_every_micro_batch": True}
@@ -136,14 +137,14 @@ def _suggestions(run: RunSize, gpu_gib: float) -> str:
         changes += [] if run.adapted else [sharded | EIGHT_BIT]
     if not run.sharded and not run.adapted:
         changes += [EIGHT_BIT, OFFLOADED, EIGHT_BIT | RECOMPUTED, OFFLOADED | RECOMPUTED]
-    # Options for fp8 in the bf16 that --mixed_precision auto chose are no reason against a change.
+    # If --mixed_precision auto chose bf16, options for fp8 make the run inconsistent, but do not forbid a change.
     is_judged, suggestions = is_consistent(run.config, run.mode), []
     for change in changes:
         if "gradient_checkpointing" in change and (run.spec is None or run.config.model.gradient_checkpointing == 1):
-            continue  # activations are not counted, or all recomputed already
+            continue  # activations are not estimated, or all layers are already recomputed
         changed = run.changed(**change)
         if is_judged and not is_consistent(changed.config, changed.mode):
-            continue  # the run would refuse it
+            continue  # these options would be an error
         fitted = largest_fitting(changed, gpu_gib)
         if fitted is not None and (fitted.spec is None) == (run.spec is None):
             flags = [f"--{name}" + (f" {value}" if value is not True else "") for name, value in change.items()]

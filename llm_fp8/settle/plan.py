@@ -1,6 +1,4 @@
-"""A run before its model exists: its decisions (`llm_fp8.settle`), the source of its weights, and the library objects
-that everything else is built with.
-"""
+"""The plan of a run before its model is built: decisions, source of the weights, and the accelerator and strategy."""
 
 from __future__ import annotations
 
@@ -30,15 +28,15 @@ from te_llama import keeps_hf_layers
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan(Settled):
-    """A settled run with the objects that exist before the model."""
+    """A settled run with the objects that its model is built with."""
 
     source: sources.ModelSource
     accelerator: Accelerator
     strategy: DistributedStrategy
-    export_dtype: torch.dtype  # dtype of the stored weights, else `parameter_dtype`
-    stored: sources.StoredCheckpoint | None  # the weights to load; None if weights are drawn
+    export_dtype: torch.dtype  # dtype of the stored weights, or `parameter_dtype` if there are none
+    stored: sources.StoredCheckpoint | None  # weights to load, or None for random weights
     packed_form: PackedForm | None  # for transformers' decoder; None for TE's decoder or without packing
-    say: Callable[[str | None], None]  # prints a line on the main process; None prints nothing
+    say: Callable[[str | None], None]  # function that prints text, unless it is None, on the main process
 
     @property
     def device(self) -> torch.device:
@@ -46,23 +44,23 @@ class RunPlan(Settled):
 
     @property
     def stores_lower_bits(self) -> bool:
-        """True if the weights to start from have bits that bf16 lacks."""
+        """True if the stored weights have more bits than bf16."""
         stored_in_fp8 = self.stored is not None and self.stored.fp8 is not None
         return stored_in_fp8 or self.export_dtype in (torch.float32, torch.float16)
 
     @property
     def draws_lower_bits(self) -> bool:
-        """True if master weights get random lower bits; the model computes with the upper half."""
+        """True if the lower bits of master weights are drawn at random (see `llm_fp8.optim.adamw_master`)."""
         return self.precision.compute_name == "bf16" and not self.stores_lower_bits
 
     @property
     def rounds_weights(self) -> bool:
-        """True if stored weights have bits that the model's bf16 weights lack."""
+        """True if stored weights are rounded to the model's bf16 weights."""
         return self.weight_dtype == torch.bfloat16 and self.stores_lower_bits
 
     @property
     def keeps_lower_bits(self) -> bool:
-        """True if the bits that bf16 lacks go into the optimizer's remainders."""
+        """True if the optimizer's remainders store the lower bits of rounded weights."""
         optimizer = OPTIMIZERS[self.optimizer_kind]
         return self.rounds_weights and optimizer.keeps_lower_bits and not self.config.trains_adapters
 
@@ -72,8 +70,8 @@ class RunPlan(Settled):
 
 
 def plan_run(config: Config, ranks: LaunchRanks, resumed: Mapping[str, Any] | None = None) -> RunPlan:
-    """Settle the run on this machine (see `settle`) and build everything that precedes its model. Raise `UserError` if
-    the machine, its packages or its memory do not allow the run. Collective.
+    """Settle the run for this machine (see `settle`) and build the objects for its model. Raise `UserError` if the run
+    is not possible with this machine, its packages or its memory. All ranks must call it.
     """
     device = device_of_process()
     source = sources.resolve_source(config.model)
@@ -90,9 +88,9 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Mapping[str, Any] | No
         prepare_te_decoder(sources.text_config(hf_config).hidden_size, device)
     if not config.model.use_te or (settled.size.sizes is not None and keeps_hf_layers(hf_config)):
         packed_form = probe(settled.config, hf_config, device, precision.compute_dtype)
-    stored = sources.checkpoint_of(source, hf_config)  # after whatever refuses a run, since it may download
+    stored = sources.checkpoint_of(source, hf_config)  # after all checks, since it may download files
     if untied := sources.untie(hf_config, stored):
-        settled = settle(config, hf_config, machine, resumed)  # the head's parameters count too
+        settled = settle(config, hf_config, machine, resumed)  # again, since lm_head now has its own parameters
     strategy = build_strategy(settled.mode, settled.config, ranks, precision)
     values = vars(settled) | {"precision": precision, "notes": (*settled.notes, *untied)}
 
@@ -105,7 +103,7 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Mapping[str, Any] | No
         source=source,
         accelerator=strategy.accelerator,
         strategy=strategy,
-        export_dtype=sources.stored_dtype(hf_config, settled.parameter_dtype),  # building the model changes the entry
+        export_dtype=sources.stored_dtype(hf_config, settled.parameter_dtype),  # before the model changes `hf_config`
         stored=stored,
         packed_form=packed_form,
         say=say,

@@ -1,13 +1,13 @@
-"""Check with a small model of the same architecture, before anything is loaded, that the run would be correct.
+"""Check a run of transformers' decoder with a small model of the same architecture, before weights are loaded.
 
-The small model has the config's first layers, at least one of each kind, with narrow MLPs, a small vocabulary and
-random weights:
+The small model has the first layers of the config, at least one of each kind, with narrow MLPs, a small vocabulary and
+random weights. The checks are:
 
-1. Two packed or padded documents must have the hidden states that each has alone. This detects attention across
-   documents, a convolution or recurrence that continues into the next document, and results that depend on the position
-   in a row or on the longest document. The run packs in the way that keeps documents apart (`loss_model.PackedForm`).
-2. The loss must compute the cross entropy of transformers' logits.
-3. The backward pass must run: a GPU may support a kernel's forward pass alone.
+1. Two packed or padded documents must have the same hidden states as each document alone. This detects attention across
+   documents, a convolution or recurrence that continues in the next document, and results that depend on the position
+   in a row or on the longest document. The run uses the form of packing that passes (`loss_model.PackedForm`).
+2. The loss must use the same logits as transformers.
+3. The backward pass must run, since some GPUs support only a kernel's forward pass.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from llm_fp8.step.loss_model import PackedForm, TrainingModel
 from llm_fp8.utils.errors import UserError, is_out_of_memory, reading
 from llm_fp8.utils.hf_internals import chosen_attention
 
-LENGTHS = (11, 14)  # lengths of the documents: no multiples of layers' chunk sizes or compression rates
+LENGTHS = (11, 14)  # lengths of the documents, which are no multiples of layers' chunk sizes or compression rates
 ROW = sum(LENGTHS) + 7  # row length, with 7 unused positions
-SWITCHES = ("original_max_position_embeddings", "floor_scale")  # longer documents are computed differently
+SWITCHES = ("original_max_position_embeddings", "floor_scale")  # lengths from which documents are computed differently
 MOST_LAYERS = 16
 VOCABULARY = 64
 WINDOW = 8  # length of sliding windows and chunks, shorter than a document
-LIMIT = {torch.float32: 0.01, torch.bfloat16: 0.05}  # relative difference of a token: rounding 1e-6, mixing > 0.1
+LIMIT = {torch.float32: 0.01, torch.bfloat16: 0.05}  # of relative differences; rounding gives 1e-6, errors above 0.1
 
 
 def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> PackedForm | None:
-    """Return the form of packed documents for `hf_config`'s model; None without --packing. `dtype` is the compute
-    dtype. Raise `UserError` if every form, or padding, mixes documents or if the loss would not be the model's.
+    """Return the form of packed documents for the model of `hf_config`, or None without --packing. `dtype` is the
+    compute dtype. Raise `UserError` if no form (or padding) separates documents, or if the loss would be wrong.
     """
     flag = f"--model_name {config.model.model_name}"
     attention = choose_attention(config.model.attn_implementation, hf_config, device, dtype)
@@ -57,17 +57,17 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
     documents = [torch.randint(1, VOCABULARY, (length,), generator=generator).numpy() for length in LENGTHS]
     with torch.no_grad():
         task = "text by a small model of this architecture"
-        advice = "Correct its config.json if it is wrong; else do as its kernels say, or take another model."
+        advice = "Correct its config.json if it is wrong; else follow the error's advice, or use another model."
         with reading("--model_name", config.model.model_name, task, advice):
             model = small_model(hf_config, attention, device, dtype)
             logits = model(input_ids=torch.from_numpy(documents[-1])[None].to(device), use_cache=False).logits
             training_model = TrainingModel(model, config.with_options(max_seq_length=ROW), dtype)
             references = [_hidden_alone(training_model, torch.from_numpy(ids).to(device)) for ids in documents]
-            with torch.enable_grad():  # flash-linear-attention refuses its backward pass on some GPUs
+            with torch.enable_grad():  # flash-linear-attention does not support its backward pass on some GPUs
                 _hidden_alone(training_model, torch.from_numpy(documents[-1]).to(device)).sum().backward()
         if difference := _differs(training_model.logits(references[-1]), logits, dtype):
             problem = f"changes its logits in a way that the loss here does not (by {difference:.2g})"
-            raise UserError(f"{flag} {problem}; take another model.")
+            raise UserError(f"{flag} {problem}; use another model.")
         rows = [[Document(ids, ids > -1, row_id=0)] for ids in documents]
         forms: list[PackedForm | None] = [None]
         if config.packing:
@@ -77,7 +77,7 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
         for training_model.packed_form in forms:
             try:
                 hidden = training_model.hidden(batch)[batch.input_ids != 0]
-            except (ValueError, ImportError, RuntimeError) as error:  # transformers raises these for a missing package
+            except (ValueError, ImportError, RuntimeError) as error:  # raised by transformers if a package is missing
                 if is_out_of_memory(error):
                     raise
                 reasons.append(" ".join(str(error).split()))
@@ -86,14 +86,14 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
                 return training_model.packed_form
     kind = f"a model of type '{text_config(hf_config).model_type}' with {chosen_attention(model.config)} attention"
     reason = f" ({reasons[0]})" if reasons else ""
-    advice = "drop --packing" if config.packing else "take another model"
+    advice = "drop --packing" if config.packing else "use another model"
     raise UserError(f"{flag}: {kind} does not keep the documents of a batch apart{reason}; {advice}.")
 
 
 def small_model(
     hf_config: PretrainedConfig, attention: str | None, device: torch.device, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Build the first layers of the model of `hf_config`, at least one of each kind, with random weights."""
+    """Build a model with the first layers of `hf_config`, at least one of each kind, and random weights."""
     hf_config = copy.deepcopy(hf_config)
     narrow = text_config(hf_config)
     for name, value in vars(narrow).items():
@@ -122,20 +122,20 @@ def small_model(
             setattr(module, name, nn.Parameter(_numbers(parameter, numbers)))
     model.eval()
     for module in model.modules():
-        if hasattr(module, "A_log"):  # a recurrence, which may have another kernel for training
+        if hasattr(module, "A_log"):  # a recurrence, whose kernel for training may be different
             module.training = True
     return model
 
 
 def _numbers(like: Tensor, numbers: Tensor) -> Tensor:
-    """Return random values in the shape of `like`: a matrix that keeps norms, or a vector in [0.2, 0.8]."""
+    """Return random values with the shape of `like`: a matrix that preserves norms, or a vector in [0.2, 0.8]."""
     repeated = numbers.repeat(-(-like.numel() // len(numbers)))[: like.numel()].view(like.shape)
     values = repeated * like.shape[-1] ** -0.5 if like.ndim > 1 else 0.2 + 0.6 * repeated.sigmoid()
     return values.to(like.dtype)
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """Return a key of the layer's kind: its modules and their plain attributes, except layer numbers."""
+    """Return a key that is equal for layers of the same kind: modules and their plain attributes, without indices."""
     simple = (bool, int, float, str, type(None))
     return tuple(
         (name, type(module), *((key, value) for key, value in vars(module).items() if isinstance(value, simple)
@@ -145,13 +145,13 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _hidden_alone(model: TrainingModel, ids: Tensor) -> Tensor:
-    """Return the hidden states [1, n, h] of one document."""
+    """Return the hidden states [1, n, h] of a single document."""
     return model.decode(ids[None], position_ids=torch.arange(len(ids), device=ids.device)[None])
 
 
 def _differs(value: Tensor, reference: Tensor, dtype: torch.dtype) -> float:
-    """Return the largest relative difference of a token if it exceeds rounding, else 0."""
+    """Return the largest relative difference of a token's vector if it exceeds `LIMIT`, else 0."""
     errors = (value - reference).float().norm(dim=-1) / reference.float().norm(dim=-1).clamp_min(1e-12)
-    rank = 1 if dtype == torch.float32 else 2  # in bf16 rounding may send a token to another expert
+    rank = 1 if dtype == torch.float32 else 2  # in bf16, rounding may change the expert of one token
     worst = float(errors.flatten().nan_to_num(torch.inf).topk(rank).values[-1])
     return 0.0 if worst < LIMIT[dtype] else worst

@@ -1,4 +1,4 @@
-"""Decide whether a run may continue from a checkpoint, and how many steps it has."""
+"""Check if a run can continue from a checkpoint, and compute its number of steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ARCHITECTURE_KEYS = (
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters", "sliding_window",
     "tie_word_embeddings",
 )  # fmt: skip
-"""Entries of a model's config that a checkpoint and the run that continues it must share."""
+"""Entries of a model's config that must be equal in a checkpoint and in the run that continues it."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class SavedRun:
 
 
 def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
-    """Collect the entries that a checkpoint and the run that continues it must share."""
+    """Return the values that must be equal in a checkpoint and in the run that continues it."""
     config, lora, precision, stored = plan.config, plan.config.lora, plan.precision, plan.stored
     decoder = text_config(plan.hf_config)
-    entries = decoder.to_dict()  # read as entries, since an attribute that differs between layers cannot be read
+    entries = decoder.to_dict()  # since attributes that differ between layers raise an error
     shared = {
         **{key: entries.get(decoder.attribute_map.get(key, key)) for key in ARCHITECTURE_KEYS},
         "layout": "te" if config.model.use_te else "hf",
@@ -53,7 +53,7 @@ def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
         "max_seq_length": config.data.max_seq_length,
         "packing": config.packing,
     }
-    if rank := lora.lora_rank:  # the adapters, and the frozen model that a checkpoint does not hold
+    if rank := lora.lora_rank:  # the adapters, and the frozen model, which is not in the checkpoint
         shared["lora"] = [rank, lora.scaling, lora.lora_dropout, *sorted(lora.targets)]
         shared["frozen_model"] = f"seed {config.optim.seed}" if stored is None else weights_digest(stored.files)
     return shared
@@ -72,7 +72,7 @@ def weights_digest(files: Sequence[Path]) -> str:
 
 
 def run_options(config: Config, data: PreparedData, num_steps: int) -> dict[str, Any]:
-    """Collect a checkpoint's options: all but those of reports and saves, plus total steps and global batch size."""
+    """Return the options to store in a checkpoint: all except those for reports and saves, plus computed values."""
     sections = config.to_dict()
     sections["run"] = {name: value for name, value in sections["run"].items() if name in RESUME}
     options = {name: value for section in sections.values() for name, value in section.items()}
@@ -80,7 +80,7 @@ def run_options(config: Config, data: PreparedData, num_steps: int) -> dict[str,
 
 
 def total_steps(config: Config, data: PreparedData, resumed: SavedRun | None) -> int:
-    """Return the optimizer steps of the whole run; for --num_epochs, earlier steps plus those for the rows left."""
+    """Return the number of optimizer steps of the whole run, including those before a resume."""
     if config.optim.max_steps is not None:
         return config.optim.max_steps
     if resumed is None:
@@ -89,18 +89,18 @@ def total_steps(config: Config, data: PreparedData, resumed: SavedRun | None) ->
 
 
 def check_compatible(saved_run: SavedRun, fingerprint: Mapping[str, Any]) -> None:
-    """Raise `UserError` if a checkpoint's fingerprint differs from the resuming run's."""
+    """Raise `UserError` if the checkpoint's fingerprint differs from `fingerprint`, that of the resumed run."""
     saved = saved_run.meta["fingerprint"]
-    current = json.loads(json.dumps(fingerprint))  # tuples become lists, as they did in the file
+    current = json.loads(json.dumps(fingerprint))  # converts tuples to lists, as in the file
     if names := [name for name in {**saved, **current} if saved.get(name) != current.get(name)]:
         differences = "; ".join(f"{name} was {saved.get(name)!r} and is {current.get(name)!r}" for name in names)
         raise UserError(f"--resume_from {saved_run.folder} does not belong to this run: {differences}.")
 
 
 def changed_options(config: Config, saved_run: SavedRun, options: Mapping[str, Any]) -> list[str]:
-    """Return the `run_options` that differ from the checkpoint's, each with both values.
+    """Return a description, with both values, of each of the `run_options` that differs from the checkpoint's.
 
-    Raises `UserError` if one of `SETTINGS` differs and --allow_changed names neither it nor an option that decides it.
+    Raise `UserError` if one of `SETTINGS` differs and neither it nor the option that sets it is in --allow_changed.
     """
     allowed = [SETTINGS.get(name, name) for name in names_in(config.run.allow_changed)]
     saved = saved_run.meta["options"]
@@ -117,7 +117,9 @@ def changed_options(config: Config, saved_run: SavedRun, options: Mapping[str, A
 def refuse_finished(
     config: Config, folder: Path | None, resume_from: str | None, resumed: SavedRun, num_steps: int
 ) -> None:
-    """Raise `UserError` if the run is finished and `num_steps` adds no step, or if `latest` precedes its end."""
+    """Raise `UserError` if the run is finished and has no more steps up to `num_steps`, or if the checkpoint that
+    `latest` selects is older than the finished run's last step.
+    """
     step, patience = resumed.step, config.run.early_stopping_patience
     path = None if folder is None else folder / "summary.json"
     summary = read_json(path) if path is not None and path.exists() else {}

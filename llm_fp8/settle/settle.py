@@ -1,8 +1,8 @@
-"""Settle a run from options, config.json and a machine: precision, sharding, optimizer, micro-batches, memory.
+"""Settle a run, given options, config.json and machine: precision, sharding, optimizer, micro-batches, memory.
 
-`settle` is pure: it allocates nothing, reads no GPU and no file, and returns equal results for equal arguments. A run,
-a dry run and `llm-fp8 memory` all call it, and nothing else decides, so they cannot differ. Only --mixed_precision auto
-calls it twice: before and after it measures both precisions.
+`settle` is a pure function: it allocates nothing, uses no GPU, reads no file, and returns equal results for equal
+arguments. A run, a dry run and `llm-fp8 memory` call it, so they make the same decisions. With --mixed_precision auto a
+run calls it again after both precisions were measured.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from llm_fp8.settle.memory import settle_memory
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 
-STATE_SHARE = 0.6  # share of a GPU's memory for weights, gradients and optimizer state
+STATE_SHARE = 0.6  # fraction of a GPU's memory for weights, gradients and optimizer state
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settled:
-    """A run's decisions. `config` has numbers for every auto, and merged micro-batches."""
+    """Decisions about a run. `config` has merged micro-batches, and numbers instead of auto."""
 
     config: Config
     machine: Machine
@@ -43,20 +43,20 @@ class Settled:
     mode: str  # sharding mode; 'single' for one process
     optimizer_kind: OptimizerKind
     size: RunSize
-    num_requested_micro_batches: int  # per step, as in the options; `config` has the merged number
-    measures_precision: bool = False  # --mixed_precision auto has yet to measure; `precision` is fp8 until then
+    num_requested_micro_batches: int  # per step, before merging; `config` has the merged number
+    measures_precision: bool = False  # True if --mixed_precision auto must still measure; until then `precision` is fp8
     notes: tuple[str, ...] = ()  # sentences to print: memory, merged micro-batches, sharding, fallback of fp8
 
     @property
     def parameter_dtype(self) -> torch.dtype:
-        """Dtype of trained parameters. A mode may keep fp32 master weights beside trained parameters."""
+        """Dtype of trained parameters. It is the compute dtype in modes that store separate master weights."""
         holds_masters = MODES[self.mode].holds_masters
         return self.precision.compute_dtype if holds_masters else OPTIMIZERS[self.optimizer_kind].parameter_dtype
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Dtype of the model's weights. Without adapters it is `parameter_dtype`. A frozen model needs no master
-        weights and takes the compute dtype, but fp32 in place of fp16, whose range is small.
+        """Dtype of the model's weights. Without adapters it is `parameter_dtype`. A frozen model has the compute dtype,
+        except that it has fp32 instead of fp16, whose range is too small.
         """
         if not self.config.trains_adapters:
             return self.parameter_dtype
@@ -64,28 +64,28 @@ class Settled:
 
     @property
     def certifies(self) -> bool:
-        """True if the run records a step and judges its kernels (--certify)."""
+        """True if the run records a step and checks its kernels (--certify)."""
         wanted = self.config.run.certify
         return self.machine.gpu is not None if wanted is None else wanted
 
     @property
     def graphs(self) -> bool | None:
-        """True if micro-batches run as CUDA graphs (--cuda_graphs); None if only once the GPU turns out to be idle."""
+        """True if micro-batches run as CUDA graphs (--cuda_graphs). None if it depends on the measured idle time."""
         if self.config.model.cuda_graphs is not None:
             return self.config.model.cuda_graphs
         if not self.certifies or self.precision.compute_dtype != torch.bfloat16:
-            return False  # nothing shows whether the GPU is idle
+            return False  # idle time is measured in the recorded step only
         if MODES[self.mode].engine != "fsdp" and self.parameter_dtype != torch.bfloat16:
             return False
         if self.size.sizes is None or self.size.sizes.attention_dropout > 0:
             return False
-        # Check as if precision were 'auto': fp8 options are allowed although bf16 ignores them.
+        # With 'auto', fp8 options are allowed in a bf16 run, which ignores them.
         requested = self.config.with_options(cuda_graphs=True, mixed_precision="auto")
         return None if is_consistent(requested, self.mode) else False
 
     @property
     def holds_frozen_in_fp8(self) -> bool:
-        """True if the frozen weights of an fp8 run with adapters exist in fp8 only."""
+        """True if the frozen weights of an fp8 run with adapters are stored in fp8 only."""
         possible = self.config.parallel.fp8_params or MODES[self.mode].engine != "fsdp"
         in_fp8 = self.precision.effective == "fp8" and self.precision.backend == "te"
         return possible and in_fp8 and holds_frozen_in_fp8(self.config, self.mode)
@@ -99,18 +99,18 @@ def settle(
     measured: str | None = None,
     num_parameters: int | None = None,
 ) -> Settled:
-    """Settle the run of `requested`, which passed `check_options`. Raise `UserError` if the machine or the model does
-    not allow the run, or if the GPU's memory cannot hold it.
+    """Settle the run of the options `requested`, which `check_options` has checked. Raise `UserError` if the run is not
+    possible with this machine or model, or if it does not fit in the GPU's memory.
 
     Args:
-        resumed: meta.json of the checkpoint to continue, with its micro-batches and its choice under auto.
-        measured: the faster precision, bf16 or fp8, once --mixed_precision auto has measured both.
-        num_parameters: the model's number of parameters, if already counted.
+        resumed: meta.json of the checkpoint to continue, from which micro-batches and precision are used.
+        measured: the faster precision, bf16 or fp8, if --mixed_precision auto has measured both.
+        num_parameters: the model's number of parameters, if it is already known.
     """
     config, ranks, notes = requested, machine.ranks, list[str]()
     num_parameters = num_parameters or count_parameters(hf_config)
     mode, reason = choose_mode(config, ranks, num_parameters, machine.gpu_gib)
-    check_declared(config, mode)  # before 'auto' turns into bf16 on a machine without fp8
+    check_declared(config, mode)  # before 'auto' is replaced by bf16 on a machine without fp8
     is_auto = config.precision.mixed_precision == "auto"
     may_be_either = is_auto and machine.has_fp8
     if is_auto:
@@ -118,7 +118,7 @@ def settle(
     precision = resolve_precision(config, machine)
     optimizer_kind = resolve_optimizer(config, mode, precision.compute_name, "cpu" if machine.gpu is None else "cuda")
     recipe = precision.effective_scenario or precision.effective
-    # So that --batch_size auto gives the same rows after the precision is measured, and in a resumed run.
+    # With it, --batch_size auto gives the same rows after the precision is measured, and in a resumed run.
     may_be_bf16 = may_be_either or config.precision.fp8_until < 1
     size = RunSize(config, hf_config, recipe, mode, num_shards(mode, ranks), num_parameters, may_be_bf16)
     if size.shards_in_fp8:
@@ -139,7 +139,7 @@ def settle(
         precision = dataclasses.replace(precision, requested="auto")
     config = size.config
     check_machine(config, machine, mode, precision, size)
-    if config.model.use_te and size.sizes is not None:  # unsupported models are refused elsewhere
+    if config.model.use_te and size.sizes is not None:  # `check_model` raises for unsupported models
         check_te_decoder(config, size.sizes, num_shards(mode, ranks))
     if ranks.world_size > 1:
         notes.append(f"sharding: {mode}{f', because {reason}' if reason else ''}")
@@ -161,8 +161,8 @@ def settle(
 
 
 def choose_mode(config: Config, ranks: LaunchRanks, num_parameters: int, gpu_gib: float | None) -> tuple[str, str]:
-    """Return --sharding_mode and, under auto, the reason, else ''. Auto takes the first mode that leaves 40% of the
-    smallest GPU's memory, `gpu_gib` (None on CPUs), to activations, fp8 casts and logits.
+    """Return the sharding mode and, for --sharding_mode auto, the reason, else ''. Auto selects the first mode that
+    leaves 40% of the smallest GPU's memory, `gpu_gib` (None on CPUs), for activations, fp8 casts and logits.
     """
     requested = config.parallel.sharding_mode
     if requested != "auto":
@@ -182,12 +182,12 @@ def choose_mode(config: Config, ranks: LaunchRanks, num_parameters: int, gpu_gib
 
 
 def num_shards(mode: str, ranks: LaunchRanks) -> int:
-    """Return the number of GPUs over which a sharding mode splits one copy of the model."""
+    """Return the number of GPUs over which a sharding mode shards a copy of the model."""
     return ranks.local_world_size if mode == "fsdp_hybrid" else ranks.world_size
 
 
 def resolve_precision(config: Config, machine: Machine) -> PrecisionPlan:
-    """Return the precision to run, and why if it differs from `config`. Raise `UserError` if none can run."""
+    """Return the requested and the effective precision. Raise `UserError` if the machine does not support it."""
     options = config.precision
     requested = options.mixed_precision or ("bf16" if machine.capability >= (8, 0) else "no")
     if requested != "fp8":
@@ -210,7 +210,7 @@ def resolve_precision(config: Config, machine: Machine) -> PrecisionPlan:
 
 
 def check_machine(config: Config, machine: Machine, mode: str, precision: PrecisionPlan, size: RunSize) -> None:
-    """Raise `UserError` if options cannot take effect on this machine, in this launch or in the settled `mode`."""
+    """Raise `UserError` if options are not possible on this machine, in this launch or in the sharding `mode`."""
     ranks, compute, scenario = machine.ranks, precision.compute_name, precision.effective_scenario
     kind, group_size = config.optim.optimizer, config.parallel.context_parallel_size
     offloads_auto = config.optim.offload_optimizer > 0 and kind == "auto"
@@ -243,7 +243,7 @@ def check_machine(config: Config, machine: Machine, mode: str, precision: Precis
 
 
 def check_te_decoder(config: Config, spec: te_llama.DecoderSizes, num_shards: int) -> None:
-    """Raise `UserError` if options cannot take effect with this decoder, split over `num_shards` GPUs."""
+    """Raise `UserError` if options are not possible with this decoder, sharded over `num_shards` GPUs."""
     if config.parallel.context_parallel_size > 1 and any(window is not None for window in spec.windows):
         raise UserError("--context_parallel_size cannot go with sliding-window attention (config.json); drop it.")
     if config.parallel.fp8_params:

@@ -304,7 +304,7 @@ def test_run_that_failed_before_its_first_checkpoint_restarts(tmp_path, options,
     assert len(steps(tmp_path / "run")) == 2
     capsys.readouterr()
     assert train(*options, f"--output_dir={tmp_path / 'run'}", *more) == 0
-    assert "begins anew" in capsys.readouterr().out
+    assert "starts from the beginning" in capsys.readouterr().out
     assert [step["step"] for step in steps(tmp_path / "run")] == list(range(1, NUM_STEPS + 1))
 
 
