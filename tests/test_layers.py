@@ -71,7 +71,7 @@ def test_no_test_imports_a_test():
         assert [module for module in modules if re.search(r"\.(test_|conftest)", module)] == [], file
 
 
-def test_package_names_no_folder_outside_it():
+def test_package_does_not_refer_to_scripts_benchmarks_or_results():
     """Search for the folder names as whole strings, because paths are joined from their parts."""
     for file in PACKAGE.rglob("*.py"):
         constants = [node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)]

@@ -234,7 +234,7 @@ def test_loss_includes_scaling_and_softcapping_of_logits(model_type, changes):
     assert probe(parse_config([]), hf_config, CPU, torch.float32) is None
 
 
-def test_unknown_change_of_logits_is_refused(monkeypatch):
+def test_unsupported_softcapping_of_logits_is_refused(monkeypatch):
     monkeypatch.setattr("llm_fp8.step.loss_model._SOFTCAPS", ())
     with pytest.raises(UserError, match="--model_name"):
         probe(parse_config([]), tiny_config("gemma2", final_logit_softcapping=3.0), CPU, torch.float32)

@@ -155,7 +155,7 @@ def test_experts_with_biases_keep_the_forward_of_transformers():
 
 @pytest.mark.parametrize(("recompute", "packed"), [(False, True), (True, False)])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "olmoe"])
-def test_auxiliary_loss_and_gradient_are_the_mean_over_documents_in_transformers(kind, recompute, packed):
+def test_auxiliary_loss_and_gradient_equal_the_mean_over_single_documents(kind, recompute, packed):
     torch.manual_seed(0)
     experts = {"mixtral": "num_local_experts"}.get(kind, "num_experts")
     entries = {experts: 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}

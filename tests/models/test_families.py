@@ -66,7 +66,7 @@ def test_export_copies_towers_unchanged(tmp_path, rows, capsys, decoder, monkeyp
             assert before_entries.get(entry) == after_entries.get(entry)
 
 
-def test_random_weights_of_a_multimodal_config_need_no_files(tmp_path, rows):
+def test_random_init_of_multimodal_model_needs_no_weights(tmp_path, rows):
     source = write_hub_model(tmp_path / "source", "Gemma 3")
     (source / "model.safetensors").unlink()
     options = (f"--model_name={source}", f"--dataset_name={rows}", f"--output_dir={tmp_path / 'run'}", "--random_init")
@@ -187,7 +187,7 @@ def test_loss_of_a_document_does_not_depend_on_its_batch(kind, monkeypatch):
             probe(parse_config([option]), hf_config, CPU, torch.float32)
 
 
-def test_models_that_mix_a_row_or_a_batch_are_refused():
+def test_model_that_mixes_documents_of_a_row_or_batch_is_refused():
     """Llama 4 scales attention by the position in a row from 8,192 tokens on; Doge's routers mix a batch's tokens."""
     llama, doge = hub_config("Llama 4"), tiny_config("doge", is_moe=True, num_experts=16, num_experts_per_tok=2)
     assert probe(parse_config(["--packing", "--max_seq_length=4096"]), llama, CPU, torch.float32) == "rows"

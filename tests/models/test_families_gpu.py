@@ -18,7 +18,7 @@ HAS_KERNELS = all(importlib.util.find_spec(name) for name in ("causal_conv1d", "
 
 @pytest.mark.parametrize("attention", ["auto", "sdpa"])
 @pytest.mark.parametrize("name", ["Llama 3", "Mistral", "Gemma 3", "Mixtral", "Gemma 2", "OLMo 2"])
-def test_gpu_allows_packing_for_the_models_of_the_cpu(name, attention, device):
+def test_packing_is_allowed_on_the_gpu_as_on_the_cpu(name, attention, device):
     if (name, attention) == ("Gemma 2", "sdpa"):
         pytest.skip("transformers 5.23 has no sdpa for Gemma 2")
     options = parse_config(["--packing", f"--attn_implementation={attention}"])

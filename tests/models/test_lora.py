@@ -138,7 +138,7 @@ REFUSED_ADAPTERS = {
 
 
 @pytest.mark.parametrize("kind", [*FOREIGN_ADAPTERS, *REFUSED_ADAPTERS])
-def test_foreign_adapters_merge_as_in_peft_or_are_refused(tmp_path, tied_model, kind, monkeypatch):
+def test_adapters_trained_elsewhere_merge_as_in_peft_or_are_refused(tmp_path, tied_model, kind, monkeypatch):
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32)
     model = peft.get_peft_model(plain, copy.deepcopy((FOREIGN_ADAPTERS | REFUSED_ADAPTERS)[kind]))

@@ -81,7 +81,6 @@ def test_loss_logits_and_gradients_match_hugging_face(family, dtype, layout, tmp
 
 
 def hf_run(folder, batch, dtype):
-    """Return loss, logits and gradients of Hugging Face's model."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(
         batch.input_ids.device
     )

@@ -30,8 +30,7 @@ def te_parameter_map(config):
     return parameter_map(build_te_model(config, torch.float32, "meta", table_device="cpu"))
 
 
-def randomised(config):
-    """Return a Hugging Face model with all tensors random."""
+def random_hf_model(config):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -40,7 +39,7 @@ def randomised(config):
 
 
 def hf_tensors(config):
-    return {name: p.detach() for name, p in randomised(config).named_parameters()}
+    return {name: p.detach() for name, p in random_hf_model(config).named_parameters()}
 
 
 def empty_te_parameters(entries):

@@ -23,7 +23,7 @@ NO_WARMUP = ("--lr_scheduler=constant", "--num_warmup_steps=0", "--batch_size=4"
 
 
 def replaced_add(losses: Mapping[int, float]) -> Callable[[EvalHistory, int, float], None]:
-    """Return a replacement for `EvalHistory.add` that records the step's loss in `losses`."""
+    """Return a replacement for `EvalHistory.add` that adds `losses[step]` instead of the measured eval loss."""
     add = EvalHistory.add
     return lambda history, step, eval_loss: add(history, step, losses[step])
 

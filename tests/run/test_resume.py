@@ -67,7 +67,6 @@ def checkpoint_tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def meta(folder: Path, step: int) -> dict:
-    """Return meta.json of a checkpoint."""
     return json.loads((folder / "checkpoints" / f"step-{step:08d}" / "meta.json").read_text())
 
 

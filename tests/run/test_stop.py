@@ -95,7 +95,7 @@ def test_run_saves_after_terminal_or_pipe_reader_is_gone(tmp_path, options, outp
 
 def _redirect_output_to_full_disk() -> None:
     _redirect_output("/dev/full")
-    plan_module.print_line = lambda text: None  # printed before the training, when a full disk does end the program
+    plan_module.print_line = lambda text: None  # skips output before the training, where a full disk ends the program
 
 
 @pytest.mark.slow

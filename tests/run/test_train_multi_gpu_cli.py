@@ -1,7 +1,6 @@
 """train_multi_gpu.py under torchrun and accelerate launch, on the CPU.
 
-A new process takes five seconds to start, so only one test starts its ranks as a user does. In all others, torchrun's
-agent forks them.
+Ranks are forked from torchrun's agent, except in one test, because a new process takes five seconds to start.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def test_auto_precision_keeps_micro_batches_after_measurement_and_resume():
     [
         (1.2, EIGHT_GPUS, 139.8, [], "ddp"),  # 13.4 GiB
         (8, EIGHT_GPUS, 139.8, [], "fsdp_grad"),  # ddp needs 89.4 of 83.9 GiB; 2 + 2 bytes per parameter are 29.8
-        (14.8, EIGHT_GPUS, 139.8, ["--gradient_accumulation_steps=4"], "fsdp_full"),  # 82.7 GiB; fsdp_grad: 110
+        (14.8, EIGHT_GPUS, 139.8, ["--gradient_accumulation_steps=4"], "fsdp_full"),  # 82.7 GiB; fsdp_grad needs 110
         (14.8, EIGHT_GPUS, 139.8, [], "fsdp_grad"),
         (70, EIGHT_GPUS, 139.8, [], "fsdp_full"),  # needs 130 GiB, the least of all modes
         (8, EIGHT_GPUS, None, [], "ddp"),

@@ -72,7 +72,6 @@ MICRO_BATCHES = 2
 
 
 def third_step_kernels(model, precision, device):
-    """Return the kernel times of the third step."""
     batch = packed_batch(device)
     for _ in range(2):
         step(model, precision, batch, MICRO_BATCHES)

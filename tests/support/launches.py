@@ -89,7 +89,7 @@ class Torchrun(Launch):
         return child.pid
 
     def end(self, deadline_s: float = DEADLINE_S) -> dict[int, int | None]:
-        """Wait for the end; returns the exit codes of ranks that failed before torchrun ended the others."""
+        """Wait for the end; returns exit codes, negative for signals, of ranks that torchrun did not end itself."""
         code = self._process.wait(deadline_s)
         return _failed_ranks(self.printed(), code)
 

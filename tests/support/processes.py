@@ -47,7 +47,7 @@ def fork_server() -> None:
     """Fork multiprocessing's server from this process, which has not trained yet and has most packages imported.
 
     A server that starts normally would import them again in each of xdist's workers. With several threads it does start
-    normally, because OpenMP would wait for threads that a fork loses. Written against CPython 3.10 to 3.13.
+    normally, because OpenMP would wait for threads that the fork lacks. Written against CPython 3.10 to 3.13.
     """
     if CONTEXT.get_start_method() != "forkserver":
         return

@@ -82,7 +82,6 @@ def model_structure(name: str, dtype: torch.dtype = torch.float32, **options: An
 
 
 def precision_on(options: PrecisionConfig, device: torch.device) -> PrecisionPlan:
-    """Return the precision of a run with these options on `device`."""
     machine = look(options, LaunchRanks()) if device.type == "cuda" else Machine()
     return with_recipe(resolve_precision(Config(precision=options), machine), options, device)
 

@@ -21,8 +21,6 @@ BLOCK = 2**15
 
 @dataclass
 class WandbRun:
-    """The contents of a W&B run's file."""
-
     id: str = ""
     project: str = ""
     name: str = ""
