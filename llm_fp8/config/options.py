@@ -434,6 +434,14 @@ class Config:
         return Config(**sections)
 
     @property
+    def num_slices(self) -> int:
+        return self.parallel.context_parallel_size  # slices of a sequence, one for each GPU that shares it
+
+    @property
+    def always_graphs(self) -> bool:
+        return bool(self.model.cuda_graphs)
+
+    @property
     def packing(self) -> bool:
         """True if rows are packed, by default with --use_te."""
         return self.model.use_te if self.data.packing is None else self.data.packing

@@ -42,15 +42,6 @@ def check_declared(config: Config, mode: str | None = None) -> None:
                 raise UserError(f"{flag} cannot be combined with {other}: {reason}; drop one of them.")
 
 
-def is_consistent(config: Config, mode: str) -> bool:
-    """Return True if `check_declared` accepts the options in this sharding mode."""
-    try:
-        check_declared(config, mode)
-    except UserError:
-        return False
-    return True
-
-
 def _flags(condition: str, name: str) -> str:
     """Return a condition of the option `name` as flags, without the parts that test the option's own value."""
     parts = [f"--{part}" for part in condition.split(" and ") if not part.startswith(f"{name}=")]

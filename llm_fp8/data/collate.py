@@ -13,7 +13,7 @@ document, or the padding at the end of a sequence of max_seq_length positions. `
 segment; padding in a padded batch has position 0. S is the length of the longest document, rounded up to a multiple of
 128 (times the number of slices), but at most max_seq_length.
 
-With context parallelism, C ranks each process a slice of a batch. Then every document is padded, inside its segment, to
+If C ranks share a sequence, each processes a slice of the batch. Then every document is padded, inside its segment, to
 a multiple of 2 C. Attention is causal, so no token attends to this padding. If fewer than batch_size sequences remain,
 padding replaces the missing ones. In a padded batch, `attention_mask` is True for the first position of such a
 sequence, because some kernels return NaN for a sequence that attends to nothing.

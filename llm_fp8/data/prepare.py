@@ -89,12 +89,12 @@ def prepare_data(
 ) -> PreparedData:
     """Load, tokenise, split and pack a run's data. Raise `UserError` if a dataset cannot be found, read or used.
 
-    With --context_parallel_size n, n consecutive ranks get the same sequences, and `split_batch` returns a rank's
-    slice of a batch. --eval_batches counts batches of `eval_batch_size` (default: the batch size of `config`), so that
+    With `num_slices` n, n consecutive ranks get the same sequences, and `split_batch` returns a rank's slice of a
+    batch. --eval_batches counts batches of `eval_batch_size` (default: the batch size of `config`), so that
     merging micro-batches does not change the evaluation rows. In accelerate's context `main_process_first`, the other
     processes wait until the main process has filled the cache.
     """
-    data, num_slices = config.data, config.parallel.context_parallel_size
+    data, num_slices = config.data, config.num_slices
     share = Share(rank // num_slices, world_size // num_slices)
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if isinstance(i, int)), 0)
     layout = (data.batch_size, data.max_seq_length, pad, config.packing, num_slices, split_batch, pin_memory)

@@ -42,7 +42,7 @@ class Fp8Weight(NamedTuple):
 
 
 class Fp8ParamsStrategy(FsdpStrategy):
-    """FSDP that gathers weights in fp8. TE's weights are replaced by fp8 parameters; torchao casts its own weights."""
+    """FSDP that gathers weights in fp8. TE's become fp8 parameters; the other back end casts weights itself."""
 
     _backend: Any = TEBackend()  # `prepare` sets the run's back end
     _weights: Sequence[Fp8Weight] = ()

@@ -39,7 +39,7 @@ class DistributedStrategy:
     """Strategy for one process (mode 'single'), or for several processes with a copy of the model each.
 
     The copies are wrapped in DDP unless they are `plain`. For plain copies, the last `micro_batch` of a step averages
-    gradients. CUDA graphs require plain copies, since a replay does not run DDP's hooks.
+    gradients. Graphs require plain copies, since a replay does not run DDP's hooks.
     """
 
     shards_parameters = False  # True if parameters are DTensors and weights are loaded shard by shard

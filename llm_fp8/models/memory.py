@@ -6,7 +6,7 @@ Memory use is highest at the start of the last micro-batch's backward pass. At t
 (for recomputed layers only the inputs), the logits, the lm_head's gradient, the weights, the optimizer state and the
 gradients of earlier micro-batches exist. In a step of one micro-batch there are no earlier gradients, so the peak may
 also be in the backward pass of the first layer, of the last recomputed layer, or in fsdp_full of the second to last
-layer, or in the reduction of the outermost unit's gradients. With CUDA graphs, gradients always exist, and activations
+layer, or in the reduction of the outermost unit's gradients. With graphs, gradients always exist, and activations
 exist twice.
 
 Tensors that a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, Linear, LayerNormMLP and
@@ -172,7 +172,7 @@ class RunSize:
     def spec(self) -> te_llama.DecoderSizes | None:
         """Sizes of the TE decoder, or None without a TE decoder or if activations cannot be estimated."""
         counted = self.recipe in ("bf16", *RECIPES_COUNTED) and self.mode in MODES_COUNTED
-        counted = counted and self.config.model.use_te and self.config.parallel.context_parallel_size == 1
+        counted = counted and self.config.model.use_te and self.config.num_slices == 1
         return self.sizes if counted and not (self.sharded and self.num_gpus == 1) else None
 
     @property
@@ -264,7 +264,7 @@ class RunSize:
         all_gradients = 0.0 if unsharded else gradient_bytes / shards * trained
         if unsharded:
             state -= gradient_bytes / num_gpus * trained  # gradient shards are allocated in the reduction
-        if mode == "ddp" and not config.model.cuda_graphs:
+        if mode == "ddp" and not config.always_graphs:
             state += gradient_bytes * trained  # buckets
         # fp8 weights replace bf16 frozen weights, or exist in addition to master weights.
         state += (-1 if self.adapted else 1) * fp8_weights / num_gpus
@@ -273,7 +273,7 @@ class RunSize:
         state += _FP32 * (te_llama.num_positions(text_config(self.hf_config)) or 0) * spec.head_dim  # RoPE's angles
         gathered = outermost + (1 if fp8_weights else _BF16) * layer_linear if mode == "fsdp_full" else 0.0
 
-        graphs = config.model.cuda_graphs
+        graphs = config.always_graphs
         copies = 2 if graphs and not self.sharded else 1  # for the graphs and for an eager micro-batch
         peaks = [(state + gathered, copies * activations, copies * head)]
         if graphs and self.sharded:

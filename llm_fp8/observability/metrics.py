@@ -7,7 +7,7 @@ for the values, and twice as much in the backward pass. Each layer thus costs `6
 
     6 P num_tokens  +  6 L h sum(l**2 over documents)
 
-`P` is the number of linear weights that compute a token. It includes the lm_head, and of the experts only those that
+`P` is the number of linear weights that compute a token. It includes the lm_head, and of routed weights only those that
 the router selects. Embedding look-up, norms, softmax and RoPE are left out, as usual. `L` is the number of layers with
 attention, and `h` is `num_attention_heads * head_dim`. An unpacked sequence of `S` positions is one document, which
 gives the familiar `num_tokens * (6 P + 6 L S h)`. These are *model* FLOPs as in PaLM (Chowdhery et al. 2022,
@@ -47,7 +47,7 @@ class PhaseClock:
 class DecoderSize(NamedTuple):
     """The sizes that determine FLOPs. `llm_fp8.models.build.decoder_size` reads them from a config."""
 
-    num_linear_parameters: int  # per token: with lm_head, without embedding or unselected experts
+    num_linear_parameters: int  # per token: with lm_head, without embedding or unselected routed weights
     num_layers: int  # layers with attention
     attention_width: int  # num_attention_heads * head_dim
     num_adapter_parameters: int = 0  # if there are any, all linear weights are frozen

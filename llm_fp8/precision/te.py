@@ -171,8 +171,8 @@ class TEBackend:
         """Do nothing, since TE's kernels do not need a compiler."""
 
     def unwrapped_shard(self, parameter: Tensor) -> Tensor:
-        """Return `parameter` unchanged. (torchao may wrap it in a subclass that casts to fp8 before a gather.)"""
+        """Return `parameter` unchanged: no subclass casts it before it is gathered."""
         return parameter
 
     def refresh_scales_(self, model: nn.Module) -> None:
-        """Do nothing. (torchao computes scales of weights that are cast to fp8 before a gather.)"""
+        """Do nothing: no weight is cast before it is gathered."""

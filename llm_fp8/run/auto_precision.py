@@ -2,8 +2,8 @@
 
 The measured model is deleted, and the random states and the position in the data are restored. Therefore losses are
 equal to those of a run with this precision as the option. Bf16 is measured with the same model without Transformer
-Engine's autocast. DDP's reductions are not included. If the GPU is idle and steps may run as CUDA graphs, only the time
-of the kernels is measured.
+Engine's autocast. DDP's reductions are not included. If the GPU is idle and steps may be replayed as graphs, only the
+time of the kernels is measured.
 """
 
 from __future__ import annotations

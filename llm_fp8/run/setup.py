@@ -120,7 +120,7 @@ def build_stepper(setup: TrainingSetup, loader: TrainLoader | None, num_steps: i
     plan, options, strategy = setup.plan, setup.plan.config.optim, setup.plan.strategy
     parameters = setup.training_model.named_parameters()
     optimizer = build_optimizer(options, plan.optimizer_kind, parameters, plan.draws_lower_bits)
-    # DDP and DeepSpeed may treat every backward pass as training, so scales are computed before `prepare`. FSDP's
+    # A prepared model may treat every backward pass as training, so scales are computed before `prepare`. FSDP's
     # parameters may be replaced by `prepare`, so scales are computed after it.
     if loader is not None and not strategy.shards_parameters:
         warm_up_scales(setup, loader)
@@ -180,7 +180,7 @@ def _load_weights(plan: RunPlan, model: Model, precision: Precision, batch: Batc
 
         dtype = plan.precision.compute_dtype if shards_parameters else plan.weight_dtype
         first, width = batch.to(plan.device), plan.config.data.max_seq_length
-        plan.say(check_parity(model, full_layers, first, width, dtype, plan.config.parallel.context_parallel_size))
+        plan.say(check_parity(model, full_layers, first, width, dtype, plan.config.num_slices))
     if not holds_in_fp8:
         return
     dropped = 0

@@ -225,7 +225,7 @@ class Timeline:
         return self.restart_clocks()
 
     def _take_graphs_if_idle(self, profile: StepProfile, num_micro_batches: int) -> None:
-        """Make the stepper use CUDA graphs if they shorten steps, and print its note. Collective."""
+        """Make the stepper replay graphs if they shorten steps, and print its note. Collective."""
         if self.step == self.total_steps or not self.stepper.may_take_graphs:
             return
         # Only two steps are measured before the recorded one, so a small idle time is checked again after more steps.

@@ -6,9 +6,9 @@ import itertools
 import math
 from typing import Any
 
-from llm_fp8.config.options import AUTO_BATCH_SIZE
+from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE, row_of
-from llm_fp8.config.validation import is_consistent
+from llm_fp8.config.validation import check_declared
 from llm_fp8.models.memory import CASTS, MODES_COUNTED, RECIPES_COUNTED, STATE, RunSize, recomputed_layers, state_bytes
 from llm_fp8.models.source import text_config
 from llm_fp8.observability.metrics import GIB, RESERVE_GIB
@@ -155,3 +155,12 @@ def _suggestions(run: RunSize, gpu_gib: float) -> str:
             suggestions.append(f"{' '.join(flags)} ({fitted.estimate().total_gib:.1f} GiB{without})")
     suggestions = [*suggestions[:3], "more GPUs with train_multi_gpu.py --sharding_mode fsdp_full"]
     return f" What would fit: {'; '.join(suggestions)}."
+
+
+def is_consistent(config: Config, mode: str) -> bool:
+    """Return True if `check_declared` accepts the options in this sharding mode."""
+    try:
+        check_declared(config, mode)
+    except UserError:
+        return False
+    return True

@@ -18,14 +18,14 @@ from transformers import PretrainedConfig
 import te_llama
 from llm_fp8.config.options import AUTO_BATCH_SIZE, MODES, Config, OptimizerKind
 from llm_fp8.config.recipes import DEFAULTS, EMULATING, recipe_for, recipe_names, row_of
-from llm_fp8.config.validation import check_declared, check_tokens, is_consistent
+from llm_fp8.config.validation import check_declared, check_tokens
 from llm_fp8.models.build import count_parameters
 from llm_fp8.models.memory import RunSize, holds_frozen_in_fp8, resolve_optimizer, state_bytes
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import OPTIMIZERS
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.settle.machine import Machine
-from llm_fp8.settle.memory import settle_memory
+from llm_fp8.settle.memory import is_consistent, settle_memory
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 

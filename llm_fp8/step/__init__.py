@@ -1,1 +1,1 @@
-"""One optimizer step: micro-batches, losses, CUDA graphs, recomputation, fused weight gradients."""
+"""One optimizer step: micro-batches, losses, graphs, recomputation, fused weight gradients."""

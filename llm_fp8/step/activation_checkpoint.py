@@ -28,7 +28,7 @@ def enable_gradient_checkpointing(
     layers: nn.ModuleList, amount: Amount, uses_te: bool, reentrant: bool = False, in_graphs: bool = False
 ) -> list[nn.Module]:
     """Make `amount` of the decoder's `layers` recompute in the backward pass. Return these layers. If `reentrant`, each
-    one runs its own backward pass. If `in_graphs`, CUDA graphs may capture the passes, so the host must not read random
+    one runs its own backward pass. If `in_graphs`, graphs may capture the passes, so the host must not read random
     states.
     """
     checkpoint: Callable[..., Any] = torch.utils.checkpoint.checkpoint

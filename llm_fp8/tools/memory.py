@@ -15,7 +15,6 @@ from rich.table import Column, Table
 
 from llm_fp8.config.options import EMBEDDED, Config, ModelConfig, PrecisionConfig
 from llm_fp8.config.recipes import DEFAULTS
-from llm_fp8.config.validation import is_consistent
 from llm_fp8.models import BUNDLED
 from llm_fp8.tools.programs import wide_console
 from llm_fp8.tools.script import writable
@@ -133,7 +132,7 @@ def rows_of(config: Config, hf_config: PretrainedConfig, machine: Machine) -> li
     """Return a row for each way to train in each sharding mode. The cheapest that fits comes first."""
     from llm_fp8.models.build import count_parameters
     from llm_fp8.models.memory import RunSize
-    from llm_fp8.settle.memory import largest_fitting
+    from llm_fp8.settle.memory import is_consistent, largest_fitting
     from llm_fp8.settle.settle import settle
 
     recipe = DEFAULTS["te"] if config.precision.mixed_precision == "fp8" else "bf16"
