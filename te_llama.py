@@ -555,7 +555,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
     def _split_and_rotate(
         self, fused: Tensor, angles: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split the projection into q, k, v and apply RoPE: packed [T, size] -> [T, heads, d], else with B, S for T."""
+        """Split into q, k, v and apply RoPE: packed [T, size] -> [T, heads, d], or [B, S, size] -> [B, S, heads, d]."""
         if self._one_kernel_rotates(fused):
             from llm_fp8.kernels.rope_triton import split_rope
 

@@ -66,18 +66,18 @@ class DatasetSource:
     is_json: bool = False
     left_out: tuple[str, ...] = ()  # names of files that look like data but are not read
 
-    def with_split(self, wanted: str | None, flag: str, defaults: Sequence[str]) -> DatasetSource:
-        """Choose the split `wanted` (the value of `flag`) or, if it is None, the first of `defaults` that exists."""
-        for split in defaults if wanted is None else (wanted,):
+    def with_split(self, requested: str | None, flag: str, defaults: Sequence[str]) -> DatasetSource:
+        """Choose the split `requested` (the value of `flag`) or, if it is None, the first of `defaults` that exists."""
+        for split in defaults if requested is None else (requested,):
             if split in self.files:
                 return dataclasses.replace(self, split=split)
         has = f"{self.name} has the splits {', '.join(self.files)}"
-        raise UserError(f"{flag} {wanted}: {has}." if wanted else f"{has}; choose one with {flag}.")
+        raise UserError(f"{flag} {requested}: {has}." if requested else f"{has}; choose one with {flag}.")
 
 
 @contextmanager
 def reading_of(*sources: DatasetSource) -> Iterator[None]:
-    """Convert errors while these datasets are read to `UserError` with `reading`. Errors in rows name the datasets."""
+    """Return a context that raises `UserError` if reading these datasets fails. Errors about rows name the datasets."""
     flag, name = sources[0].flag, ",".join(source.name for source in sources)
     with reading(flag, name, "the dataset", "Check its files, or download it again."):
         try:
@@ -92,14 +92,14 @@ def find_splits(data: DataConfig) -> tuple[list[DatasetSource], list[DatasetSour
     """Return the splits to train on and those to evaluate on; if the latter are none, training rows are held out."""
     sources = _open_sources(data.dataset_name, "--dataset_name")
     train = [source.with_split(data.split_name, "--split_name", DEFAULT_SPLITS) for source in sources]
-    wanted, defaults = data.validation_split_name, (VALIDATION_SPLIT, "test", *DEFAULT_SPLITS)
+    requested, defaults = data.validation_split_name, (VALIDATION_SPLIT, "test", *DEFAULT_SPLITS)
     if data.eval_dataset_name is not None:
         sources = _open_sources(data.eval_dataset_name, "--eval_dataset_name")
-    elif wanted is None:
+    elif requested is None:
         has_validation = all(VALIDATION_SPLIT in source.files and source.split != VALIDATION_SPLIT for source in train)
         if data.validation_fraction is not None or not has_validation:
             return train, []
-    evaluation = [source.with_split(wanted, "--validation_split_name", defaults) for source in sources]
+    evaluation = [source.with_split(requested, "--validation_split_name", defaults) for source in sources]
     for source in evaluation:
         if source in train:
             raise UserError(f"{source.flag} {source.name}: split {source.split} is trained on; choose another split.")
@@ -107,7 +107,7 @@ def find_splits(data: DataConfig) -> tuple[list[DatasetSource], list[DatasetSour
 
 
 def _open_sources(text: str, flag: str) -> list[DatasetSource]:
-    """Open the datasets in the value `text` of an option. An existing path is one dataset, even if it has commas."""
+    """Open the datasets in `text`, the value of `flag`. An existing path is one dataset, even if it has commas."""
     names = [text] if Path(text).expanduser().exists() else text.split(",")
     return [open_source(name.strip(), flag) for name in names]
 

@@ -47,7 +47,7 @@ STEPS_AHEAD = 2  # optimizer steps, or evaluation batches, to prefetch
 
 @dataclass(frozen=True)
 class Sequences:
-    """Endless series of a training run's sequences."""
+    """The endless series of sequences that a run trains on."""
 
     seed: int
     data: str  # hash of the data and of the options that determine the sequences
@@ -118,7 +118,7 @@ def stream_buffers(
 
 
 @dataclass(frozen=True)
-class Share:
+class DataRank:
     """Assignment of micro-batches to data-parallel rank `rank` of `world_size`."""
 
     rank: int = 0
@@ -152,10 +152,10 @@ class TrainLoader:
     state yields exactly the steps that would have followed, even if the global batch is split differently.
     """
 
-    def __init__(self, sequences: Sequences, layout: Layout, num_micro_batches: int, share: Share) -> None:
+    def __init__(self, sequences: Sequences, layout: Layout, num_micro_batches: int, data_rank: DataRank) -> None:
         """Start at the first sequence; `num_micro_batches` is per rank and step (gradient_accumulation_steps)."""
-        self._sequences, self._layout, self._share = sequences, layout, share
-        self.global_batch_size = layout.batch_size * num_micro_batches * share.world_size  # over all ranks
+        self._sequences, self._layout, self._data_rank = sequences, layout, data_rank
+        self.global_batch_size = layout.batch_size * num_micro_batches * data_rank.world_size  # over all ranks
         self._position = sequences.start()
 
     @property
@@ -205,16 +205,18 @@ class TrainLoader:
 
     def _steps(self, position: Position) -> Iterator[tuple[list[Batch], Position]]:
         for sequences, after in self._sequences.global_batches(position, self.global_batch_size):
-            micro_batches = self._share.micro_batches(sequences, self._layout.batch_size)
+            micro_batches = self._data_rank.micro_batches(sequences, self._layout.batch_size)
             yield list(map(self._layout.read, micro_batches)), after
 
 
 class EvalLoader:
     """Iterable over this rank's evaluation batches (`Batch`). All ranks get equally many, some of them only padding."""
 
-    def __init__(self, sequences: Sequence[Reader], data: str, layout: Layout, share: Share, limit: int | None) -> None:
+    def __init__(
+        self, sequences: Sequence[Reader], data: str, layout: Layout, data_rank: DataRank, limit: int | None
+    ) -> None:
         """Use the first `limit` sequences. `data` identifies all sequences, and `self.data` those that are used."""
-        self._micro_batches = share.micro_batches(sequences[:limit], layout.batch_size)
+        self._micro_batches = data_rank.micro_batches(sequences[:limit], layout.batch_size)
         self._layout = layout
         self.data = data if limit is None or limit >= len(sequences) else f"{data}, the first {limit}"
 

@@ -30,7 +30,7 @@ from llm_fp8.config.options import Config
 from llm_fp8.data.chat import trained_eos
 from llm_fp8.data.collate import Batch, Layout
 from llm_fp8.data.load import DatasetSource, find_splits, first_row, load_split, reading_of
-from llm_fp8.data.loader import EvalLoader, Sequences, Share, TrainLoader, epochs, stream_buffers
+from llm_fp8.data.loader import DataRank, EvalLoader, Sequences, TrainLoader, epochs, stream_buffers
 from llm_fp8.data.rows import COLUMNS, OPTIONAL_COLUMNS, UNTEMPLATED, detect_columns
 from llm_fp8.data.tokenise import DataReport, RowOptions, content_key, document_reader, figures_of, next_rows, tokenise
 from llm_fp8.utils.errors import UserError
@@ -95,11 +95,11 @@ def prepare_data(
     processes wait until the main process has filled the cache.
     """
     data, num_slices = config.data, config.num_slices
-    share = Share(rank // num_slices, world_size // num_slices)
+    data_rank = DataRank(rank // num_slices, world_size // num_slices)
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if isinstance(i, int)), 0)
     layout = (data.batch_size, data.max_seq_length, pad, config.packing, num_slices, split_batch, pin_memory)
     with main_process_first():
-        return _Job(config, tokenizer, Layout(*layout), share).prepare(eval_batch_size or data.batch_size)
+        return _Job(config, tokenizer, Layout(*layout), data_rank).prepare(eval_batch_size or data.batch_size)
 
 
 class _Part(NamedTuple):
@@ -113,9 +113,9 @@ class _Part(NamedTuple):
 class _Job:
     """Preparation of one run's data."""
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layout, share: Share) -> None:
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layout, data_rank: DataRank) -> None:
         self.config, self.data, self.tokenizer = config, config.data, tokenizer
-        self.layout, self.share = layout, share
+        self.layout, self.data_rank = layout, data_rank
         self.train, self.evaluation = find_splits(config.data)
         weights, number = config.data.weights, len(self.train)
         if weights is not None and (len(weights) != number or number == 1):
@@ -182,7 +182,7 @@ class _Job:
         expected = list(dict.fromkeys(trained_eos(self.tokenizer, part.options.form) for part in parts))
         taught = [end for end in expected if end in report.ends or end != self.tokenizer.eos_token_id]
         ends = dict.fromkeys([*taught, *(end for end, _ in report.ends.most_common())])
-        train = TrainLoader(sequences, self.layout, self.config.optim.gradient_accumulation_steps, self.share)
+        train = TrainLoader(sequences, self.layout, self.config.optim.gradient_accumulation_steps, self.data_rank)
         evals = self.eval_loader(evaluation, eval_batch_size) if len(evaluation) else None
         return PreparedData(train, evals, report, description, tuple(ends) or tuple(expected))
 
@@ -265,7 +265,7 @@ class _Job:
         plan = self.layout.plan(figures["length"], np.arange(len(rows)))
         readers = [partial(read, plan[number].tolist()) for number in range(len(plan))]
         limit = None if batches is None else batches * batch_size
-        return EvalLoader(readers, content_key(figures["document_key"]), self.layout, self.share, limit)
+        return EvalLoader(readers, content_key(figures["document_key"]), self.layout, self.data_rank, limit)
 
     def describe(self, report: DataReport, sample: str, amounts: Sequence[str]) -> str:
         """Return text to print; `amounts` describes how much of each dataset is trained on."""

@@ -207,7 +207,7 @@ def _text(value: Any, complaint: str) -> str:
 
 
 def _structured(row: Mapping[str, Any], column: str, kind: type = list) -> Any:
-    """Read a column's list, or object if `kind` is dict, which may be JSON text. Return an empty one if it is null."""
+    """Read a list from a column, or an object if `kind` is dict. Parse it if it is JSON text; null is an empty one."""
     value = row.get(column)
     if isinstance(value, str) and value.strip():
         value = _json(value, f"'{column}'")

@@ -176,7 +176,7 @@ def model_on_meta(hf_config: PretrainedConfig) -> Model:
 
 
 def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -> DecoderSize:
-    """Return the dimensions for counting FLOPs: of expert weights used per token, and of layers with attention."""
+    """Return the dimensions for counting FLOPs. Experts that a token does not use are not included."""
     model, decoder = model_on_meta(hf_config), text_config(hf_config)
     routed, num_linear = routed_modules(model.module), 0.0
     for module in model.module.modules():

@@ -106,7 +106,7 @@ def export_size_bytes(model: Model, dtype: torch.dtype, *, adapters_only: bool) 
 
 
 @contextlib.contextmanager
-def replaced_folder(folder: Path, what: str = "The trained model", advice: str = _ADVICE) -> Iterator[Path]:
+def replaced_folder(folder: Path, contents: str = "The trained model", advice: str = _ADVICE) -> Iterator[Path]:
     """Yield a temporary folder that replaces `folder` at the end. Raise `UserError` if it cannot be written."""
     folder = folder.resolve()  # a folder cannot replace a link, so replace the link's target
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
@@ -119,7 +119,7 @@ def replaced_folder(folder: Path, what: str = "The trained model", advice: str =
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(temporary, folder)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{what} could not be written to {folder} ({error}). {advice}") from error
+        raise UserError(f"{contents} could not be written to {folder} ({error}). {advice}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -66,10 +66,10 @@ def bundled_name(name: str) -> str | None:
     return next((bundled for bundled in BUNDLED if bundled.lower() == plain), None)
 
 
-def reading_model(what: str, name: str | None) -> contextlib.AbstractContextManager[None]:
-    """Return the context `reading` for the part `what` of the model in --model_name."""
+def reading_model(part: str, name: str | None) -> contextlib.AbstractContextManager[None]:
+    """Return the context `reading` for the `part` of the model in --model_name."""
     advice = "Give a model's folder (for a run: its final/) or a reachable hub id (if it is gated: 'hf auth login')."
-    return reading("--model_name", name, f"the {what}", advice)
+    return reading("--model_name", name, f"the {part}", advice)
 
 
 def load_config(source: ModelSource) -> PretrainedConfig:

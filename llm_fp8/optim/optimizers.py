@@ -119,7 +119,7 @@ def not_optimised(model: nn.Module, optimizer: Optimizer) -> list[str]:
 
 
 def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-    """Clip gradients to the global L2 norm `max_norm` (0: never) and step. Return the norm before clipping in fp32."""
+    """Clip gradients to the global L2 norm `max_norm`, unless it is 0, and step. Return the unclipped norm in fp32."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     # torch's `clip_grad_norm_` accumulates in the gradients' dtype; in bf16 its error is up to 0.4 %.
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32)))

@@ -1,4 +1,4 @@
-"""Store frozen weights only in fp8, in fp8 runs with adapters.
+"""In fp8 runs with adapters, store frozen weights only in fp8.
 
 Otherwise a module stores the bf16 weight (2 bytes per element) and two fp8 casts (1 byte each), since Hopper's GEMMs
 need two layouts. The casts of a frozen weight never change, so the GEMMs read the same bits. With delayed scaling, the

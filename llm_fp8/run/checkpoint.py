@@ -107,7 +107,7 @@ class CheckpointManager:
         self._group: Any = None  # process group for saves, created for the first background save
 
     def clean_up(self) -> None:
-        """Delete the files of saves and deletions that were killed; restore a checkpoint that was to be replaced."""
+        """Delete files of interrupted saves and deletions. Restore a checkpoint if its replacement was interrupted."""
         if self.is_main:
             for replaced in self.folder.glob(f"{_REPLACED_PREFIX}*"):
                 if not (final := self.folder / replaced.name.removeprefix(_REPLACED_PREFIX)).exists():

@@ -1,4 +1,4 @@
-"""A description of the machine for which a run is settled: this machine (`look`) or an assumed one (`assume`)."""
+"""Describe the machine for which a run is settled: this one (`detect_machine`) or another (`assumed_machine`)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Machine:
         return self.capability >= MIN_FP8_CAPABILITY
 
 
-def look(precision: PrecisionConfig, ranks: LaunchRanks, asks_te: bool = True) -> Machine:
+def detect_machine(precision: PrecisionConfig, ranks: LaunchRanks, asks_te: bool = True) -> Machine:
     """Return the machine of this launch. If the run may use fp8, Transformer Engine determines the available recipes.
     If `asks_te` is False, they are determined by the compute capability. All ranks must call it.
     """
@@ -54,7 +54,7 @@ def look(precision: PrecisionConfig, ranks: LaunchRanks, asks_te: bool = True) -
     return Machine(ranks, gpu, gpu_gib, capability, lacking, host_free_gib)
 
 
-def assume(
+def assumed_machine(
     ranks: LaunchRanks, gpu: str = "H100 80 GB", gib: float = 79.2, capability: tuple[int, int] = (9, 0)
 ) -> Machine:
     """Return an assumed machine with the GPU `gpu`, which has `gib` GiB of memory."""

@@ -17,7 +17,7 @@ from llm_fp8.models import source as sources
 from llm_fp8.optim.optimizers import OPTIMIZERS
 from llm_fp8.precision.context import with_recipe
 from llm_fp8.precision.te import prepare_te_decoder
-from llm_fp8.settle.machine import look
+from llm_fp8.settle.machine import detect_machine
 from llm_fp8.settle.probe import probe
 from llm_fp8.settle.settle import Settled, settle
 from llm_fp8.step.loss_model import PackedForm
@@ -76,7 +76,7 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Mapping[str, Any] | No
     device = device_of_process()
     source = sources.resolve_source(config.model)
     hf_config = sources.load_config(source)
-    machine = look(config.precision, ranks)
+    machine = detect_machine(config.precision, ranks)
     settled = settle(config, hf_config, machine, resumed)
     precision = with_recipe(settled.precision, settled.config.precision, device)
     if ranks.rank == 0 and config.run.trackers:  # only this process uses trackers

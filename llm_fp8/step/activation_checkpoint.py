@@ -55,7 +55,7 @@ def enable_gradient_checkpointing(
 
 
 def _te_contexts(te: Any) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-    """Return contexts for forward pass and recomputation: none, and a disabled outer autocast."""
+    """Return the contexts of forward pass and recomputation: an empty one, and a disabled outer autocast."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     if not FP8GlobalStateManager.is_fp8_enabled():

@@ -62,7 +62,7 @@ def check_graphs(config: Config, mode: str, compute: str, attention_dropout: flo
 
 
 class Capture:
-    """Captures graphs in one memory pool. They can share it, since they never run concurrently."""
+    """Captures graphs in one memory pool, which they can share because they never run concurrently."""
 
     def __init__(self) -> None:
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()

@@ -8,8 +8,8 @@ Therefore the first micro-batch runs forward and backward several times before t
 
     pass 1         finds the scales of weights, activations, and the output gradients of attention's projection and of
                    fc2, which are the gradient of the residual stream
-    pass 2         finds the scales of the output gradients of qkv and fc1, which were zero, since they are computed
-                   from the dgrads of the former
+    pass 2         finds the scales of the output gradients of qkv and fc1, which are computed from the gradients above
+                   and were zero in pass 1
     later passes   update the scales, as the residual stream's gradient now includes the layers' contributions
 
 With 32 layers nothing changes after the fifth pass (`tests/step/test_scale_warmup.py`).

@@ -14,7 +14,7 @@ from llm_fp8.models.source import check_model, load_config, load_tokenizer, reso
 from llm_fp8.observability.reporter import quiet_libraries
 from llm_fp8.run import run_dir
 from llm_fp8.run.run import load_data
-from llm_fp8.settle.machine import assume, look
+from llm_fp8.settle.machine import assumed_machine, detect_machine
 from llm_fp8.settle.probe import probe
 from llm_fp8.settle.resume import total_steps
 from llm_fp8.settle.settle import settle
@@ -30,10 +30,10 @@ def dry_run(config: Config) -> int:
     start_process_group(ranks)
     source = resolve_source(config.model)
     hf_config = load_config(source)
-    machine = look(config.precision, ranks, asks_te=False)
+    machine = detect_machine(config.precision, ranks, asks_te=False)
     asks_for_gpu = config.model.use_te or config.data.batch_size == AUTO_BATCH_SIZE
     if machine.gpu is None and (asks_for_gpu or config.precision.mixed_precision in ("bf16", "fp8", "auto")):
-        machine = assume(ranks)
+        machine = assumed_machine(ranks)
     resumed = run_dir.find_checkpoint(Path(config.run.output_dir or "runs"), config.run.resume_from, ranks)
     settled = settle(config, hf_config, machine, None if resumed is None else resumed.meta)
     config, precision = settled.config, settled.precision

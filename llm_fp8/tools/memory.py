@@ -91,14 +91,14 @@ class Row(NamedTuple):
 
 def assumed_machine(gpu: str | None, num_gpus: int) -> Machine:
     """Return a machine with `num_gpus` GPUs named `gpu` (None: this machine's). Raise `UserError` if unknown."""
-    from llm_fp8.settle.machine import assume, look
+    from llm_fp8.settle.machine import assumed_machine, detect_machine
 
     ranks = LaunchRanks(world_size=num_gpus, local_world_size=num_gpus)
     if gpu is None:
-        here = look(PrecisionConfig(), LaunchRanks(), asks_te=False)
+        here = detect_machine(PrecisionConfig(), LaunchRanks(), asks_te=False)
         if here.gpu is None or here.gpu_gib is None:
             raise UserError(f"--gpu: this machine has no GPU; name one ({', '.join(GPUS)}) or give its memory in GiB.")
-        return assume(ranks, here.gpu, here.gpu_gib, here.capability)
+        return assumed_machine(ranks, here.gpu, here.gpu_gib, here.capability)
     plain = re.sub(r"nvidia|geforce|rtx|tesla|sxm\d?|pcie|hbm\de?|(?<=\w)[-_ ]", "", gpu.lower())
     size = r"([1-9]\d*(?:\.\d+)?)"
     match = re.fullmatch(rf"({'|'.join(GPUS)})(?:{size}gi?b)?|{size}(?:gi?b)?", plain)
@@ -107,10 +107,10 @@ def assumed_machine(gpu: str | None, num_gpus: int) -> Machine:
         raise UserError(f"--gpu {gpu}: give a known name ({names}) or the GPU's memory in GiB, as 80{near}.")
     name, stated_gib, gib = match.groups()
     if name is None:
-        return assume(ranks, f"a GPU of {gib} GiB", float(gib))
+        return assumed_machine(ranks, f"a GPU of {gib} GiB", float(gib))
     known_gib, capability = GPUS[name]
     is_known = stated_gib is None or abs(float(stated_gib) - known_gib) < 4
-    return assume(ranks, gpu, known_gib if is_known else float(stated_gib), capability)
+    return assumed_machine(ranks, gpu, known_gib if is_known else float(stated_gib), capability)
 
 
 def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:

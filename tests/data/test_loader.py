@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from llm_fp8.data.collate import Batch, Layout, PackingPlan, pack
-from llm_fp8.data.loader import EvalLoader, Sequences, Share, TrainLoader, epochs
+from llm_fp8.data.loader import DataRank, EvalLoader, Sequences, TrainLoader, epochs
 from llm_fp8.data.tokenise import Document
 from tests.support.batches import assert_same_steps, next_steps
 
@@ -32,7 +32,7 @@ def _sequences(packed: bool = False) -> Sequences:
 def _loader(
     batch_size: int = 2, accumulate: int = 2, rank: int = 0, world_size: int = 1, packed: bool = False
 ) -> TrainLoader:
-    return TrainLoader(_sequences(packed), Layout(batch_size, 32, 0, packed), accumulate, Share(rank, world_size))
+    return TrainLoader(_sequences(packed), Layout(batch_size, 32, 0, packed), accumulate, DataRank(rank, world_size))
 
 
 def _ids(steps: list[list[Batch]]) -> list[list[tuple[int, ...]]]:
@@ -66,7 +66,7 @@ def test_global_batch_does_not_depend_on_ranks_and_micro_batches(packed: bool) -
 
 def test_ranks_without_sequences_get_empty_micro_batches() -> None:
     rows = list(range(5))
-    shares = [Share(rank, 4).micro_batches(rows, 2) for rank in range(4)]
+    shares = [DataRank(rank, 4).micro_batches(rows, 2) for rank in range(4)]
     assert shares == [[[0, 1]], [[2, 3]], [[4]], [[]]]
     last = [next_steps(_loader(1, 1, rank, 8), 6)[-1] for rank in range(8)]
     assert [step[0].num_supervised_tokens > 0 for step in last] == [True] * 5 + [False] * 3
@@ -114,7 +114,7 @@ def test_resuming_may_change_ranks_and_micro_batches() -> None:
 def _eval(rank: int = 0, world_size: int = 1, batch_size: int = 4, max_batches: int | None = None) -> EvalLoader:
     limit = None if max_batches is None else max_batches * batch_size
     readers = [partial(_read, [document]) for document in range(NUM_DOCUMENTS)]
-    return EvalLoader(readers, "", Layout(batch_size, 32, 0, packed=False), Share(rank, world_size), limit)
+    return EvalLoader(readers, "", Layout(batch_size, 32, 0, packed=False), DataRank(rank, world_size), limit)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5, 16])
@@ -128,7 +128,7 @@ def test_evaluation_has_the_same_sequences_for_every_world_size(world_size: int,
 
 
 def test_error_in_the_loading_thread_reaches_the_training_loop() -> None:
-    loader = TrainLoader(_sequences(), Layout(2, 8, 0, packed=False), 1, Share())  # documents are longer than 8
+    loader = TrainLoader(_sequences(), Layout(2, 8, 0, packed=False), 1, DataRank())  # documents are longer than 8
     with pytest.raises(ValueError, match="shape"):
         for _ in loader:
             pass

@@ -13,7 +13,7 @@ from llm_fp8.precision.te import TEBackend
 from llm_fp8.run import auto_precision
 from llm_fp8.run.auto_precision import choose_precision, measure_precisions
 from llm_fp8.run.run import load_data
-from llm_fp8.settle.machine import assume
+from llm_fp8.settle.machine import assumed_machine
 from llm_fp8.settle.plan import plan_run
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
@@ -58,7 +58,7 @@ def test_faster_precision_is_chosen_and_both_speeds_are_printed(plan, options, m
     measured = {"fp8": 30_500.0, "bf16": 30_500.0} | {faster: 41_000.0}
     monkeypatch.setattr(auto_precision, "measure_precisions", lambda plan, data: measured)
     monkeypatch.setattr(auto_precision, "with_recipe", lambda precision, *_: precision)
-    plan = dataclasses.replace(plan, machine=assume(LaunchRanks()), notes=("--batch_size auto: 8",))
+    plan = dataclasses.replace(plan, machine=assumed_machine(LaunchRanks()), notes=("--batch_size auto: 8",))
     chosen_plan, speeds = choose_precision(parse_config(options), plan, None)
     assert (chosen_plan.precision.effective, speeds, chosen_plan.notes) == (faster, measured, plan.notes)
     assert not chosen_plan.measures_precision and "41,000" in capsys.readouterr().out

@@ -52,14 +52,14 @@ def test_merged_micro_batches_give_the_same_losses(tmp_path, tiny_model, sixteen
     options += ["--learning_rate=1e-3", "--log_every=1", f"--packing={packing}"]
     unmerged, merged = tmp_path / "unmerged", tmp_path / "merged"
     train(*options, f"--output_dir={unmerged}")
-    monkeypatch.setattr("llm_fp8.settle.plan.look", lambda *_: Machine(gpu_gib=80.0))
+    monkeypatch.setattr("llm_fp8.settle.plan.detect_machine", lambda *_: Machine(gpu_gib=80.0))
     monkeypatch.setattr("llm_fp8.models.memory.RunSize.is_bounded", True)  # merging needs a bound, which fp32 lacks
     train(*options, f"--output_dir={merged}", "--save_every=2", "--save_total_limit=2")
     losses = [[step["loss"] for step in steps(folder)] for folder in (merged, unmerged)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert run_json(merged)["config"]["data"]["batch_size"] == 8
     assert run_json(merged)["effective"]["num_requested_micro_batches"] == 4
-    monkeypatch.setattr("llm_fp8.settle.plan.look", lambda *_: Machine(gpu_gib=2.1))
+    monkeypatch.setattr("llm_fp8.settle.plan.detect_machine", lambda *_: Machine(gpu_gib=2.1))
     train(*options, f"--output_dir={merged}", f"--resume_from={merged / 'checkpoints/step-00000002'}")
     assert run_json(merged)["resumes"][-1]["config"]["data"]["batch_size"] == 8
     assert [step["loss"] for step in steps(merged)[-2:]] == losses[0][-2:]

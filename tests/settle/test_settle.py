@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from llm_fp8.config.parser import parse_config
 from llm_fp8.models.source import load_config, resolve_source
-from llm_fp8.settle.machine import Machine, assume
+from llm_fp8.settle.machine import Machine, assumed_machine
 from llm_fp8.settle.settle import Settled, check_te_decoder, choose_mode, settle
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
@@ -21,8 +21,8 @@ FP8_PARAMS = "--mixed_precision=fp8 --use_te --fp8_params"
 TWO_HOSTS = LaunchRanks(world_size=4, local_world_size=2, launched=True)
 EIGHT_GPUS = LaunchRanks(world_size=8, local_world_size=8, launched=True)
 ONE_HOST = LaunchRanks(world_size=2, local_world_size=2, launched=True)
-B200 = assume(LaunchRanks(), "B200", 178.0, (10, 0))
-ONE, FOUR, CPU = assume(LaunchRanks()), assume(TWO_HOSTS), Machine()
+B200 = assumed_machine(LaunchRanks(), "B200", 178.0, (10, 0))
+ONE, FOUR, CPU = assumed_machine(LaunchRanks()), assumed_machine(TWO_HOSTS), Machine()
 LLAMA = LlamaConfig(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_hidden_layers=2, vocab_size=256)
 
 
@@ -49,7 +49,7 @@ REFUSED: list[tuple[str, Machine, str]] = [
     ("--use_te", CPU, "--use_te"),
     ("--certify", CPU, "--certify"),
     ("--mixed_precision fp8", CPU, "--mixed_precision fp8"),
-    ("--mixed_precision fp8", assume(LaunchRanks(), "A100", 79.1, (8, 0)), "--mixed_precision fp8"),
+    ("--mixed_precision fp8", assumed_machine(LaunchRanks(), "A100", 79.1, (8, 0)), "--mixed_precision fp8"),
     ("--mixed_precision fp16", CPU, "--mixed_precision fp16"),
     (FP8 + "--fp8_scenario mxfp8 --fp8_strict", ONE, "--fp8_scenario mxfp8 with --fp8_strict"),
     ("--batch_size auto", CPU, "--batch_size auto"),
@@ -63,7 +63,7 @@ REFUSED: list[tuple[str, Machine, str]] = [
     (GRAPHS + "--gradient_accumulation_steps 2 --no_merge_micro_batches --sharding_mode fsdp_full", FOUR, "one micro"),
     (FP8 + "--fp8_scenario block --max_seq_length 144 --batch_size 1", ONE, "--fp8_scenario block"),
     ("--sync_every_micro_batch", ONE, "--sync_every_micro_batch"),
-    ("--sharding_mode fsdp_hybrid", assume(ONE_HOST), "fsdp_hybrid"),
+    ("--sharding_mode fsdp_hybrid", assumed_machine(ONE_HOST), "fsdp_hybrid"),
     ("--use_te --context_parallel_size 3 --max_seq_length 1152 --sharding_mode fsdp_full", FOUR, "3"),
     ("--use_te --context_parallel_size 2 --sharding_mode fsdp_full --mixed_precision no", FOUR, "bf16"),
 ]

@@ -21,7 +21,7 @@ from llm_fp8.models.source import EMBEDDED_MODEL, checkpoint_of, load_config, re
 from llm_fp8.precision.context import with_recipe
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.run.run import run_training
-from llm_fp8.settle.machine import Machine, look
+from llm_fp8.settle.machine import Machine, detect_machine
 from llm_fp8.settle.settle import resolve_precision
 from llm_fp8.tools.dry_run import dry_run
 from llm_fp8.utils.ranks import LaunchRanks
@@ -82,7 +82,7 @@ def model_structure(name: str, dtype: torch.dtype = torch.float32, **options: An
 
 
 def precision_on(options: PrecisionConfig, device: torch.device) -> PrecisionPlan:
-    machine = look(options, LaunchRanks()) if device.type == "cuda" else Machine()
+    machine = detect_machine(options, LaunchRanks()) if device.type == "cuda" else Machine()
     return with_recipe(resolve_precision(Config(precision=options), machine), options, device)
 
 

@@ -122,11 +122,11 @@ def check_steps(setup: Setup) -> Result:
     if not setup.num_gpus:
         return train_all(setup, ())
     from llm_fp8.config.options import PrecisionConfig
-    from llm_fp8.settle.machine import look
+    from llm_fp8.settle.machine import detect_machine
     from llm_fp8.utils.ranks import LaunchRanks
 
     try:
-        unavailable = look(PrecisionConfig(mixed_precision="fp8"), LaunchRanks()).lacking
+        unavailable = detect_machine(PrecisionConfig(mixed_precision="fp8"), LaunchRanks()).lacking
     except UserError as error:  # Transformer Engine cannot be used
         unavailable = dict.fromkeys(recipe_names("te"), str(error))
     available = [name for name in recipe_names("te") if name not in unavailable]
