@@ -32,7 +32,7 @@ from llm_fp8.precision.frozen import prepare_module, quantizer_of
 from llm_fp8.precision.te import TEBackend
 from llm_fp8.utils.torch_internals import free_memory_, local_of, sharded_like
 
-LARGEST = torch.finfo(torch.float8_e4m3fn).max  # all formats cast weights to E4M3
+E4M3 = torch.finfo(torch.float8_e4m3fn)  # all formats cast weights to it
 
 
 class Fp8Weight(NamedTuple):
@@ -77,9 +77,8 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision) -> Sequence[Fp8W
 
     All ranks must call it before the first forward pass, in which FSDP2 reads its parameters.
     """
-    # The order of `modules()` is the same on every rank; a set has no order.
+    # In the order of `modules()`, which is the same on every rank, without modules already in fp8, such as frozen ones.
     modules: list[Any] = [module for module in model.modules() if module in precision.fp8_modules]
-    # Exclude modules that are already in fp8, such as frozen ones.
     modules = [module for module in modules if not getattr(module, "primary_weights_in_fp8", True)]
     places = [(module, name) for module in modules for name in prepare_module(module, precision.plan.recipe)]
     if not places:
@@ -115,7 +114,7 @@ def quantise_(weights: Sequence[Fp8Weight]) -> None:
     dist.all_reduce(amax, dist.ReduceOp.MAX, group=first.device_mesh.get_group("shard"))
     # Divide two tensors: torch divides a Python number by a tensor with its reciprocal, which rounds twice. An infinite
     # amax gives the scale 0, and thus NaN.
-    scales = torch.where(amax > 0, torch.full_like(amax, LARGEST) / amax, 1.0)
+    scales = torch.where(amax > 0, torch.full_like(amax, E4M3.max) / amax, 1.0)
     scales = scales.clamp(max=torch.finfo(torch.float32).max)
     # Copy in place, since weights that FSDP gathered before refer to the scales of the quantizers.
     torch._foreach_copy_([weight.quantizer.scale for weight in weights], scales.split(1))

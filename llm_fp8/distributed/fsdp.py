@@ -45,8 +45,7 @@ class FsdpStrategy(DistributedStrategy):
         self.compute_dtype = dtype
         # Casts can be reused if weights are not freed after a micro-batch; fp8 parameters need no cast.
         self.caches_weight_casts = mode == "fsdp_grad" and not options.fp8_params
-        self._stream: torch.cuda.Stream | None = None
-        """Stream of the backward pass, see `MemorySavingReduceScatter`."""
+        self._stream: torch.cuda.Stream | None = None  # of the backward pass, see `MemorySavingReduceScatter`
         num_ranks = accelerator.num_processes
         shape = (num_ranks // ranks_per_host, ranks_per_host) if mode == "fsdp_hybrid" else (num_ranks,)
         names = ("replicate", "shard")[-len(shape) :]
@@ -129,12 +128,10 @@ class MemorySavingReduceScatter:
 
     PyTorch's allocator has separate memory for each CUDA stream. FSDP2 allocates a rank's gradient shards (4 / N bytes
     per parameter on N ranks) on the reduce-scatter's stream. Here they are allocated on `stream()`, the stream of the
-    backward pass, so that they reuse the memory of activations and unsharded gradients. FSDP2 frees both between its
-    two allocations; main gradients are freed at the first one. If `stream()` is None, allocation is as in FSDP2: on
-    CPUs, and in fsdp_hybrid, where a third stream, unknown to the allocator, reads the shards.
-
-    FSDP2 also casts reduced shards to the parameters' dtype on the reduce-scatter's stream. If this dtype is bf16
-    (`adamw_master`, `adamw_8bit`), the output is allocated in bf16 and cast here.
+    backward pass, to reuse the memory of activations and unsharded gradients. FSDP2 frees both between its two
+    allocations; main gradients are freed at the first one. If `stream()` is None, allocation is as in FSDP2: on CPUs,
+    and in fsdp_hybrid, where a third stream reads the shards. If the parameters are bf16 (`adamw_master`,
+    `adamw_8bit`), the output is allocated in bf16 and cast here, and not on the reduce-scatter's stream.
     """
 
     def __init__(self, unit: FSDPModule, stream: Callable[[], torch.cuda.Stream | None]) -> None:

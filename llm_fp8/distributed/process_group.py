@@ -15,7 +15,6 @@ from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks, end_with_parent
 
 T = TypeVar("T")
-
 TIMEOUT = datetime.timedelta(minutes=30)  # ranks wait while the main rank tokenises a large dataset
 
 
@@ -26,8 +25,7 @@ def start_process_group(ranks: LaunchRanks) -> None:
     end_with_parent()
     backend = "gloo"
     if torch.cuda.is_available():
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        num_gpus = torch.cuda.device_count()
+        local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if local_rank >= num_gpus:
             visible = f"{num_gpus} are visible; use torchrun --nproc_per_node={num_gpus}"
             raise UserError(f"no GPU for LOCAL_RANK {local_rank}: {visible}.")

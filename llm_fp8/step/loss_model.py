@@ -98,7 +98,7 @@ class TrainingModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of the loss for the last hidden states."""
-        return cap_(self._scaled(hidden) @ self.model.get_output_embeddings().weight.t(), self.softcap)
+        return cap_(self._scaled(hidden) @ self.model.get_output_embeddings().weight.to(hidden.dtype).t(), self.softcap)
 
     def _scaled(self, hidden: Tensor) -> Tensor:
         return hidden if self.logit_scale == 1 else hidden * self.logit_scale

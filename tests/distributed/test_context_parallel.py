@@ -8,8 +8,9 @@ import torch
 
 from llm_fp8.data.collate import Batch, Layout, pack
 from llm_fp8.data.tokenise import Document
-from llm_fp8.distributed.context_parallel import ContextGroup, slice_index
+from llm_fp8.distributed.context_parallel import ContextGroup
 from llm_fp8.kernels.cross_entropy import IGNORE_INDEX
+from llm_fp8.kernels.ring_slices import slice_index
 
 PAD = 3
 VOCABULARY = 64

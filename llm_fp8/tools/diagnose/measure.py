@@ -237,13 +237,12 @@ class _Comparison:
         """Return the divergence and loss difference from bf16, in nats per token, if modules `in_bf16` stay in bf16."""
         self._in_bf16 = in_bf16
         sums = torch.zeros(2, dtype=torch.float64, device=self.setup.plan.device)
-        weight = self.setup.model.module.get_output_embeddings().weight
         for batch, reference in zip(self.batches, self.reference, strict=True):
             labels = batch.labels[batch.labels != IGNORE_INDEX]
             parts = [tensor.split(_CHUNK) for tensor in (reference, self._hidden(batch), labels)]
             for exact, rounded, label in zip(*parts, strict=True):
-                log_p = F.log_softmax((exact @ weight.to(exact.dtype).t()).float(), -1)
-                log_q = F.log_softmax((rounded @ weight.to(rounded.dtype).t()).float(), -1)
+                log_p = F.log_softmax(self.setup.training_model.logits(exact).float(), -1)
+                log_q = F.log_softmax(self.setup.training_model.logits(rounded).float(), -1)
                 sums[0] += F.kl_div(log_q, log_p, reduction="sum", log_target=True)
                 sums[1] += F.nll_loss(log_q, label, reduction="sum") - F.nll_loss(log_p, label, reduction="sum")
         divergence, loss_difference = (sums / self.num_tokens).tolist()
