@@ -524,9 +524,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         max_length_q: int | None = None,
         **_: Any,
     ) -> Tensor:
-        """Return hidden states [B, S, h] for [B, S, h]. `position_embeddings` are the angles from `RotaryTable`, or
-        cos and sin, which are ignored. The module's docstring explains the other arguments.
-        """
+        """Return hidden states [B, S, h]. The module's docstring explains the arguments."""
         angles = position_embeddings if isinstance(position_embeddings, Tensor) else self.angles
         assert angles is not None
         fused = self.qkv(hidden_states, is_first_microbatch=self.is_first_microbatch)

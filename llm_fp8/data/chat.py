@@ -327,8 +327,7 @@ def _encode_spans(rendered: Sequence[Rendered], tokenizer: PreTrainedTokenizerBa
 
 def _end_turns(encoded: Encoded, tokenizer: PreTrainedTokenizerBase, eos: int, ends: set[Any]) -> Encoded:
     """Make each supervised span end with an end token, and the document with the last span. An EOS right after a span
-    is added to it, and white space after an end token ("answer<EOS>\n") is removed. If the document then ends with a
-    token that is not in `ends`, append `eos`.
+    is added to it. White space after an end token is removed. A document without an end token gets `eos`.
     """
     ids, supervised = list(encoded.input_ids), bytearray(encoded.supervised)
     after = (eos, tokenizer.eos_token_id)

@@ -205,7 +205,7 @@ class _CopiesAreViews(TorchFunctionMode):
 
 
 def _part_of(name: str, view: Tensor, shape: tuple[int, ...]) -> Part | None:
-    """Return the `Part` for tensor `name`, a `view` of a contiguous tensor of `shape`, or None if it is no `Part`."""
+    """Return the `Part` for tensor `name`, a `view` of a contiguous tensor of `shape`, or None if no `Part` fits it."""
     if view.shape == shape and view.is_contiguous():
         return Part(name, 0, shape[0] if shape else 1, shape)
     row, offset = math.prod(shape[1:]), int(view.storage_offset())

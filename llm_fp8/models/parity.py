@@ -111,8 +111,7 @@ def check_parity(
     model: Model, layers: Iterable[Any], batch: Batch, max_seq_length: int, dtype: torch.dtype, num_slices: int = 1
 ) -> str:
     """Run the three tests on a TE decoder that computes in `dtype`. Return a summary; raise `UserError` if one fails.
-    `layers` may free a layer's weights once the next layer is requested. For `num_slices` see `first_row`. All ranks
-    must call it.
+    `layers` may free a layer's weights once the next one is requested. For `num_slices` see `first_row`. Collective.
     """
     entries = te_llama.parameter_map(model.module)
     outside, names = dict(entries), {module: name for name, module in model.module.named_modules()}

@@ -96,7 +96,7 @@ def record_stream(timeline: Timeline) -> None:
     """Print the counts of the rows that were read from a stream. Write them to run.json, or its last `resumes`."""
     report, plan = timeline.state.data.report, timeline.setup.plan
     if timeline.loader.steps_per_epoch is None and plan.accelerator.is_main_process:
-        plan.say("\n".join(["data, pass after pass:", *report.describe()]))
+        plan.say("\n".join(["data read from the stream:", *report.describe()]))
         record = read_json(path := timeline.state.folder / "run.json")
         [record, *record.get("resumes", ())][-1]["data"] = dict(vars(report))
         write_json_atomic(path, record)

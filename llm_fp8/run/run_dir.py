@@ -104,9 +104,7 @@ def _refuse_other_run(folder: Path, resume_from: str | None) -> None:
 
 @contextlib.contextmanager
 def run_lock(folder: Path) -> Iterator[Path]:
-    """Return a context that locks an output folder. Raise `UserError` if another process has locked it. At the end,
-    delete the lock and new folders if no run has written to the folder.
-    """
+    """Lock an output folder. Raise `UserError` if another process has locked it. Delete new files if no run began."""
     existing, path = nearest_existing(folder), folder / LOCK
     folder.mkdir(parents=True, exist_ok=True)
     with open(path, "a+") as lock:

@@ -39,9 +39,8 @@ def settle_micro_batches(run: RunSize, gpu_gib: float, resumed_rows: int | None 
     """Merge as many of a step's micro-batches as fit the GPU with a margin, and choose a number for
     --gradient_checkpointing auto. If `resumed_rows` is given, micro-batches get this number of rows if possible.
 
-    Recomputing a layer costs a third of its time, more than merging saves. Therefore the fewest recomputed layers with
-    which any micro-batch fits are chosen first, and then the largest micro-batches. If nothing fits, no micro-batches
-    are merged and all layers are recomputed.
+    Recomputing a layer costs a third of its time, more than merging saves. So first choose the fewest recomputed layers
+    with which any micro-batch fits, then the largest micro-batches. If nothing fits, merge none and recompute all.
     """
     size, num_requested = run.config.data.batch_size, run.config.optim.gradient_accumulation_steps
     most = (MOST_TOKENS if run.config.packing else MOST_PADDED_TOKENS) // run.config.data.max_seq_length

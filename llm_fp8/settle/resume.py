@@ -117,9 +117,7 @@ def changed_options(config: Config, saved_run: SavedRun, options: Mapping[str, A
 def refuse_finished(
     config: Config, folder: Path | None, resume_from: str | None, resumed: SavedRun, num_steps: int
 ) -> None:
-    """Raise `UserError` if the run is finished and has no more steps up to `num_steps`, or if the checkpoint that
-    `latest` selects is older than the finished run's last step.
-    """
+    """Raise `UserError` if the run is finished and has no more steps, or if `latest` precedes its last step."""
     step, patience = resumed.step, config.run.early_stopping_patience
     path = None if folder is None else folder / "summary.json"
     summary = read_json(path) if path is not None and path.exists() else {}

@@ -245,7 +245,7 @@ def check_machine(config: Config, machine: Machine, mode: str, precision: Precis
 def check_te_decoder(config: Config, spec: te_llama.DecoderSizes, num_shards: int) -> None:
     """Raise `UserError` if options are not possible with this decoder, sharded over `num_shards` GPUs."""
     if config.parallel.context_parallel_size > 1 and any(window is not None for window in spec.windows):
-        raise UserError("--context_parallel_size cannot go with sliding-window attention (config.json); drop it.")
+        raise UserError("--context_parallel_size does not support sliding-window attention (config.json); drop it.")
     if config.parallel.fp8_params:
         if rows := [rows for rows, _ in te_llama.layer_weight_shapes(spec) if rows % num_shards != 0]:
             raise UserError(f"--fp8_params cannot split {rows[0]} rows of a weight over {num_shards} GPUs; drop it.")

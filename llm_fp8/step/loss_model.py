@@ -180,7 +180,7 @@ class RouterLoss:
 
 
 def router_loss(model: PreTrainedModel) -> tuple[RouterLoss | None, str | None]:
-    """Return the auxiliary loss, and a note to print. It is None unless the config sets `output_router_logits`."""
+    """Return the auxiliary loss (None unless the config sets `output_router_logits`) and a note to print."""
     decoder = text_config(model.config)
     coefficient = getattr(decoder, "router_aux_loss_coef", None) or 0.0
     function = vars(sys.modules[type(model).__module__]).get("load_balancing_loss_func")
