@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from llm_fp8.config.options import ParallelConfig
+from llm_fp8.models.model import decoder_layers
 from llm_fp8.optim.adamw_master import join_master, remainder_of
 from llm_fp8.optim.optimizers import clip_and_step, initialize_state, optimizer_tensors, set_completed_steps
 from llm_fp8.utils.torch_internals import materialize_
@@ -50,7 +51,6 @@ class DistributedStrategy:
 
     def __init__(self, mode: str, accelerator: Accelerator, options: ParallelConfig, plain: bool = False) -> None:
         self.mode, self.accelerator, self.options, self._is_plain = mode, accelerator, options, plain
-        self.layers: nn.ModuleList | None = None  # set by `shard`
         self.context_group: Any = None  # set with context parallelism
         if (size := options.context_parallel_size) > 1:
             from llm_fp8.distributed.context_parallel import ContextGroup
@@ -61,7 +61,6 @@ class DistributedStrategy:
         """Shard the parameters of `model`, whose decoder layers are `layers`. With FSDP, or if `later` is not empty,
         allocate memory for parameters on "meta", except for those of the modules in `later`.
         """
-        self.layers = layers
         if later:
             materialize_(model, self.accelerator.device, self.accelerator.device, later)
 
@@ -97,8 +96,8 @@ class DistributedStrategy:
             return contextlib.nullcontext() if self._reduces(last) else self.accelerator.no_sync(model)
         if not last or self.accelerator.num_processes == 1:
             return contextlib.nullcontext()
-        assert self.layers is not None
-        return averaged_over_ranks(model, self.layers)
+        causal_lm: Any = model.model  # `model` is the `TrainingModel`
+        return averaged_over_ranks(model, decoder_layers(causal_lm))
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of `loss`, this rank's summand of a sum over ranks."""

@@ -1,7 +1,7 @@
 """A causal language model with its properties: layers, stored weights, their layout, and modules left out.
 
-`llm_fp8.models.build` builds it from a config and fills its weights. No attribute is set on Hugging Face's modules.
-Every parameter consists of one or more tensors of the model's files, stacked along dim 0 (`te_llama.Part`).
+`llm_fp8.models.build` builds it from a config and fills its weights. Every parameter consists of one or more tensors of
+the model's files, stacked along dim 0 (`te_llama.Part`).
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,17 +154,20 @@ def checkpoint_of(source: ModelSource, hf_config: PretrainedConfig) -> StoredChe
     return StoredCheckpoint([Path(str(file)) for file in files], hf_config)
 
 
-def untie(hf_config: PretrainedConfig, checkpoint: StoredCheckpoint | None) -> list[str]:
-    """Untie lm_head and embedding in the config if the stored ones differ, as transformers 5 does. Return warnings."""
-    ties = [part for part in (hf_config, text_config(hf_config)) if getattr(part, "tie_word_embeddings", False)]
+def untied(hf_config: PretrainedConfig, checkpoint: StoredCheckpoint | None) -> tuple[PretrainedConfig, str | None]:
+    """If the stored lm_head and embedding differ, return a copy of the config that does not tie them, as transformers 5
+    does, and a warning. Otherwise return `hf_config` itself and None.
+    """
+    copied = copy.deepcopy(hf_config)
+    ties = [part for part in (copied, text_config(copied)) if getattr(part, "tie_word_embeddings", False)]
     if not ties or checkpoint is None:
-        return []
+        return hf_config, None
     head, embedding = (next((name for name in checkpoint.stored if name.endswith(end)), None) for end in _TIED)
     if head is None or embedding is None or torch.equal(checkpoint.read(head), checkpoint.read(embedding)):
-        return []
+        return hf_config, None
     for part in ties:
         part.tie_word_embeddings = False
-    return [f"WARNING: config.json ties {head} to {embedding}, but both are stored and differ; they stay untied"]
+    return copied, f"WARNING: config.json ties {head} to {embedding}, but both are stored and differ; they stay untied"
 
 
 def finite(tensors: Iterable[tuple[str, Tensor]], where: str) -> Iterator[tuple[str, Tensor]]:

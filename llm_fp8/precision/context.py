@@ -3,7 +3,7 @@
     plan = with_recipe(settled.precision, config.precision, device)
     precision = Precision(plan, config.precision, device, parameter_dtype)
     precision.attach(model, decoder_layers)                 # chooses the fp8 modules
-    with precision.context(first_microbatch=True):          # the only place that enters te.autocast
+    with precision.context(first_microbatch=True):          # training enters te.autocast only here
         loss_sum, aux = model(batch)
 
 A bf16 run differs from an fp8 run only in that `plan.recipe` is None. Then te.autocast is not entered, so no fp8 kernel

@@ -49,7 +49,6 @@ def measure_precisions(plan: RunPlan, data: PreparedData) -> dict[str, float]:
     batches = data.train.first_step()
     tokens_per_s = {name: _tokens_per_s(setup, batches, name) for name in ("fp8", "bf16")}
     del setup
-    plan.strategy.layers = None
     forget_delayed_scales()
     gc.collect()
     torch.cuda.empty_cache()

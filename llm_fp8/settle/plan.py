@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,14 @@ class RunPlan(Settled):
         return {"sharding_mode": self.strategy.mode, "num_processes": self.accelerator.num_processes}
 
 
+def probe_hf_layers(settled: Settled, device: torch.device) -> PackedForm | None:
+    """Return the `probe` of transformers' decoder layers, or None if all layers are Transformer Engine's."""
+    uses_te = settled.config.model.use_te
+    if uses_te and (settled.size.sizes is None or not keeps_hf_layers(settled.hf_config)):
+        return None
+    return probe(settled.config, settled.hf_config, device, settled.precision.compute_dtype)
+
+
 def plan_run(config: Config, ranks: LaunchRanks, resumed: Mapping[str, Any] | None = None) -> RunPlan:
     """Settle the run for this machine (see `settle`) and build the objects for its model. Raise `UserError` if the run
     is not possible with this machine, its packages or its memory. All ranks must call it.
@@ -83,16 +92,16 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Mapping[str, Any] | No
         from llm_fp8.observability.trackers import require_trackers
 
         require_trackers(config.run.trackers)
-    packed_form = None
     if config.model.use_te:
         prepare_te_decoder(sources.text_config(hf_config).hidden_size, device)
-    if not config.model.use_te or (settled.size.sizes is not None and keeps_hf_layers(hf_config)):
-        packed_form = probe(settled.config, hf_config, device, precision.compute_dtype)
+    packed_form = probe_hf_layers(settled, device)
     stored = sources.checkpoint_of(source, hf_config)  # after all checks, since it may download files
-    if untied := sources.untie(hf_config, stored):
-        settled = settle(config, hf_config, machine, resumed)  # again, since lm_head now has its own parameters
+    hf_config, warning = sources.untied(hf_config, stored)
+    if warning is not None:
+        settled = settle(config, hf_config, machine, resumed)  # again, since lm_head has parameters of its own
+        settled = dataclasses.replace(settled, notes=(*settled.notes, warning))
     strategy = build_strategy(settled.mode, settled.config, ranks, precision)
-    values = vars(settled) | {"precision": precision, "notes": (*settled.notes, *untied)}
+    values = vars(settled) | {"precision": precision}
 
     def say(text: str | None) -> None:
         if text and strategy.accelerator.is_main_process:

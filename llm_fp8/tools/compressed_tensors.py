@@ -25,7 +25,7 @@ from llm_fp8.models.build import build_model, model_on_meta
 from llm_fp8.models.experts import expert_weights
 from llm_fp8.models.export import replaced_folder, write_weights
 from llm_fp8.models.side_files import add_older_keys
-from llm_fp8.models.source import checkpoint_of, finite, load_config, resolve_source, untie
+from llm_fp8.models.source import checkpoint_of, finite, load_config, resolve_source, untied
 from llm_fp8.tools import evaluate
 from llm_fp8.utils.errors import UserError, listed
 from llm_fp8.utils.hf_internals import renaming_on_load
@@ -82,7 +82,8 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
         raise UserError(f"{folder} is quantised already (quantization_config in config.json).")
     checkpoint = checkpoint_of(source, hf_config)
     assert checkpoint is not None, "random weights were not requested"
-    unties = {"tie_word_embeddings": False} if untie(hf_config, checkpoint) else {}
+    hf_config, warning = untied(hf_config, checkpoint)
+    unties = {} if warning is None else {"tie_word_embeddings": False}
     meta = model_on_meta(hf_config)
     model = meta.module
     layers, renamed = {f"{name}.weight" for name in linear_layers(model)}, renaming_on_load(model)
@@ -136,7 +137,7 @@ def eval_loss(folder: Path, data: PreparedData, round_inputs: bool = False) -> t
     source, dtype = resolve_source(options), torch.bfloat16 if device.type == "cuda" else torch.float32
     hf_config = load_config(source)
     stored = checkpoint_of(source, hf_config)
-    untie(hf_config, stored)
+    hf_config, _ = untied(hf_config, stored)
     model = build_model(options, hf_config, stored, parameter_dtype=dtype, compute_dtype=dtype, device=device).module
     if round_inputs:
         round_inputs_(model)

@@ -15,7 +15,7 @@ from llm_fp8.observability.reporter import quiet_libraries
 from llm_fp8.run import run_dir
 from llm_fp8.run.run import load_data
 from llm_fp8.settle.machine import assumed_machine, detect_machine
-from llm_fp8.settle.probe import probe
+from llm_fp8.settle.plan import probe_hf_layers
 from llm_fp8.settle.resume import total_steps
 from llm_fp8.settle.settle import settle
 from llm_fp8.utils.ranks import LaunchRanks
@@ -36,11 +36,10 @@ def dry_run(config: Config) -> int:
         machine = assumed_machine(ranks)
     resumed = run_dir.find_checkpoint(Path(config.run.output_dir or "runs"), config.run.resume_from, ranks)
     settled = settle(config, hf_config, machine, None if resumed is None else resumed.meta)
-    config, precision = settled.config, settled.precision
+    config = settled.config
     tokenizer, note = load_tokenizer(config.model, source)
     check_model(config, hf_config, tokenizer)
-    if not config.model.use_te:
-        probe(config, hf_config, device_of_process(), precision.compute_dtype)
+    probe_hf_layers(settled, device_of_process())
     if config.trains_adapters:
         from llm_fp8.models.lora import add_adapters
 

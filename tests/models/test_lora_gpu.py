@@ -174,18 +174,18 @@ def test_weights_stored_in_fp8_equal_casts_of_bf16_weights(scenario, device):
 def test_frozen_weights_in_fp8_only_give_the_same_losses_in_less_memory(scenario, model_folder, tmp_path):
     environment, metrics = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}, {}
     options = ["--mixed_precision=fp8", f"--fp8_scenario={scenario}", "--lora_rank=8", "--max_steps=6"]
-    for name, more in (("fp8 only", []), ("fp8 and bf16", ["--fp8_until=0.999"])):  # rounds to no step in bf16
+    for name, more in (("fp8_only", []), ("fp8_and_bf16", ["--fp8_until=0.999"])):  # rounds to no step in bf16
         folder = tmp_path / name
         process = train(
             *training_options(model_folder, folder, *options, *more), "--eval_every=3", environment=environment
         )
         assert process.returncode == 0, process.stderr
-        assert ("held in fp8 only" in process.stdout) == (name == "fp8 only")
+        assert ("held in fp8 only" in process.stdout) == (name == "fp8_only")
         metrics[name] = (
             losses(folder) + metric_values(folder, "eval_loss"),
             metric_values(folder, "peak_memory_gib")[-1],
         )
     # With delayed scaling, the first passes cast bf16 weights with a scale of 1, which affects later activation scales.
     tolerance = 0.01 if scenario == "delayed" else 0.0
-    assert metrics["fp8 only"][0] == pytest.approx(metrics["fp8 and bf16"][0], rel=tolerance, abs=0)
-    assert metrics["fp8 only"][1] < metrics["fp8 and bf16"][1]
+    assert metrics["fp8_only"][0] == pytest.approx(metrics["fp8_and_bf16"][0], rel=tolerance, abs=0)
+    assert metrics["fp8_only"][1] < metrics["fp8_and_bf16"][1]
