@@ -14,7 +14,9 @@ WORKLOAD = {"model": "Llama-3.1-8B", "batch_size": 8, "seq_length": 1024, "micro
 
 
 def row(variant: str, tokens_per_s: float | None, spread: float = 0.0, **more) -> dict:
-    """Return the row of a variant whose p10 and p90 are `spread` from the median. Without a speed, the run failed."""
+    """Return a result of the benchmark. Its p10 and p90 differ from the median speed `tokens_per_s` by the fraction
+    `spread`. Without a speed, the row says that the run failed.
+    """
     baseline = "hf_bf16" if variant.endswith("hf_bf16") else None
     measured = {**WORKLOAD, "variant": variant, "baseline": baseline, "num_gpus": 1, **more}
     if tokens_per_s is None:
@@ -47,7 +49,7 @@ def check(tmp_path, new: list[dict], recorded: list[dict], minimum: float = 0.02
     ],
 )
 def test_ratio_may_fall_by_the_spreads_and_the_minimum(tmp_path, ratio, spreads, is_regression):
-    """The new GPU is twice as fast, which does not change the ratio."""
+    """The new speed of the baseline, hf_bf16, is twice the recorded one. Only the ratio to the baseline counts."""
     new = [row("delayed", 20_000 * ratio, spreads[0]), row("hf_bf16", 20_000, spreads[0])]
     recorded = [row("delayed", 18_000, spreads[1]), row("hf_bf16", 10_000, spreads[1])]
     comparison = check(tmp_path, new, recorded)

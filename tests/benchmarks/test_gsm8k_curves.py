@@ -1,4 +1,4 @@
-"""The trainings of the GSM8K loss curves: their plan, and the comparison of several GPUs with one."""
+"""The training runs behind the GSM8K loss curves: their plan, and the comparison of several GPUs with one."""
 
 from __future__ import annotations
 

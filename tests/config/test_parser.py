@@ -1,4 +1,4 @@
-"""The command line and the YAML file: values, names and mistakes, and every option is documented and used."""
+"""The command line and the YAML file: values, names and mistakes. Every option is documented and used."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_tilde_in_a_path_becomes_the_home_folder(tmp_path, monkeypatch):
 
 
 def test_every_option_is_used_in_the_package():
-    """The name occurs as an attribute or as a string outside of llm_fp8/config, which declares and checks options."""
+    """An option counts as used if its name is an attribute or a string outside of llm_fp8/config, which declares it."""
     names = set(RECIPE_OPTIONS)  # `build_recipe` reads them through the table
     for path in [*ROOT.glob("*.py"), *(ROOT / "llm_fp8").rglob("*.py")]:
         if path.parent == ROOT / "llm_fp8" / "config":

@@ -1,8 +1,9 @@
-"""Token ids and loss masks of conversations, for real chat templates and every form of rows, compared with goldens.
+"""Token ids and loss masks of conversations, for real chat templates and every row format, compared with goldens.
 
-`goldens.json` has, for each template and each row of `rows.json`, the supervised texts, a hash of ids and mask, and the
-parts of the row that are not used, or else "refused". `python -m tests.data.test_chat` rewrites the file; review its
-diff. The templates are those of the models' publishers, without the branches that these rows do not reach.
+`goldens.json` has an entry for each template and each row of `rows.json`: the supervised texts, a hash of ids and mask,
+and the parts of the row that are not used. The entry is "refused" if the row is an error. `python -m
+tests.data.test_chat` rewrites the file; review its diff. The templates are those of the models' publishers, without the
+branches that these rows do not reach.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ ROWS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "rows.json
 
 
 def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
-    """Return the embedded tokenizer with this template, whose special tokens are single tokens."""
+    """Return the embedded tokenizer with the chat template `name`. It encodes each special token as a single id."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     if name == "base":
         return tokenizer
@@ -96,7 +97,7 @@ def test_ids_and_masks_equal_the_goldens(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"base", "deepseek_r1", "smollm3"}))
 def test_supervision_begins_right_after_the_generation_prompt(name: str) -> None:
-    """Two templates differ: DeepSeek-R1's prompt opens a thought, and SmolLM3's marks include the turn's header."""
+    """Two templates are left out: DeepSeek-R1's prompt opens a thought, and SmolLM3's supervises the turn's header."""
     tokenizer, row = tokenizer_of(name), ROWS["one turn"]
     prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True)["input_ids"]
     ids, mask = encode_batch([conversation_of(row, "messages")], "messages", tokenizer, False)[0]

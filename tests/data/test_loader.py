@@ -1,4 +1,4 @@
-"""The loaders: global batches and their split into ranks and micro-batches, order, resuming, and the loading thread."""
+"""The loaders: global batches and their split by rank and micro-batch, order, resuming, and the loading thread."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def _row(problem: str, solution: str) -> dict[str, str]:
 
 
 def _write_repeated_problems(path: Path, num_problems: int = 60, each: int = 5) -> list[dict[str, Any]]:
-    """Write each problem several times with different solutions and spelling, as in OpenMathInstruct-2."""
+    """Write and return each problem `each` times, with different solutions and spelling, as in OpenMathInstruct-2."""
     rows = []
     for answer in range(each):
         for i in range(num_problems):
@@ -197,7 +197,7 @@ def test_unusable_dataset_is_refused_with_its_name(prepare: Any, tmp_path: Path,
 
 @PREPARED_AND_STREAM
 def test_columns_option_maps_other_names(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
-    """The batches equal those of a dataset with the default names. A replaced column of a default name is ignored."""
+    """The batches equal those of a dataset with the default names. `--columns=problem=question` ignores `problem`."""
     renamed = [
         {"question": r["problem"], "problem": "no", "answer": r["generated_solution"], "text": "x"} for r in MIXED
     ]
@@ -331,7 +331,7 @@ def test_padding_efficiency_is_that_of_the_batches(prepare: Any, tmp_path: Path,
 
 
 def _ids_and_labels(data: PreparedData) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Return row id -> token ids and labels, for one epoch of padded batches."""
+    """Return a dict from row id to token ids and labels, for one epoch of padded batches."""
     batches = [batch for step in next_steps(data.train) for batch in step]
     return {row: line for b in batches for row, *line in zip(b.row_ids, b.input_ids, b.labels, strict=False)}
 
@@ -352,7 +352,7 @@ def _chat(number: int, **extra: Any) -> dict[str, Any]:
 
 
 def test_unused_columns_and_files_are_counted(prepare_chats: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    """The counts are the same if several processes tokenise, with a cache, and (times the passes) in a stream."""
+    """The counts are the same with several processes and with a cache. A stream adds them up over its passes."""
     monkeypatch.setattr(tokenise, "ROWS_PER_WORKER", 10)
     monkeypatch.setattr(tokenise, "cores_of_job", lambda: 2)
     rows = [_chat(i, source="s", **({"late": 1} if i == 11 else {})) for i in range(12)]
@@ -414,7 +414,7 @@ def test_rows_with_different_system_prompts_are_different_problems(prepare: Any,
 
 
 def test_eos_ids_are_the_ends_of_documents_and_of_turns(prepare: Any, chat: Any, tmp_path: Path) -> None:
-    """The template may refuse the conversation with which prepare_data looks for the end of a turn."""
+    """prepare_data renders a sample conversation to find the end of a turn. A template may refuse this sample."""
     other = copy.deepcopy(chat)
     needed = "{% if messages[0].role != 'system' %}{{ raise_exception('a system prompt') }}{% endif %}"
     other.chat_template = needed + TEMPLATE.replace("<|eos|>", "<|pad|>")

@@ -1,5 +1,5 @@
-"""--context_parallel_size and --fp8_params under torchrun: losses near those without the option, the certificate,
-resuming, and the export.
+"""--context_parallel_size and --fp8_params under torchrun: losses close to those of a run without the option, the
+certificate, resuming, and the export.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ ROWS_PER_GPU = {"--packing": 4, "--no_packing": 8}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """Write fp32 weights. Weights that bf16 represents exactly would change later without --fp8_params than with it,
-    see docs/multi_gpu.md.
+    """Write a model with fp32 weights and return its folder. From bf16 weights, losses with and without --fp8_params
+    would differ: see docs/multi_gpu.md.
     """
     return write_family(tmp_path_factory.mktemp("model"), FAMILY, torch.float32)
 
@@ -46,18 +46,18 @@ def options(model, tmp_path) -> list[str]:
 
 
 def from_checkpoint(folder: Path) -> str:
-    """Return the option that resumes this run from its checkpoint."""
+    """Return the option that resumes from the checkpoint of the run in `folder`."""
     return f"--resume_from={folder / 'checkpoints' / f'step-{SAVED_STEP:08d}'}"
 
 
 def figures(folder: Path, name: str = "loss") -> list[float]:
-    """Return the metric `name` of every step."""
+    """Return the metric `name` of every step of the run in `folder`."""
     return [step[name] for step in steps(folder)]
 
 
 def assert_in_fp8(folder: Path) -> None:
-    """Check that the recorded step ran every GEMM of the decoder in fp8: forward, input gradient and weight gradient
-    of each linear layer and micro-batch.
+    """Check that the run in `folder` was certified: its recorded step ran every GEMM of the decoder in fp8. These are
+    the forward, input gradient and weight gradient GEMMs of each linear layer and micro-batch.
     """
     summary, num_linears = summary_json(folder), 4  # fused QKV, attention's output, fc1 and fc2
     certificate = summary["certificate"]

@@ -29,7 +29,7 @@ DOCUMENTS = [_document(length, row_id) for row_id, length in enumerate(LENGTHS)]
 
 
 def _packed(size: int, capacity: int = 96) -> Batch:
-    """Pack the documents into rows of `capacity` tokens. The last row of the batch stays empty."""
+    """Pack `DOCUMENTS` for `size` ranks into rows of `capacity` tokens. The last row of the batch stays empty."""
     layout = Layout(6, capacity, PAD, packed=True, num_slices=size)
     plan = pack(LENGTHS, capacity, layout.multiple)
     return layout([[DOCUMENTS[i] for i in plan[row]] for row in range(len(plan))])
@@ -49,7 +49,7 @@ def _slices(batch: Batch, size: int) -> list[Batch]:
 
 
 def _bounds(batch: Batch) -> list[int]:
-    """Return where each document begins and ends in the flattened tokens of a packed or padded batch."""
+    """Return the limits between documents in the flattened tokens of a packed or padded batch, from 0 to the end."""
     if batch.cu_seqlens is not None:
         return batch.cu_seqlens.tolist()
     rows, width = batch.input_ids.shape
@@ -92,7 +92,7 @@ def test_each_token_goes_to_one_rank_with_its_label_and_position(layout: str, si
 @sizes
 @layouts
 def test_batch_has_each_documents_tokens_positions_and_labels(layout: str, size: int) -> None:
-    """Each document is padded to a multiple of 2 * size tokens, and padding has no labels."""
+    """Each document is padded to a multiple of 2 * `size` tokens for `size` ranks, and padding has no labels."""
     batch = BATCHES[layout](size)
     assert batch.attention_mask is not None
     real, labels = batch.attention_mask.flatten(), batch.labels.flatten()

@@ -1,5 +1,5 @@
-"""Mixtures of experts under FSDP2 on two gloo ranks: the losses of one process, bit-exact resuming, and an export that
-transformers reads. The same two processes train all runs one after the other, to save time.
+"""Mixtures of experts under FSDP2 on two gloo ranks: losses equal to those of one process, bit-exact resuming, and an
+export that transformers reads. The same two processes train all runs one after the other, to save time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RESUMED = "qwen3_moe"
 
 
 def train_before(runs: list[list[str]], ports: list[int]) -> None:
-    """Train with each of these lists of options, each on its own port. The last port is for the run after them."""
+    """Train once with each list of options in `runs`. `ports` has one port per run and one for the run that follows."""
     torch.set_num_threads(1)
     for options, port in zip([*runs, None], ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)

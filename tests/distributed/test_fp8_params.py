@@ -169,7 +169,7 @@ def batch(step: int, micro_batch: int, rank: int) -> Tensor:
 
 
 def cast_to_fp8(master: Tensor) -> Tensor:
-    """Return the values of this weight after a cast to fp8 and back."""
+    """Cast an fp32 weight to fp8 with one scale and back to fp32."""
     scale = LARGEST / master.abs().max()
     return (master * scale).to(torch.float8_e4m3fn).float() * (1 / scale)
 
@@ -186,8 +186,8 @@ def shard(strategy: FsdpStrategy, model: SmallModel) -> None:
 
 
 def train_in_fp8(rank: int, mode: str, dtype: torch.dtype, sync_every_micro_batch: bool = False) -> dict[str, Any]:
-    """Train with fp8 parameters and return what the tests check. The last layer and the norm stay in `dtype`. Ranks 2
-    and 3 have the rows of ranks 0 and 1, so that the mean over four ranks equals the mean over two.
+    """Train with fp8 parameters under the sharding `mode` and return what the tests check. The last layer and the norm
+    stay in `dtype`. Ranks 2 and 3 get the data of ranks 0 and 1: so the mean over four ranks equals that over two.
     """
     install_stand_in()
     options = ParallelConfig(fp8_params=True, sync_every_micro_batch=sync_every_micro_batch)
@@ -233,7 +233,7 @@ def train_in_fp8(rank: int, mode: str, dtype: torch.dtype, sync_every_micro_batc
 
 
 def train_on_one_process() -> tuple[list[float], dict[str, Tensor]]:
-    """Train fp32 weights with the gradients of the loss at their fp8 values. Return the gradient norms and weights."""
+    """Train fp32 weights whose casts to fp8 compute the loss. Return the gradient norms and the trained weights."""
     master_weights = {name: nn.Parameter(initial_value(name, p.shape)) for name, p in SmallModel().named_parameters()}
     optimizer = build_optimizer(OPTIM, "adamw_fp32", master_weights.items())
     norms = []
@@ -287,7 +287,7 @@ def test_master_weights_equal_those_of_one_process(tmp_path, num_ranks, mode, sy
 
 
 def train_beside_frozen_weights(rank: int) -> dict[str, Any]:
-    """Train biases and the norm with frozen matrices, as LoRA has them. Return what the test checks."""
+    """Train only the biases and the norm. The matrices are frozen, as under LoRA. Return what the test checks."""
     install_stand_in()
     strategy = Fp8ParamsStrategy("fsdp_full", Accelerator(cpu=True), ParallelConfig(fp8_params=True), torch.float32, 2)
     model = SmallModel()

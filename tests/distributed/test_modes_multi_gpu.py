@@ -1,4 +1,4 @@
-"""Every sharding mode on two GPUs: the losses of one GPU, and kernels of the requested precision in a recorded step."""
+"""Every sharding mode on two GPUs has the losses of one GPU, and its recorded step runs in the requested precision."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_failed_graph_capture_ends_the_run_with_an_error(mode, models, tmp_path)
 @pytest.mark.parametrize("mode", ["ddp", "fsdp_full", "deepspeed_3"])
 @pytest.mark.parametrize("precision", ["bf16", "delayed"])
 def test_resumed_run_has_the_losses_of_the_uninterrupted_run(mode, precision, models, tmp_path):
-    """The losses are equal only to rounding, because gradients of attention are not bitwise reproducible."""
+    """The losses are only equal up to rounding, because gradients of attention are not bitwise reproducible."""
     common = [*PRECISIONS[precision], "--use_te", f"--sharding_mode={mode}", "--save_every=3", "--save_total_limit=9"]
     whole = train(2, tmp_path / "whole", models["llama3_rope_gqa"], *common)[0]
     checkpoint = tmp_path / "whole" / "checkpoints" / "step-00000003"

@@ -1,4 +1,4 @@
-"""Our reduce-scatter, whose shards reuse freed memory, gives the losses of FSDP2's own one and reserves less memory."""
+"""Our reduce-scatter gives the losses of FSDP2's, and reserves less memory, because its shards reuse freed memory."""
 
 from __future__ import annotations
 

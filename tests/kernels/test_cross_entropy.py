@@ -20,7 +20,7 @@ def make_inputs(dtype=torch.float64, tokens=TOKENS, ignored=(0, 5, 6, 36), scale
 
 
 def reference(hidden, weight, labels, softcap=None):
-    """Return loss and gradients of torch's cross entropy in fp64."""
+    """Return the loss and the gradients of torch's cross entropy in fp64."""
     hidden, weight = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     logits = hidden @ weight.t()
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
@@ -135,7 +135,7 @@ def test_second_backward_raises_an_error():
 
 
 class LargestTensor(TorchDispatchMode):
-    """Records the number of elements of the largest output of any operation."""
+    """Record the number of elements of the largest tensor that any operation returns."""
 
     def __init__(self):
         super().__init__()

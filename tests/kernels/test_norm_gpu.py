@@ -1,4 +1,4 @@
-"""The norm kernels of Transformer Engine and of cuDNN are correct, and each runs for the widths for which it is chosen.
+"""The norm kernels of Transformer Engine and of cuDNN are correct, and each runs for the widths that should use it.
 
 Transformer Engine reads the choice only once in a process. So this module is also a program that measures some widths
 (`python -m tests.kernels.test_norm_gpu WIDTH ...`) and prints a line of JSON for each width and number of tokens.
@@ -34,7 +34,7 @@ EPSILON = 1e-5
 
 
 def reference(layer: nn.Module, inputs: Tensor, gradient: Tensor) -> list[Tensor]:
-    """Return the output and the gradients of inputs and norm weight, computed in fp32."""
+    """Compute norm and linear layer in fp32. Return the output and the gradients of inputs and norm weight."""
     weight, scale = (value.detach().float().requires_grad_() for value in (layer.weight, layer.layer_norm_weight))
     exact = inputs.detach().float().requires_grad_()
     output = nn.functional.linear(nn.functional.rms_norm(exact, (inputs.shape[-1],), scale, EPSILON), weight)
@@ -43,7 +43,7 @@ def reference(layer: nn.Module, inputs: Tensor, gradient: Tensor) -> list[Tensor
 
 
 def measure(width: int, num_tokens: int, fp8: bool) -> dict[str, object]:
-    """Return the differences from fp32 and the norm kernels of the fourth pass, when delayed scaling has its scales."""
+    """Compare the fourth step, for which delayed scaling has scales, with fp32. Return differences and norm kernels."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling
 

@@ -1,5 +1,5 @@
-"""Splitting q, k, v and RoPE without a GPU: the reference that GPU tests compare the kernel with, the decoder layers
-that use the kernel, and their calls.
+"""The kernel that splits the fused projection and applies RoPE, without a GPU: the reference with which GPU tests
+compare it, the decoder layers that use it, and the arguments that they pass.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def hf_split_rope(fused, angles, num_heads, num_kv_heads, cu_seqlens=None):
-    """Split the projection and rotate with Hugging Face's function. Columns beyond the rotary ones are unchanged."""
+    """Split `fused` into q, k, v. Rotate q and k by Hugging Face's function, except columns beyond `rotary_dim`."""
     rotary_dim = angles.shape[-1]
     positions = (
         torch.arange(fused.shape[-2]).expand(fused.shape[:-1]) if cu_seqlens is None else positions_of(cu_seqlens)
@@ -67,7 +67,7 @@ def stand_in_kernel(monkeypatch):
 
 
 def train(family, layout, recompute):
-    """Return loss and gradients of an fp32 model whose modules are the stand-ins."""
+    """Return the loss and the gradients of an fp32 model that is built from the stand-ins of TE's modules."""
     model = te_llama.build_te_model(family_config(family), torch.float32, "cpu")
     fill_weights(Model(model))
     if recompute:

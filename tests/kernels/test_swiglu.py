@@ -11,7 +11,7 @@ from tests.support.stand_in_te import activations, dswiglu, install_stand_in, sw
 
 @pytest.fixture
 def table(monkeypatch):
-    """Install the stand-in for Transformer Engine and return its module that has the table."""
+    """Install the stand-in for Transformer Engine and return the module in which TE keeps its table of activations."""
     install_stand_in(monkeypatch)
     from transformer_engine.pytorch.module import layernorm_mlp
 

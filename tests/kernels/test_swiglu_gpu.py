@@ -34,7 +34,7 @@ def dswiglu_cast():
 
 
 def inputs(shape: tuple[int, int], dtype: torch.dtype, device: Any) -> tuple[Tensor, Tensor]:
-    """Return a gradient [T, f] of many magnitudes, and gate and up [T, 2 f]."""
+    """Return a gradient [T, f] with rows of very different magnitudes, and gate and up together, [T, 2 f]."""
     tokens, width = shape
     generator = torch.Generator(device=device).manual_seed(0)
     gradient = torch.randn(tokens, width, generator=generator, device=device) * 0.01

@@ -33,8 +33,8 @@ def neighbours(numbers, reach):
 
 
 def dense_numbers(signed):
-    """Return fp32 numbers from -1 (unsigned: 0) to 1: neighbours of every value and of every midpoint between values,
-    numbers of all magnitudes, and evenly spaced ones.
+    """Return fp32 numbers from -1 (unsigned: 0) to 1: the neighbours of every value that a code can have and of every
+    midpoint between two such values, random numbers of all magnitudes, and evenly spaced ones.
     """
     values = code_values(signed)
     middles = (values[1:] + values[:-1]) / 2
@@ -159,7 +159,7 @@ def test_step_equals_that_of_torchao():
 
 
 def test_rarely_updated_rows_move_about_as_far_as_under_fp32_adamw():
-    """The rows are like an embedding's: one block has some rows with rare, small gradients and some with large ones."""
+    """As in an embedding, a block of values that share a scale has rare and frequent, tiny and large gradients."""
     generator = torch.Generator().manual_seed(0)
     size = 10 ** torch.empty(64, 128).uniform_(-6, 0, generator=generator)
     frequency = torch.rand(64, 1, generator=generator) ** 3
@@ -195,7 +195,7 @@ def test_rounding_is_the_same_on_all_ranks_and_depends_on_the_seed():
 
 @pytest.mark.parametrize("shape", [(6, 3, 256), (9, 512), (128, 96)])
 def test_shard_is_updated_as_the_rows_of_the_whole(shape):
-    """The shard is that of the second of two ranks. Only shapes whose rows are whole blocks have encoded moments."""
+    """The second of two ranks updates its shard. Moments are encoded only if each row consists of whole blocks."""
     dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (2,))

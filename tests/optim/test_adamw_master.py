@@ -24,8 +24,8 @@ def bits(tensor):
 
 
 def edge_masters():
-    """Return every upper half with lower halves at and around the rounding tie. The numbers include both signs,
-    denormals, powers of two, infinities and NaNs.
+    """Return fp32 numbers that combine all 2**16 values of the upper 16 bits with each of `LOWER_HALVES`, which include
+    the rounding tie and its neighbours. So both signs, denormals, powers of two, infinities and NaNs occur.
     """
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32).repeat_interleave(len(LOWER_HALVES))
     return ((upper << 16) | torch.tensor(LOWER_HALVES, dtype=torch.int32).repeat(2**16)).view(torch.float32)

@@ -166,7 +166,7 @@ def test_initialize_state_does_not_change_training(wrapped, kind, accelerator):
 
 
 def restore_state(optimizer, named_parameters, stopped, stopped_parameters):
-    """Copy weights and state from `stopped` and its parameters, which have the same names."""
+    """Copy the weights and the state of the optimizer `stopped` to `optimizer`. Parameters are matched by name."""
     saved = optimizer_tensors(stopped, stopped_parameters)
     weights = dict(stopped_parameters)
     with torch.no_grad():
@@ -201,7 +201,7 @@ def test_training_from_restored_state_continues_bit_for_bit(kind):
 
 
 def train_with_scaled_gradients(kind, max_norm, steps):
-    """Train with gradients that the test itself scales. Return the model and the norms before scaling."""
+    """Clip the gradients here instead of in the optimizer's step. Return the model and the norms before clipping."""
     model, optimizer = make_model_and_optimizer(kind=kind)
     norms = []
     for step in range(steps):
@@ -215,7 +215,7 @@ def train_with_scaled_gradients(kind, max_norm, steps):
 
 
 def set_gradients(model, step, scale=1.0):
-    """Set gradients of global norm 0.5 * 2**step * scale, up to rounding."""
+    """Set random gradients whose global norm is 0.5 * 2**step * scale, up to rounding."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     generator = torch.Generator().manual_seed(step)
     drawn = [torch.randn(parameter.shape, generator=generator) for parameter in trained]

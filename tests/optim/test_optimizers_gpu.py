@@ -18,7 +18,7 @@ def coefficients_of(step):
 
 
 def make_master(shape, dtype, any_magnitude=False):
-    """Return weight, gradient and state of MasterAdamW on the GPU, as in the middle of a run."""
+    """Return weight, gradient and MasterAdamW state on the GPU. If `any_magnitude`, weights have random bits."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal():
@@ -38,7 +38,7 @@ def make_master(shape, dtype, any_magnitude=False):
 
 
 def make_eight_bit(shape, dtype, device="cuda"):
-    """Return weight, gradient and state of EightBitAdamW as in the middle of a run. They are equal on every device."""
+    """Return a weight, its gradient and a state of EightBitAdamW with non-zero moments, the same on every device."""
     generator = torch.Generator().manual_seed(0)
 
     def normal():
@@ -60,7 +60,7 @@ def update_by_kernel(*arguments):
 
 
 def assert_same_bits(ours, reference):
-    """Compare two triples of weight, gradient and state."""
+    """Check that two triples of weight, gradient and state are equal bit for bit."""
     both = [{"weight": weight, "gradient": gradient, **state} for weight, gradient, state in (ours, reference)]
     assert both[0].keys() == both[1].keys()
     for name, tensor in both[0].items():

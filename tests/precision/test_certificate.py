@@ -191,7 +191,7 @@ class DelayedScaling:
 
 
 def te_linear(in_fp8: bool, largest: float = 2.0) -> nn.Linear:
-    """Return a linear layer with the attributes of a TE module after a step with delayed scaling."""
+    """Return a layer with the attributes of a TE module after a step; `largest` is the latest amax of its inputs."""
     module = nn.Linear(4, 4)
     module.fp8, module.fp8_meta = in_fp8, {}
     if in_fp8:
@@ -218,7 +218,7 @@ def test_bf16_run_reads_the_state_of_all_te_linear_modules():
 
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, tuple[int, float]]) -> None:
-    """Make a run on the CPU record these kernels as those of its step."""
+    """Make a run on the CPU behave as if its recorded step had run `kernels`: name -> (count, seconds)."""
     profile = StepProfile(span_s=0.1, work_s=0.1, kernels=kernels)
 
     @contextlib.contextmanager

@@ -50,7 +50,7 @@ def install_te(monkeypatch):
 
 
 def te_precision(scenario: str = "delayed", inner: int = 96, **options):
-    """Return a TE decoder with MLPs of width `inner`, and the precision of an fp8 run before it is attached."""
+    """Return a TE decoder with MLPs of width `inner`, and the `Precision` of an fp8 run, not yet attached to it."""
     model = te_llama.build_te_model(tiny_config(hidden_size=64, intermediate_size=inner), torch.bfloat16, CPU)
     plan = PrecisionPlan("fp8", "fp8", effective_scenario=scenario, recipe=object(), backend="te")
     return model, Precision(plan, PrecisionConfig(mixed_precision="fp8", **options), CPU, torch.bfloat16)
@@ -66,7 +66,7 @@ def te_precision(scenario: str = "delayed", inner: int = 96, **options):
     ],
 )
 def test_te_modules_of_unsupported_sizes_stay_in_bf16(scenario, inner, misfits, monkeypatch):
-    """Transformer Engine would raise an error if such a module computed in fp8."""
+    """Transformer Engine raises an error if a module of such a size computes in fp8."""
     install_te(monkeypatch)
     entered = []
     monkeypatch.setattr(TEBackend, "autocast", lambda _, enabled: entered.append(enabled) or contextlib.nullcontext())

@@ -45,7 +45,7 @@ def test_block_scales_are_fp32_numbers_on_hopper(device):
 
 @pytest.mark.parametrize("scenario", ["current", "block"])
 def test_cached_weight_casts_give_the_same_loss(scenario, device):
-    """Micro-batches that reuse the casts of the first one have the loss of a micro-batch that casts again."""
+    """A micro-batch that reuses the fp8 weights of the first one has the same loss as one that casts them again."""
     model, precision, _ = build(fp8(fp8_scenario=scenario), device)
     batch = packed_batch(device)
     losses = []
@@ -94,7 +94,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(scenario, use_te, devic
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
 def test_recomputation_does_not_change_the_scales(use_te, every, reentrant, device, monkeypatch):
-    """Each micro-batch writes one row of every amax history, and each of its two passes all-reduces the amax."""
+    """Each micro-batch adds one row to every amax history. Its forward and backward pass each reduce the amax once."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     reductions: list[bool] = []

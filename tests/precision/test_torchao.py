@@ -79,7 +79,7 @@ def test_every_recipe_trains_close_to_bf16(tiny_model, rows, tmp_path):
 
 @pytest.mark.slow
 def test_training_resumes_and_recomputes_bit_for_bit(tiny_model, rows, tmp_path):
-    """The run has packed rows, bf16 parameters with remainders, and a layer that stays in bf16."""
+    """The run has packed rows, bf16 parameters with the rest of their fp32 masters, and a layer that stays in bf16."""
     shared = ["--batch_size=2", *FP8, "--packing", "--optimizer=adamw_master", "--fp8_bf16_modules=layers.-1"]
     whole, recomputed, resumed = tmp_path / "whole", tmp_path / "recomputed", tmp_path / "resumed"
     train(*options(tiny_model, rows, whole, *shared, "--save_every=2"))
@@ -253,7 +253,7 @@ BF16_KERNEL = "nvjet_sm90_ttt_128x256_64x4_2x1_v_bz_coopA_TNT"
 
 
 def pretend_hardware(model: nn.Module, scenario: str) -> None:
-    """Give the modules the configuration that they have on a GPU."""
+    """Replace the configuration of torchao's modules by the one that they have on a GPU, without emulation."""
     for module in TorchaoBackend().linears_of(model).values():
         module.config = build_config(scenario, emulate=False)
 

@@ -44,7 +44,7 @@ def dataset(tmp_path_factory) -> Path:
 
 
 def changed_options(name: str, dataset: Path, folder: Path) -> list[str]:
-    """Return the options of a command with the changes for the test."""
+    """Return the options of the documented command `name`, changed as this file's docstring says."""
     options = [*options_of(TESTED_COMMANDS[name]), f"--dataset_name={dataset}"]
     if importlib.util.find_spec("wandb") is None and "--use_wandb" in options:
         options.remove("--use_wandb")

@@ -76,7 +76,7 @@ def parser_of(program: str, argv: list[str]) -> tuple[argparse.ArgumentParser, l
 
 
 def module_of(program: re.Match[str]) -> str:
-    """Return the name of the module to import."""
+    """Return the module that runs a program. `program` is the match of a program's name in a documented command."""
     return PROGRAMS[program[2]][0] if program[2] else program[1].replace("/", ".")
 
 

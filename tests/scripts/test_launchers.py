@@ -33,7 +33,7 @@ PAIRS = [("train_bf16", "train_fp8"), MULTI_GPU, ("llama_8b_full_finetune_bf16",
 
 @pytest.fixture
 def stand_in(tmp_path) -> str:
-    """Write a program that replaces Python and prints its arguments, one a line."""
+    """Write a program that replaces Python and prints its arguments, one per line. Return its path."""
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     program.chmod(0o755)
@@ -41,7 +41,7 @@ def stand_in(tmp_path) -> str:
 
 
 def argv_of(script: str, python: str, *options: str) -> list[str]:
-    """Return the arguments with which a script starts Python. An exported CDPATH must not change the folder."""
+    """Return the arguments with which a script starts Python. CDPATH is set, and must not mislead the script's `cd`."""
     variables = {**os.environ, "PYTHON": python, "NPROC_PER_NODE": "2", "CDPATH": ".:/"}
     command = [f"scripts/{script}.sh", *options]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
@@ -50,7 +50,7 @@ def argv_of(script: str, python: str, *options: str) -> list[str]:
 
 
 def config_of(script: str, python: str, *options: str) -> Config:
-    """Return the configuration of the training that a script starts."""
+    """Return the configuration of the training run that a script starts."""
     argv = argv_of(script, python, *options)
     index = argv.index(str(ROOT / ("train_multi_gpu.py" if script in MULTI_GPU else "train_fp8.py")))
     if script in MULTI_GPU:

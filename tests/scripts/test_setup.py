@@ -80,7 +80,7 @@ def test_unusable_python_is_refused_in_one_sentence(tmp_path: Path) -> None:
 
 
 def test_command_that_quickstart_prints_last_works_when_copied(tmp_path: Path) -> None:
-    """The clone's path has a space. An interpreter that does nothing replaces that of the environment."""
+    """The clone's path has a space. The environment's Python is replaced by a program that does nothing."""
     clone = tmp_path / "my clone"
     shutil.copytree(ROOT / "scripts", clone / "scripts")
     for file in REQUIREMENTS:

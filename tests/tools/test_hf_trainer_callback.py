@@ -318,8 +318,8 @@ def test_tied_lm_head_missing_from_the_optimizer_ends_the_run(train, capsys):
 
 
 def test_layers_that_the_conversion_skipped_are_a_remark(train):
-    """The conversion returns at the key projection, whose 8 rows fp8 does not support. It never reaches the output
-    projection, which fp8 supports.
+    """Accelerate's conversion of a layer ends at the key projection, whose 8 rows fp8 does not support. So it skips the
+    output projection, which fp8 supports.
     """
     expected = 9 * 3 * MICRO_BATCHES
     certificate = train(FP8_LAUNCH, {FP8_KERNEL: expected}, model={"head_dim": 8}).certificate_callback.certificate
@@ -420,7 +420,7 @@ def test_requested_precision_prefers_the_argument_then_the_launcher(tmp_path):
 
 
 def test_example_trains_the_embedded_model_under_accelerate_launch(tmp_path, monkeypatch):
-    """The test runs the command, with the variables, that `accelerate launch` would run."""
+    """The test runs the command that `accelerate launch` would run, with the same environment variables."""
     options = "--max_steps 3 --num_of_samples 64 --max_seq_length 64 --logging_steps 1 --learning_rate 1e-3".split()
     example = ["examples/hf_trainer_fp8.py", *options, "--report_to=none", f"--output_dir={tmp_path}"]
     launch = ["--config_file=configs/accelerate_bf16.yaml", *example]

@@ -23,7 +23,7 @@ from tests.support.wandb_file import only_wandb_run
 
 
 def view_spec(group: str | None = None) -> dict[str, Any]:
-    """Return the JSON that the client would send to the server for the view."""
+    """Return the JSON that W&B's client would send to its server to save the dashboard."""
     view = build_workspace("team", "llm-fp8", group, "a view")._to_model()
     return json.loads(view.spec.model_dump_json(by_alias=True, exclude_none=True))["section"]
 
@@ -91,7 +91,7 @@ def test_offline_run_contains_every_label_and_only_known_metrics(tmp_path, monke
 
 @pytest.fixture
 def views(monkeypatch) -> dict[str, ws.Workspace]:
-    """Replace W&B's server by a dict, address -> view. Every view is saved at the same address."""
+    """Replace W&B's server by a dict from address to saved view. Every view is saved at the same address."""
     address = "https://wandb.ai/team/llm-fp8?nw=abc"
     views: dict[str, ws.Workspace] = {}
     monkeypatch.setattr("llm_fp8.observability.trackers.require_wandb_login", lambda program: None)

@@ -37,7 +37,7 @@ TRAIN += " --no_export"
 
 
 def three_runs(variant: str, rate: float, losses: list[float], **changes: Any) -> list[RunRecord]:
-    """Return made-up runs with seeds 1 to 3."""
+    """Return made-up runs with seeds 1, 2, ..., one for each loss, at about `rate` tokens/s."""
     return [made_up_run(variant, seed, rate, loss, **changes) for seed, loss in enumerate(losses, start=1)]
 
 
@@ -208,7 +208,7 @@ def test_certificate_of_a_variant_is_that_of_its_worst_run():
 
 
 def with_entry(run: RunRecord, section: str, path: list[str], value: Any) -> RunRecord:
-    """Return `run` with one entry of this section of its run.json replaced."""
+    """Return `run` with one entry of its run.json replaced: the one at the keys `path` inside `section`."""
     stored = json.loads(json.dumps(run.stored))
     inner = stored[section]
     for key in path[:-1]:

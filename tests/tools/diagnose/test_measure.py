@@ -32,7 +32,7 @@ ATTENTION = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16"
 
 @pytest.fixture
 def diagnose(tiny_model, rows, monkeypatch):
-    """Return a function that diagnoses the tiny model with these options, with made-up kernels and GPU memory."""
+    """Return a function that takes options and diagnoses the tiny model. Kernels and GPU memory are made up."""
 
     def run(*options: str, trace: Path | None = None) -> dict[str, Any]:
         reset_accelerator()
@@ -121,7 +121,7 @@ def quality_of(model: str, rows: str, *more: str) -> dict[str, Any]:
 @pytest.fixture
 def outlier_model(tmp_path):
     """Write a model with an outlier: one channel between up_proj and down_proj of the second layer is a million times
-    as large as the others. fp8 with one scale per tensor loses the others.
+    as large as the others. fp8 with one scale per tensor rounds nearly all others to 0.
     """
     folder = write_model(tmp_path / "outlier")
     path = tmp_path / "outlier" / "model.safetensors"

@@ -14,7 +14,7 @@ from tests.support.processes import exit_code, start_ranks
 
 
 def verify_on_host(options: list[str], change: str, folder: Path) -> int:
-    """Run `llm-fp8 verify` as host-RANK and return its exit code. `change` says what is wrong with host-1."""
+    """Run `llm-fp8 verify` as host-RANK and return its exit code. `change` names a defect, for example "crash"."""
     from llm_fp8.observability import provenance
     from llm_fp8.tools.verify import cli, hosts
 
