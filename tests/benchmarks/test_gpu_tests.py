@@ -1,4 +1,4 @@
-"""The record of the GPU tests, which counts outcomes by file."""
+"""The JSON record of the GPU tests, which counts passed, failed and skipped tests of each test file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Token ids and loss masks of conversations, for real chat templates and every row format, compared with goldens.
 
 `goldens.json` has an entry for each template and each row of `rows.json`: the supervised texts, a hash of ids and mask,
-and the parts of the row that are not used. The entry is "refused" if the row is an error. `python -m
+and the parts of the row that are not used. The entry is "refused" if the row raises an error. `python -m
 tests.data.test_chat` rewrites the file; review its diff. The templates are those of the models' publishers, without the
 branches that these rows do not reach.
 """
@@ -54,7 +54,7 @@ ROWS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "rows.json
 
 
 def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
-    """Return the embedded tokenizer with the chat template `name`. It encodes each special token as a single id."""
+    """Return the embedded model's tokenizer with the chat template `name`, whose special tokens are single ids."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     if name == "base":
         return tokenizer

@@ -197,7 +197,7 @@ def test_unusable_dataset_is_refused_with_its_name(prepare: Any, tmp_path: Path,
 
 @PREPARED_AND_STREAM
 def test_columns_option_maps_other_names(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
-    """The batches equal those of a dataset with the default names. `--columns=problem=question` ignores `problem`."""
+    """Batches equal those of a dataset with default names. `--columns=problem=question` ignores a column `problem`."""
     renamed = [
         {"question": r["problem"], "problem": "no", "answer": r["generated_solution"], "text": "x"} for r in MIXED
     ]
@@ -225,7 +225,7 @@ MIX_OPTIONS = ("--columns=problem=question,generated_solution=answer", "--valida
 
 
 def _problem_counts(steps: list[list[Batch]], tokenizer: PreTrainedTokenizerBase) -> Counter[str]:
-    """Count the documents of each problem ("a 3") in the batches."""
+    """Return how many documents of each problem, for example of "a 3", are in the batches."""
     texts = (tokenizer.decode(batch.input_ids.flatten()) for step in steps for batch in step)
     return Counter(problem for text in texts for problem in re.findall(r"[ab] \d+(?=\n)", text))
 

@@ -233,7 +233,7 @@ def train_in_fp8(rank: int, mode: str, dtype: torch.dtype, sync_every_micro_batc
 
 
 def train_on_one_process() -> tuple[list[float], dict[str, Tensor]]:
-    """Train fp32 weights whose casts to fp8 compute the loss. Return the gradient norms and the trained weights."""
+    """Train fp32 weights. Their casts to fp8 compute the loss and the gradients. Return gradient norms and weights."""
     master_weights = {name: nn.Parameter(initial_value(name, p.shape)) for name, p in SmallModel().named_parameters()}
     optimizer = build_optimizer(OPTIM, "adamw_fp32", master_weights.items())
     norms = []

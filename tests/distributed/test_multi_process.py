@@ -1,4 +1,4 @@
-"""Training on several gloo ranks: the losses equal those of a plain loop in every sharding mode. Resuming, faults."""
+"""Training on several gloo ranks: losses equal to those of a plain loop in every sharding mode; resuming and faults."""
 
 from __future__ import annotations
 

@@ -48,7 +48,9 @@ def strategy_of(mode: str, options: ParallelConfig) -> DistributedStrategy:
 
 
 def train(rank: int, mode: str, in_gemms: bool, sync_every_micro_batch: bool) -> dict[str, Any]:
-    """Train with SGD; GEMMs accumulate weight gradients if `in_gemms`. Return losses, first gradients, and counts."""
+    """Train with SGD. If `in_gemms`, GEMMs add weight gradients to `main_grad`; otherwise autograd adds them up. Return
+    the losses, the gradients of the first step, and the counts that the tests check.
+    """
     fused = []
     with pytest.MonkeyPatch.context() as patch:
         stand_in_te.install_stand_in(patch)

@@ -1,4 +1,4 @@
-"""Transformer Engine's cross-entropy kernels compared with torch in fp32, for a vocabulary of real size."""
+"""Transformer Engine's cross-entropy kernels compared with torch in fp32, for a vocabulary of realistic size."""
 
 import pytest
 import torch

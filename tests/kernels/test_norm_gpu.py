@@ -1,7 +1,7 @@
 """The norm kernels of Transformer Engine and of cuDNN are correct, and each runs for the widths that should use it.
 
-Transformer Engine reads the choice only once in a process. So this module is also a program that measures some widths
-(`python -m tests.kernels.test_norm_gpu WIDTH ...`) and prints a line of JSON for each width and number of tokens.
+Transformer Engine reads which of them to use once per process. So this module is also a program that measures some
+widths (`python -m tests.kernels.test_norm_gpu WIDTH ...`) and prints a line of JSON per width and number of tokens.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def hf_split_rope(fused, angles, num_heads, num_kv_heads, cu_seqlens=None):
-    """Split `fused` into q, k, v. Rotate q and k by Hugging Face's function, except columns beyond `rotary_dim`."""
+    """Split `fused` into q, k, v; rotate q and k by Hugging Face's function. `angles` may cover only part of a head."""
     rotary_dim = angles.shape[-1]
     positions = (
         torch.arange(fused.shape[-2]).expand(fused.shape[:-1]) if cu_seqlens is None else positions_of(cu_seqlens)

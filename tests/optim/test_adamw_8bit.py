@@ -81,7 +81,7 @@ def test_encoded_and_decoded_blocks_equal_those_of_torchao(signed):
 
 
 def test_random_bits_follow_the_documented_hash():
-    """The hash is computed in numpy, whose uint32 wraps around. The bits may start at any even element."""
+    """The expected hash is computed in numpy, whose uint32 wraps around. A range may start at any even element."""
     first, second = rounding_key(42, 3, 5)
     with np.errstate(over="ignore"):
         x = np.arange(5000, dtype=np.uint32) * np.uint32(0x9E3779B9) + np.array(first, np.int32).astype(np.uint32)

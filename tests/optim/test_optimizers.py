@@ -201,7 +201,7 @@ def test_training_from_restored_state_continues_bit_for_bit(kind):
 
 
 def train_with_scaled_gradients(kind, max_norm, steps):
-    """Clip the gradients here instead of in the optimizer's step. Return the model and the norms before clipping."""
+    """Train, and clip the gradients without the code under test. Return the model and the norms before clipping."""
     model, optimizer = make_model_and_optimizer(kind=kind)
     norms = []
     for step in range(steps):

@@ -79,7 +79,7 @@ def test_every_recipe_trains_close_to_bf16(tiny_model, rows, tmp_path):
 
 @pytest.mark.slow
 def test_training_resumes_and_recomputes_bit_for_bit(tiny_model, rows, tmp_path):
-    """The run has packed rows, bf16 parameters with the rest of their fp32 masters, and a layer that stays in bf16."""
+    """The run has packed rows, fp32 master weights split into bf16 parameters and remainders, and a layer in bf16."""
     shared = ["--batch_size=2", *FP8, "--packing", "--optimizer=adamw_master", "--fp8_bf16_modules=layers.-1"]
     whole, recomputed, resumed = tmp_path / "whole", tmp_path / "recomputed", tmp_path / "resumed"
     train(*options(tiny_model, rows, whole, *shared, "--save_every=2"))
@@ -216,7 +216,7 @@ def test_pattern_without_a_match_is_refused(pattern):
 
 @pytest.mark.slow
 def test_layers_share_their_compiled_code(monkeypatch):
-    """All decoder layers share one compiled graph. Many graphs would reach torch.compile's limit and run uncompiled."""
+    """All decoder layers share one compiled graph. With too many graphs torch.compile leaves layers uncompiled."""
     from torch._dynamo.utils import counters
 
     model, _ = convert_model("rowwise", num_hidden_layers=3)

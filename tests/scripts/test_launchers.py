@@ -104,7 +104,7 @@ def test_compare_performance_without_options_compares_the_runs_of_the_pair(tmp_p
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_accelerate_configuration_has_the_precision_and_mode_of_its_name(monkeypatch, precision, mode):
-    """The environment is the one that `accelerate launch` creates for the file."""
+    """The test uses the environment variables that `accelerate launch` sets for the configuration file."""
     # Whether this machine's libraries support fp8 must not matter here.
     monkeypatch.setattr(accelerate.utils.launch, "is_fp8_available", lambda: True)
     file = str(ROOT / "configs" / f"accelerate_{precision}_{mode}.yaml")

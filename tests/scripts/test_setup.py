@@ -24,7 +24,7 @@ PIN = re.compile(
 
 
 def run_bash(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run bash code with the setup functions loaded, without a terminal and without input."""
+    """Run bash code that can call the functions of scripts/_setup.sh, without a terminal and without input."""
     code, variables = f"source scripts/_setup.sh; {code}", {**os.environ, "CI": "true", **environment}
     options = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     return subprocess.run(["bash", "-c", code], env=variables, **options)
@@ -115,7 +115,7 @@ def test_requirements_are_installed_again_after_a_change_or_a_failure(tmp_path: 
     ("capabilities", "expected"), [("9.0", True), ("8.9", True), ("7.5\\n12.0", True), ("8.6", False), ("[N/A]", False)]
 )
 def test_fp8_gpus_are_recognised_by_compute_capability(capabilities: str, expected: bool, tmp_path: Path) -> None:
-    """A stand-in for nvidia-smi reports these compute capabilities."""
+    """A stand-in for nvidia-smi reports `capabilities`."""
     write_program(tmp_path / "nvidia-smi", f"printf '{capabilities}\\n'")
     done = run_bash("has_fp8_gpu && echo yes || echo no", PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert done.stdout.strip() == ("yes" if expected else "no")

@@ -141,8 +141,8 @@ def fake_kernels(monkeypatch):
 
 @pytest.fixture
 def train(monkeypatch, tmp_path, fake_kernels):
-    """Return a function that trains a tiny model for three steps under the variables of `launch`, with a callback that
-    sees `kernels`, and returns the Trainer. The variables in `missing` are unset before training.
+    """Return a function that trains a tiny model for three steps and returns the Trainer. `launch` are its environment
+    variables, of which those in `missing` are unset before training. The callback sees `kernels` in the recorded step.
     """
     install_stand_in_te(monkeypatch)
 

@@ -43,8 +43,8 @@ FASTER = variant_figures("delayed", [made_up_run("delayed", seed, 130_000, 1.0) 
 
 
 def conclusion_shares(num_seeds: int, truth: float, deviation: float = 0.003) -> dict[str, float]:
-    """Return conclusion -> its share among simulated comparisons. The difference of a pair of runs is drawn from a
-    normal distribution with mean `truth` and this standard deviation.
+    """Return the share of each conclusion among simulated comparisons. The difference of a pair of runs is drawn from
+    a normal distribution with mean `truth` and standard deviation `deviation`.
     """
     random = np.random.default_rng(num_seeds)
     counts: Counter[str] = Counter()
