@@ -1,4 +1,4 @@
-"""Variables of `accelerate launch` become our options and are removed. Here Accelerate's own code sets the variables."""
+"""Variables of `accelerate launch` become our options and are removed. Here Accelerate's own code sets them."""
 
 from __future__ import annotations
 

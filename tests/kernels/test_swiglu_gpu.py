@@ -92,7 +92,7 @@ def test_out_of_range_values_saturate_and_nan_is_preserved(fp8_dtype, dswiglu_ca
 
 
 def unfuse(model: torch.nn.Module) -> None:
-    """Restore Transformer Engine's own activation in all its MLPs."""
+    """Restore Transformer Engine's own activation in all MLPs of `model`."""
     mlps = [module for module in model.modules() if getattr(module, "activation", None) == NAME]
     assert mlps
     for mlp in mlps:

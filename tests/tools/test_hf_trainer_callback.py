@@ -40,7 +40,7 @@ _ACTIVE_RECIPES: list[Any] = []
 
 
 def _recipe(name: str, defaults: dict[str, Any]) -> type:
-    """Return a recipe class with these fields and defaults. Its constructor ignores other keyword arguments."""
+    """Return a recipe class whose fields and their defaults are `defaults`. It ignores other keyword arguments."""
 
     def initialise(self: Any, **values: Any) -> None:
         self.__dict__.update({key: values.get(key, default) for key, default in defaults.items()})

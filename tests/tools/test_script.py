@@ -36,7 +36,7 @@ def test_closed_pipe_ends_the_program_without_a_traceback() -> None:
 
 
 def test_closed_output_is_not_an_error(tmp_path: Path) -> None:
-    """`>&-` closes the output. The next file that the program opens must not become its output."""
+    """`>&-` closes standard output. The next file that the program opens must not become its standard output."""
     program = (
         "import sys; from llm_fp8.tools.script import run_script; "
         "run_script(lambda: print('a line', file=open(sys.argv[1], 'w')) or print('another') or 0)"
