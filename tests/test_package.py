@@ -1,4 +1,4 @@
-"""Tests of the wheel's contents, metadata and command; it is built once, without a network."""
+"""Tests of the wheel's contents, metadata and command. The wheel is built once, without a network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that are killed or run out of disk resume to the same results as an undisturbed run."""
+"""A run that is killed, or whose disk fills up, and is then resumed has the same results as an undisturbed run."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ SCENARIOS = {
 
 
 def run_options(model: str, rows: str, scenario: str, folder: Path) -> list[str]:
-    """Return the options of a run of twelve steps that saves and evaluates often."""
+    """Return the options of a run of twelve steps that saves and evaluates often, including those of the scenario."""
     shared = [f"--model_name={model}", f"--dataset_name={rows}", "--max_seq_length=128", "--batch_size=8"]
     lengths = ["--max_steps=12", "--save_every=2", "--eval_every=5", "--log_every=1", "--learning_rate=1e-2"]
     return [*shared, *lengths, *SCENARIOS[scenario], f"--output_dir={folder}"]
 
 
 def outcome(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return all metrics that do not depend on the clock, and hashes of the exported weights."""
+    """Return a run's metrics, except those that depend on the clock, and the hashes of its exported weights."""
     metrics = [{k: v for k, v in record.items() if not k.endswith(CLOCK)} for record in records(folder)]
     weights = sorted(folder.glob("final/*.safetensors"))
     assert weights
@@ -44,7 +44,7 @@ def outcome(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, tiny_model, rows) -> Callable[[str], Any]:
-    """Return a function from a scenario to the outcome of its undisturbed run."""
+    """Return a function that takes the name of a scenario and returns the outcome of its undisturbed run."""
 
     @functools.cache
     def train_scenario(scenario: str) -> Any:
@@ -87,7 +87,7 @@ def test_killed_run_resumes_to_the_same_results(undisturbed, moment, tmp_path, t
 
 
 def _tokenise_with_fault(fault: signal.Signals) -> None:
-    """Make a tokenising worker kill itself, or send the main process a SIGINT."""
+    """Make a tokenising worker kill itself if `fault` is SIGKILL, or else send `fault` to the main process."""
 
     def fail(*_: Any) -> None:
         os.kill(os.getpid() if fault == signal.SIGKILL else os.getppid(), fault)

@@ -1,4 +1,4 @@
-"""Mixtures of experts: experts are recognised by shape, and FLOPs count the experts that compute a token."""
+"""Mixtures of experts: experts are recognised by shape, and FLOPs count only the experts that compute a token."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_adapters_load_in_peft_and_merge(tmp_path, kind, targets):
 
 @pytest.mark.slow
 def test_run_logs_auxiliary_loss_and_cross_entropy(tmp_path, rows):
-    """The logged loss excludes the auxiliary loss, which changes it only from the second step on."""
+    """The logged loss excludes the auxiliary loss, so that the two runs log the same loss in the first step only."""
     runs = []
     for name, entries in (("with", {"output_router_logits": True, "router_aux_loss_coef": 1.0}), ("without", {})):
         source = write_model(tmp_path / name, **MOE_FAMILIES["olmoe"], **entries)

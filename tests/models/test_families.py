@@ -1,4 +1,4 @@
-"""Tests that every family trains, exports and packs as plain transformers would."""
+"""For every family of models, training, export and packing give the results of plain transformers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ OPTIONS = ("--max_steps=2", "--max_seq_length=256", "--batch_size=2", "--mixed_p
 
 @pytest.mark.parametrize("decoder", ["--packing", "--use_te"])
 def test_export_copies_towers_unchanged(tmp_path, rows, capsys, decoder, monkeypatch):
-    """Use a source with the tower in bf16 and the language model in fp32."""
+    """The source stores its vision tower in bf16 and its language model in fp32."""
     install_stand_in(monkeypatch)
     source, run = write_hub_model(tmp_path / "source", "Gemma 3"), tmp_path / "run"
     model = AutoModelForMultimodalLM.from_pretrained(source)
@@ -75,14 +75,14 @@ def test_random_init_of_multimodal_model_needs_no_weights(tmp_path, rows):
 
 
 def apply_by_document(function: Callable[..., Tensor], dim: int, bounds: list[int], *tensors: Tensor) -> Tensor:
-    """Apply `function` to each document's slices of `tensors` along `dim` and concatenate the results."""
+    """Split `tensors` along `dim` at `bounds`, call `function` once per document and concatenate the results."""
     lengths = [end - start for start, end in itertools.pairwise(bounds)]
     parts = zip(*(tensor.split(lengths, dim) for tensor in tensors), strict=True)
     return torch.cat([function(*part) for part in parts], dim)
 
 
 def install_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace causal-conv1d and flash-linear-attention, with `seq_idx` and `cu_seqlens`, by transformers' code."""
+    """Replace causal-conv1d and flash-linear-attention by transformers' code, here with `seq_idx` and `cu_seqlens`."""
     conv, delta = modeling_qwen3_5.causal_conv1d_fn, modeling_qwen3_5.torch_chunk_gated_delta_rule
 
     def conv_of_documents(x: Tensor, *others: Any, activation: str, seq_idx: Any = None, **_: Any) -> Tensor:
@@ -124,7 +124,7 @@ def test_qwen3_5_is_packed_only_with_its_kernels(monkeypatch):
 
 
 def test_kernels_with_failing_backward_pass_are_refused(monkeypatch):
-    """flash-linear-attention's backward pass raises on Hopper with an older Triton."""
+    """flash-linear-attention's backward pass raises such an error on Hopper with an older Triton."""
     delta = modeling_qwen3_5.torch_chunk_gated_delta_rule
 
     def refuse(gradient: Tensor) -> None:
@@ -142,7 +142,7 @@ def test_kernels_with_failing_backward_pass_are_refused(monkeypatch):
 
 
 def test_probe_runs_a_layer_of_each_kind():
-    """The last layer is the only one of its kind and the only one that mixes documents."""
+    """In the second model, the last layer is the only one of its kind and the only one that mixes documents."""
     kinds = ["full_attention"] * 4
     attention_only = hub_config("LFM2", layer_types=kinds, num_hidden_layers=4)
     assert probe(PACKING, attention_only, CPU, torch.float32) == "rows"
@@ -162,7 +162,7 @@ VARIANTS |= dict(ministral3=LONG | dict(rope_parameters=YARN))
 
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_loss_of_a_document_does_not_depend_on_its_batch(kind, monkeypatch):
-    """Compare documents shorter and longer than the length at which RoPE changes, and router losses."""
+    """Documents are shorter and longer than the length at which RoPE changes. The loss includes the routers' losses."""
     hf_config = tiny_config(**{"model_type": kind, **VARIANTS[kind]})
     torch.manual_seed(0)
     plain = model_from_config(copy.deepcopy(hf_config)).module.eval()

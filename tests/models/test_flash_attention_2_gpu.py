@@ -1,7 +1,6 @@
 """flash-attn 2 in Hugging Face's decoder and in Transformer Engine's attention, compared with sdpa and cuDNN.
 
-Gradients are compared padded and packed, and losses of whole runs in bf16, in fp8 and with LoRA.
-"""
+Gradients are compared for padded and packed batches, and losses for whole runs in bf16, in fp8 and with LoRA."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(package_version("flash-attn") 
 
 
 def gradients(family: str, attention: str, dtype: torch.dtype, layout: str, device) -> dict[str, torch.Tensor]:
-    """Return the gradients of the summed loss by name, and the loss as "loss"."""
+    """Return the gradients of a small model's summed loss by parameter name, and the loss itself as "loss"."""
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(

@@ -1,4 +1,4 @@
-"""Checkpoints stored in fp8: they load bitwise as value times scale in fp32, or are refused by name."""
+"""Checkpoints in fp8 are loaded as exactly value times scale in fp32; damaged and unsupported ones are refused."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ ALL, ATTENTION, LAST = "all-linear", "q_proj,v_proj", "down_proj"
 
 
 def build(options, device, use_te: bool, targets: str, keep_casts: bool = True):
-    """Call `gpu_steps.build` with adapters."""
+    """Build a model with adapters on `targets`. If `keep_casts`, frozen weights are cast only once."""
     lora = LoraConfig(lora_rank=8, lora_targets=targets)
     model, precision, coverage = gpu_steps.build(options, device, use_te, lora=lora)
     if keep_casts:
@@ -39,7 +39,7 @@ def build(options, device, use_te: bool, targets: str, keep_casts: bool = True):
 
 
 def certificate_of_step(model, precision, expected: ExpectedKernels, device) -> Certificate:
-    """Return the certificate of a recorded step, which compares its kernels with `expected`."""
+    """Record the kernels of the third step and return the certificate that compares them with `expected`."""
     return certify(
         expected,
         third_step_kernels(model, precision, device),
@@ -78,7 +78,7 @@ def test_step_runs_the_kernels_that_the_certificate_expects(
 @pytest.mark.parametrize("scenario", ["delayed", "current", "block"])
 @pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
 def test_cached_casts_give_the_same_losses(scenario, use_te, device):
-    """Compare losses bitwise, with an evaluation between the steps; then an optimizer step changes adapters only."""
+    """Losses are bitwise equal, also after an evaluation. The optimizer step at the end changes only the adapters."""
     batch, runs = packed_batch(device), []
     for keep in (True, False):
         model, precision, _ = build(fp8(fp8_scenario=scenario), device, use_te, ALL, keep_casts=keep)
@@ -100,7 +100,7 @@ def test_cached_casts_give_the_same_losses(scenario, use_te, device):
 @pytest.mark.parametrize("targets", [ALL, ATTENTION, "k_proj,o_proj"])
 @pytest.mark.parametrize("family", ["llama3_rope_gqa", "qwen2_qkv_bias_tied", "qwen3_qk_norm_head_dim", "llama_biases"])
 def test_te_decoder_matches_peft(family, targets, tmp_path, device):
-    """Compare logits and the gradients of every A and B in fp32."""
+    """Compare the logits, and the gradients of A and B of every adapter, in fp32."""
     hf = AutoModelForCausalLM.from_pretrained(write_family(tmp_path, family, torch.float32)).to(device)
     lora = LoraConfig(lora_rank=8, lora_targets=targets)
     te = te_model(tmp_path, device=device, unfused_mlp=needs_unfused_mlp(lora)).module

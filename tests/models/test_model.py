@@ -1,4 +1,4 @@
-"""Sharded models (gloo on the CPU) load and export weights with the same bits as unsharded models."""
+"""Models that are sharded over gloo ranks on the CPU load and export the same bits as unsharded models."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def export(model: Model, folder: Path, dtype: torch.dtype = torch.float32, **mor
 
 
 def load_and_export(rank: int, name: str, out: str, dtype: torch.dtype) -> tuple[bool, torch.Tensor, int]:
-    """Return whether the lm_head is tied, the logits, and this rank's number of rows of the first key projection."""
+    """Load a sharded model and export it to the folder `out`. Return whether lm_head is tied, the logits, and the
+    number of rows of the first key projection that this rank holds."""
     model = sharded_model(name)
     # The other ranks get a path that cannot be written, because only the main rank may write.
     folder = Path(out) if rank == 0 else Path("/proc/nowhere")
@@ -151,7 +152,7 @@ def stand_in(monkeypatch):
 
 
 def te_structure(name: str, is_stored: bool = True) -> Model:
-    """Return the TE decoder of stand-in modules on the meta device."""
+    """Return a TE decoder of stand-in modules on the meta device, with random weights unless `is_stored`."""
     source = ModelSource(name, name, is_random=not is_stored)
     config = load_config(source)
     model = te_llama.build_te_model(config, torch.float32, "meta", table_device=CPU)
@@ -221,7 +222,7 @@ def test_filled_layers_allocates_one_layer_at_a_time(is_stored, tied, tmp_path, 
 
 
 def filled_model(name: str, use_te: bool) -> Model:
-    """Return a model of one process filled by `fill_weights`, after a check that every value was written."""
+    """Build an unsharded model, fill it by `fill_weights`, check that every value was written, and return the model."""
     model = te_structure(name) if use_te else model_structure(name)
     module = model.module
     rotary = {name: buffer for name, buffer in module.named_buffers()}
@@ -237,7 +238,7 @@ def filled_model(name: str, use_te: bool) -> Model:
 
 
 def write_changed_model(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], **entries: Any) -> str:
-    """Write a tiny model to one file, apply `change` to its tensors, and return the folder."""
+    """Write a tiny model whose config has `entries`, let `change` edit its tensors by name, and return the folder."""
     source = write_model(folder, **entries)
     tensors = load_file(f"{source}/model.safetensors")
     change(tensors)

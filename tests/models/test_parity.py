@@ -1,7 +1,6 @@
-"""The parity check's verdict on invented errors, and the check on a decoder of stand-in modules.
+"""The parity check: its verdict on invented errors, and the check itself on a decoder of stand-in modules.
 
-test_parity_gpu.py runs it on Transformer Engine's modules.
-"""
+test_parity_gpu.py runs it on Transformer Engine's modules."""
 
 from __future__ import annotations
 
@@ -22,7 +21,8 @@ HF_ERROR = 0.01
 
 
 def verdict(**changed):
-    """Judge a correct model with changed `ratios` of TE's error to Hugging Face's, or changed differences in `fp32`."""
+    """Return the verdict on a model that is correct except for `ratios`, TE's error divided by Hugging Face's, and
+    `fp32`, TE's difference from Hugging Face in fp32. Both are by layer and tensor."""
     ratios = changed.get("ratios", {})
     fp32 = changed.get("fp32", {})
     comparisons = [
@@ -62,7 +62,7 @@ def test_tensor_that_differs_in_fp32_is_refused(difference):
 
 @pytest.fixture(params=["llama3_rope_gqa", "gemma3_text"])
 def correct_model(request, tmp_path, monkeypatch):
-    """Return a TE decoder with the checkpoint of its weights."""
+    """Return a TE decoder together with the checkpoint that its weights were loaded from."""
     install_stand_in(monkeypatch)
     return te_model(write_family(tmp_path, request.param, torch.float32))
 

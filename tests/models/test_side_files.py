@@ -1,4 +1,4 @@
-"""The files of an export besides weights: their EOS, what is copied from the source, and support of transformers 4."""
+"""Files of an export other than weights: their EOS, which are copied from the source, and use with transformers 4."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def small_model(**changes: Any) -> Any:
 
 
 def write_with_transformers_5(folder: Path, **changes: Any) -> Path:
-    """Write a model in transformers 5's layout; its chat template ends turns with <|im_end|> (1025)."""
+    """Write a model in transformers 5's layout. Its chat template ends turns with the token <|im_end|> (id 1025)."""
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
     tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = TEMPLATE
@@ -104,7 +104,7 @@ def write_with_transformers_5(folder: Path, **changes: Any) -> Path:
 
 
 def write_with_transformers_4(folder: Path) -> Path:
-    """Write the same model in transformers 4's layout, which nearly every folder on the hub has."""
+    """Write the model of `write_with_transformers_5` in transformers 4's layout, which most folders on the hub have."""
     write_with_transformers_5(folder, rope_parameters=BASE)
     edit(folder / "config.json", lambda c: c.update(rope_theta=c.pop("rope_parameters")["rope_theta"]))
     edit(folder / "config.json", lambda c: c.update(rope_scaling=None, torch_dtype=c.pop("dtype")))
@@ -121,7 +121,7 @@ def write_with_transformers_4(folder: Path) -> Path:
 
 
 def export_side_files(source: Path, folder: Path, *eos_ids: int, template: str | None = None) -> Path:
-    """Write the side files of an export without weights; returns the folder."""
+    """Export `source` without weights and return the folder. `template` replaces the chat template."""
     folder.mkdir()
     tokenizer = AutoTokenizer.from_pretrained(source)
     tokenizer.chat_template = template or tokenizer.chat_template
@@ -180,7 +180,7 @@ def test_tokenizer_of_transformers_5_is_written_for_transformers_4(tmp_path):
 
 @pytest.mark.parametrize(("declared", "family"), [("Qwen2", "mistral"), ("Llama", "llama"), ("GPT2", "qwen2")])
 def test_adapter_folder_tokenises_as_the_run_did(tmp_path, declared, family):
-    """The source has its own pre-tokenizer, which transformers 5 uses or replaces depending on the family."""
+    """transformers 5 uses the source's own pre-tokenizer or replaces it, depending on the family."""
     source, letter = write_with_transformers_4(tmp_path / "source"), {"type": "Split", "pattern": {"Regex": r"\p{L}"}}
     both = [letter | {"behavior": "Isolated", "invert": False}, read(source, "tokenizer.json")["pre_tokenizer"]]
     edit(source / "tokenizer.json", lambda t: t.update(pre_tokenizer={"type": "Sequence", "pretokenizers": both}))

@@ -150,7 +150,7 @@ def test_unsupported_model_type_is_refused_by_name():
 
 
 def te_and_hf(folder, family, **layers):
-    """Return the TE decoder, Hugging Face's with the same random weights (norm gains near 1), and the TE `Model`."""
+    """Return the TE decoder, Hugging Face's decoder with the same random weights, and the `Model` of the TE decoder."""
     config = family_config(family, hidden_size=64, intermediate_size=96, num_hidden_layers=4)
     hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
@@ -163,7 +163,7 @@ def te_and_hf(folder, family, **layers):
 
 
 def logits_and_gradients(model, ids, bounds, **arguments):
-    """Return logits and gradients of documents; the loss is the sum of log probabilities of each next token."""
+    """Return logits of documents packed at `bounds`, and gradients of the summed log probability of each next token."""
     model.zero_grad()
     logits = model(input_ids=ids, **arguments).logits[0]
     for start, stop in zip(bounds, bounds[1:], strict=False):

@@ -13,14 +13,14 @@ from llm_fp8.run.timeline import Timeline
 
 @pytest.fixture(scope="session")
 def small_run(tiny_model: str, rows: str) -> list[str]:
-    """Return the options of a run with 49 training rows, which are seven steps per epoch."""
+    """Return the options of a run with 49 training rows and therefore seven steps per epoch."""
     options = f"--model_name={tiny_model} --dataset_name={rows} --max_seq_length=128 --batch_size=8"
     return [*options.split(), "--learning_rate=1e-2"]
 
 
 @pytest.fixture
 def signal_after(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that makes this process signal itself at the end of a step, as a scheduler would."""
+    """Return a function of a step and a signal (default SIGTERM) that this process then gets at the end of the step."""
     stops: dict[int, signal.Signals] = {}
     take_step = Timeline.take_step
 

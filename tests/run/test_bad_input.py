@@ -28,7 +28,7 @@ from tests.support.small import records, steps, train, write_model
 
 
 def listing(folder: Path) -> dict[str, bytes | None]:
-    """Return every path below `folder`, with the contents of files."""
+    """Return the contents of every file below `folder` by path, and None for each folder."""
     return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
 
 
@@ -41,7 +41,7 @@ def valid_options(tmp_path, tiny_model, rows) -> list[str]:
 
 @pytest.fixture
 def refusal(capfd, valid_options, tmp_path) -> Callable[..., str]:
-    """Return a function that trains with `valid_options` and more, expects a refusal and returns its line."""
+    """Return a function that trains with `valid_options` and its arguments, expects an error and returns its line."""
 
     def run(*options: object, unchanged: bool = True) -> str:
         before = listing(tmp_path)
@@ -208,7 +208,7 @@ def test_output_folder_of_another_or_finished_run_is_refused(tmp_path, valid_opt
 
 
 def test_finished_run_without_checkpoints_is_not_overwritten(valid_options, refusal):
-    """A --dry_run may use its folder, because it writes nothing."""
+    """A --dry_run may name the folder of a finished run, because it writes nothing."""
     train(*valid_options, "--max_steps=2")
     for options, message in (([], "choose another"), (["--resume_from=latest"], "--save_every")):
         assert message in refusal("--max_steps=2", *options)

@@ -29,7 +29,7 @@ def replaced_add(losses: Mapping[int, float]) -> Callable[[EvalHistory, int, flo
 
 
 def replace_eval_losses(losses: Mapping[int, float]) -> None:
-    """Replace the eval losses of every run in this process, which is one rank."""
+    """Replace the eval losses of every run in this process by `losses`, which has them by step."""
     EvalHistory.add = replaced_add(losses)  # type: ignore[method-assign]
 
 
@@ -59,7 +59,7 @@ def options(small_run) -> list[str]:
 
 @pytest.fixture
 def eval_losses(monkeypatch) -> dict[int, float]:
-    """Replace the eval losses of runs by `LOSSES`; returns the dictionary in use, which a test may change."""
+    """Replace the eval losses of runs by those in a copy of `LOSSES`. Return the copy, which a test may change."""
     losses = dict(LOSSES)
     monkeypatch.setattr(EvalHistory, "add", replaced_add(losses))
     return losses
@@ -113,7 +113,7 @@ def test_resumed_run_keeps_best_step(tmp_path, options, eval_losses, signal_afte
 
 @pytest.mark.slow
 def test_eval_losses_on_different_data_are_not_compared(tmp_path, options, eval_losses, signal_after):
-    """Step 2 has the lowest loss on the old data, and step 4 the lowest since the data changed."""
+    """Step 2 has the lowest loss on the old data. Step 4 has the lowest loss on the new data, so it is the best."""
     options = [*options, "--keep_best", f"--output_dir={tmp_path / 'run'}"]
     first, other = (f"--eval_dataset_name={write_rows(tmp_path / f'{number}.jsonl', number)}" for number in (90, 80))
     signal_after(3)
@@ -157,7 +157,7 @@ def test_early_stop_exports_and_summarises_as_after_the_last_step(tmp_path, opti
 
 @pytest.mark.slow
 def test_resumed_run_stops_early_at_the_same_step(tmp_path, options, eval_losses, signal_after):
-    """The signal in step 4 skips the evaluation that would end the run; the resumed run does it first."""
+    """A signal in step 4 comes before the evaluation that would stop the run early. The resumed run evaluates first."""
     options = [*options, "--keep_best", "--early_stopping_patience=2", f"--output_dir={tmp_path}"]
     signal_after(4)
     assert train(*options) == 143
@@ -195,7 +195,7 @@ def test_two_ranks_stop_early_and_export_best_step(tmp_path, options):
 
 @pytest.mark.slow
 def test_deepspeed_stops_early_and_exports_best_step(tmp_path, small_run):
-    """The exported weights equal those of a run that ends at step 2."""
+    """The best step is 2: the exported weights equal those of a run that ends there."""
     options = [*small_run, *NO_WARMUP, "--sharding_mode=deepspeed_2"]
     early, short = tmp_path / "early", tmp_path / "short"
     more = ["--max_steps=5", "--eval_every=1", "--keep_best", "--early_stopping_patience=2"]

@@ -1,7 +1,6 @@
-"""Tests that training equals the reference of tests/support/reference.py for every division of a batch.
+"""However a batch is divided into micro-batches, training equals the reference in tests/support/reference.py.
 
-A step uses the whole dataset, so that the order of rows does not matter.
-"""
+A step uses the whole dataset, so that the order of rows does not matter."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def test_packed_steps_equal_reference(tmp_path, tiny_model, sixteen_rows, sizes)
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_gemma_te_decoder_steps_equal_reference(tmp_path, gemma_model, sixteen_rows, packing, monkeypatch):
-    """Use the stand-in for Transformer Engine; the run includes parity check and export."""
+    """Use the stand-in for Transformer Engine. The run includes the parity check and the export."""
     install_stand_in(monkeypatch)
     options = ["--use_te", "--batch_size=8", "--gradient_accumulation_steps=2", f"--packing={packing}"]
     compare_with_reference(tmp_path, gemma_model, sixteen_rows, False, *options)
@@ -46,7 +45,7 @@ def test_gemma_te_decoder_steps_equal_reference(tmp_path, gemma_model, sixteen_r
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_merged_micro_batches_give_the_same_losses(tmp_path, tiny_model, sixteen_rows, packing, monkeypatch):
-    """A resumed run uses the micro-batches of its checkpoint, even if its GPU has other memory."""
+    """A resumed run keeps the micro-batch size of its checkpoint, even on a GPU with less memory."""
     options = [f"--model_name={tiny_model}", f"--dataset_name={sixteen_rows}", "--validation_fraction=0", "--no_export"]
     options += ["--max_seq_length=256", "--batch_size=2", "--gradient_accumulation_steps=4", "--max_steps=4"]
     options += ["--learning_rate=1e-3", "--log_every=1", f"--packing={packing}"]
@@ -87,7 +86,7 @@ def test_eval_loss_is_the_mean_over_validation_tokens(tmp_path, sixteen_rows):
 
 
 def write_dataset_with_validation(folder: Path, rows: str) -> str:
-    """Write a dataset whose validation split has the last four rows."""
+    """Write the rows of a jsonl file as a dataset whose validation split has the last four of them."""
     lines = Path(rows).read_text().splitlines(keepends=True)
     folder.mkdir()
     (folder / "train.jsonl").write_text("".join(lines[:-4]))

@@ -1,4 +1,4 @@
-"""Runs with --offload_optimizer equal runs without it bitwise, also after a resume with the other setting."""
+"""Runs with --offload_optimizer equal runs without it bitwise, also when they are resumed with another setting."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def options(rows) -> list[str]:
 
 @pytest.fixture
 def piece_sizes(monkeypatch) -> list[int]:
-    """Limit pieces to 1,000 elements; returns the list of sizes of the pieces that pass through the device."""
+    """Move the state to the device in pieces of at most 1,000 elements. Return a list that collects their sizes."""
     sizes: list[int] = []
     update_ = StatePipeline.update_
 
@@ -43,7 +43,7 @@ def piece_sizes(monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize(("dtype", "tied"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_offloaded_and_resumed_runs_equal_plain_run(options, piece_sizes, tmp_path, capfd, dtype, tied):
-    """With fp32 weights, training starts from the lower 16 bits that loading stored, and the export has them again."""
+    """With fp32 weights, the lower 16 bits of each weight are loaded, trained and exported too."""
     model = write_model(tmp_path / "model", dtype=dtype, tie_word_embeddings=tied)
     plain, offloaded = tmp_path / "plain", tmp_path / "offloaded"
     options = [f"--model_name={model}", *options]
@@ -66,7 +66,7 @@ def test_offloaded_and_resumed_runs_equal_plain_run(options, piece_sizes, tmp_pa
 
 
 def test_insufficient_host_memory_is_refused_before_reading_weights(options, tmp_path, monkeypatch):
-    """The model has a config for two billion parameters and no weights."""
+    """The model folder has a config with two billion parameters, but no weights."""
     folder = tmp_path / "large"
     tiny_config(hidden_size=2048, intermediate_size=32768, num_hidden_layers=8).save_pretrained(folder)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10 * GIB))

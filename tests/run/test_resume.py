@@ -40,7 +40,7 @@ CLOCK_METRICS = ("step_time_s", "eval_time_s", "model_tflops")
 
 @pytest.fixture(scope="module")
 def options(small_run) -> list[str]:
-    """Return options with three steps per epoch."""
+    """Return the options of a run with three steps per epoch."""
     lengths = ["--num_of_samples=32", f"--max_steps={NUM_STEPS}"]
     return [*small_run, *lengths, "--save_every=100", "--eval_every=2"]
 
@@ -60,7 +60,7 @@ def uninterrupted(reference_run, tmp_path) -> Path:
 
 
 def checkpoint_tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """Return all tensors of a checkpoint by name, read without the package's code."""
+    """Return all tensors in the checkpoint of a step by name, read without the package's code."""
     merged = folder / "merged.pt"
     dcp_to_torch_save(folder / "checkpoints" / f"step-{step:08d}", merged)
     return torch.load(merged)
@@ -100,7 +100,7 @@ SCENARIOS = {
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_resumed_run_equals_uninterrupted_run(tmp_path, options, uninterrupted, signal_after, scenario):
-    """Stop in the middle of an epoch, and in one scenario again at the end of an epoch."""
+    """Stop the run in the middle of an epoch, and in one scenario once more at the end of the epoch."""
     options, resumed = [*options, *SCENARIOS[scenario]], tmp_path / "resumed"
     if SCENARIOS[scenario]:
         uninterrupted = tmp_path / "scenario"
@@ -145,7 +145,7 @@ def test_evaluation_skipped_by_a_signal_runs_once_after_resume(
 
 
 def test_model_is_exported_before_the_last_evaluation(tmp_path, options, monkeypatch):
-    """A signal followed by SIGKILL, or a GPU out of memory, then loses only that evaluation."""
+    """If the run is killed or runs out of memory during that evaluation, only the evaluation is lost."""
     model_exists = []
 
     def evaluate_after_signal(*arguments):
@@ -200,7 +200,7 @@ def stopped(tmp_path, options, signal_after) -> Path:
 
 
 def assert_refused(folder: Path, options: list[str], *messages: str) -> None:
-    """Check that a resume with `options` fails with one line that has all `messages`, and changes no file."""
+    """Check that resuming the run with `options` fails with a line that has all `messages`, and changes no file."""
 
     def contents() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK}
@@ -241,7 +241,7 @@ def test_allowed_changes_are_printed_and_recorded(stopped, options, capsys):
 
 @pytest.mark.parametrize(("batch_size", "num_steps"), [(2, 3 + 11), (16, 3 + 2)])
 def test_epochs_are_counted_in_rows_after_a_change_of_global_batch(tmp_path, small_run, batch_size, num_steps):
-    """22 of 24 rows are short enough. The first epoch has three steps of 8; the second has 11 of 2, or two of 16."""
+    """22 of 24 rows fit. The first epoch has three steps of 8 rows; the second has 11 steps of 2 rows or two of 16."""
     options = [*small_run, "--num_of_samples=24", "--validation_fraction=0", "--num_epochs=2", "--save_every=3"]
     assert train(*options, "--batch_size=8", "--save_total_limit=9", f"--output_dir={tmp_path / 'first'}") == 0
     resumed = tmp_path / "resumed"
@@ -254,7 +254,7 @@ def test_epochs_are_counted_in_rows_after_a_change_of_global_batch(tmp_path, sma
 
 
 def test_adapters_are_not_resumed_on_different_frozen_weights(tmp_path, rows):
-    """The folders have the same name, because all exported models are called final."""
+    """All model folders are called final, as exports are. Moving a folder does not matter, other weights do."""
     models = [Path(write_model(tmp_path / name / "final")) for name in ("a", "b", "moved")]
     weights = models[1] / "model.safetensors"
     save_file({name: tensor * 2 for name, tensor in load_file(weights).items()}, weights, metadata={"format": "pt"})
@@ -269,7 +269,7 @@ def test_adapters_are_not_resumed_on_different_frozen_weights(tmp_path, rows):
 
 @pytest.mark.parametrize("was_stopped", [False, True])
 def test_finished_run_resumes_only_with_more_steps(tmp_path, uninterrupted, options, signal_after, capsys, was_stopped):
-    """The longer run continues from the end, also if only a signal had made the run save."""
+    """The longer run continues from the last step, also if the run had saved only because of a signal."""
     if was_stopped:
         uninterrupted, options = tmp_path / "stopped", [option for option in options if "save_every" not in option]
         signal_after(2)
@@ -313,7 +313,7 @@ def _write(path: Path) -> None:
 
 
 def test_folder_in_use_is_refused(tmp_path, stopped, options):
-    """Try the same command twice, and two resumes of the same run."""
+    """Another process holds the folder while a run starts in it, or while a run in it is resumed."""
     for folder, more in ((tmp_path / "new", []), (stopped, ["--resume_from=latest"])):
         folder.mkdir(exist_ok=True)
         with open(folder / LOCK, "a") as lock_file:

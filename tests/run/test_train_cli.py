@@ -41,7 +41,7 @@ finally:
 
 @pytest.fixture(scope="module")
 def plain_run(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """Run train_fp8.py without model and dataset; returns process and folder, whose file `modules` lists imports."""
+    """Run train_fp8.py without naming model or dataset. Return process and folder; the file `modules` lists imports."""
     folder = tmp_path_factory.mktemp("plain")
     options = ["--max_steps=8", "--max_seq_length=128", "--num_of_samples=200", "--learning_rate=5e-3"]
     options.append("--eval_batches=4")
@@ -96,20 +96,20 @@ def test_plain_run_imports_no_optional_package_and_no_unused_mode(plain_run):
 
 @pytest.fixture(scope="module")
 def hub_dataset(tmp_path_factory) -> Path:
-    """Return a dataset folder with the layout of the documented commands' dataset on the hub."""
+    """Return a dataset folder in the layout that the dataset of the documented commands has on the hub."""
     return write_dataset(tmp_path_factory.mktemp("dataset"), 300)
 
 
 @pytest.fixture(scope="module")
 def hub_models(tiny_model, tmp_path_factory) -> dict[str, str]:
-    """Return the folder of a model in the hub's layout for each owner of a documented model."""
+    """Return the folder of a tiny model for each owner of documented models on the hub, "meta-llama" and "Qwen"."""
     # The tokenizer class of this model type adds a token.
     qwen = write_model(tmp_path_factory.mktemp("models") / "qwen", model_type="qwen2", vocab_size=1040)
     return {"meta-llama": tiny_model, "Qwen": qwen}
 
 
 def cpu_run_key(name: str) -> str:
-    """Return a command's options without model size, precision, sequence length and W&B's name."""
+    """Return a key that is equal for commands which differ only in model size, TE, precision, length or W&B's name."""
     config = config_of(TESTED_COMMANDS[name])
     model = dataclasses.replace(config.model, model_name=config.model.model_name.partition("/")[0], use_te=False)
     data = dataclasses.replace(config.data, max_seq_length=128)
@@ -137,7 +137,7 @@ def test_documented_command_runs(name, tmp_path, hub_models, hub_dataset, monkey
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, tiny_model, rows):
-    """Return a function that trains a few steps, once for equal options, and returns the run's folder."""
+    """Return a cached function that trains a few steps with its arguments as options and returns the run's folder."""
 
     @functools.cache
     def start(*options: str) -> Path:

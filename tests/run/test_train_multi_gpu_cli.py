@@ -44,7 +44,7 @@ def test_documented_command_runs(tmp_path, tiny_model, monkeypatch):
     ],
 )
 def test_wrong_option_is_reported_once(tmp_path, option, message):
-    """All ranks find the first error, only one rank finds the second."""
+    """Every rank notices the first error, but only one rank notices the second."""
     with ForkedTorchrun(tmp_path / "log", option, f"--output_dir={tmp_path / 'run'}") as run:
         assert 2 in run.end().values()
     (line,) = [line for line in run.printed().splitlines() if line.startswith("error: ")]

@@ -46,7 +46,7 @@ from tests.support.stand_in_te import install_stand_in
 
 
 def packed_documents(num_documents: int, num_rows: int, length: int, vocabulary: int, seed: int) -> Batch:
-    """Return documents of random lengths and tokens, all supervised, which fill `num_rows` rows of `length` tokens."""
+    """Return `num_documents` random documents that fill `num_rows` rows of `length` tokens, all supervised."""
     draw, lengths = random.Random(seed), []
     for row in range(num_rows):
         count = num_documents // num_rows + (row < num_documents % num_rows)
@@ -58,7 +58,7 @@ def packed_documents(num_documents: int, num_rows: int, length: int, vocabulary:
 
 
 class EmulatedGraph:
-    """Replays a function; its gradients go to the tensors that the parameters had at the capture."""
+    """Replays a captured function with the tensors that held the parameters' gradients at the capture."""
 
     def __init__(self, work: Callable[[], None], parameters: Sequence[Parameter]) -> None:
         self._work, self._parameters = work, parameters
@@ -78,7 +78,7 @@ class EmulatedGraph:
 
 
 class EmulatedCapture:
-    """Replacement for `Capture`, which appends each captured function to `graphs` without running it."""
+    """Replacement for `Capture` that does not run the captured functions but appends them to `graphs`."""
 
     def __init__(self, parameters: Sequence[Parameter] = ()) -> None:
         self._parameters = parameters
@@ -94,7 +94,7 @@ class EmulatedCapture:
 
 
 def emulate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedCapture]:
-    """Make runs with --cuda_graphs work without a GPU; returns a list to which each run adds its captures."""
+    """Make runs with --cuda_graphs work without a GPU. Return a list to which each run adds its `EmulatedCapture`."""
     captures: list[EmulatedCapture] = []
 
     def graphs(run, parameters, overwritten, capture, after, collective):
@@ -127,7 +127,7 @@ def test_bucket_is_the_smallest_that_fits_the_documents():
 
 
 class RecordedMicroBatches:
-    """Replacement for the computation of a micro-batch, which records its arguments."""
+    """Replacement for the computation of a micro-batch. It records the arguments of each call."""
 
     def __init__(self):
         self.weight = torch.nn.Parameter(torch.zeros(2))
@@ -166,7 +166,7 @@ def test_each_kind_of_micro_batch_runs_eagerly_once_and_then_as_graph(monkeypatc
 
 
 def test_eager_passes_drop_graphs_if_memory_is_short(monkeypatch):
-    """A new kind, too many documents and an evaluation are eager passes; each kind is then captured again at once."""
+    """A new bucket, too many documents and an evaluation need eager passes. Each bucket is then captured again."""
     monkeypatch.setattr(micro_batch_graphs, "BUCKETS", (4, 8))
     recorded, few, many = RecordedMicroBatches(), batch(3), batch(6)
     recorded.graphs.drops_before_eager = True
@@ -199,7 +199,7 @@ def test_graph_input_is_the_batch_padded_with_empty_documents(monkeypatch):
 
 
 class Training:
-    """A training of the stand-in TE decoder by `Stepper.micro_batch`, with or without graphs."""
+    """Trains the stand-in TE decoder by `Stepper.micro_batch`, with or without graphs."""
 
     def __init__(self, with_graphs: bool, **changes):
         reset_accelerator()
@@ -223,7 +223,7 @@ class Training:
             self.graphs = MicroBatchGraphs(self.run, self.parameters, overwritten, self.capture, lambda: None, False)
 
     def step(self, batches):
-        """Take an optimizer step; returns losses, gradients, and the weights after the step."""
+        """Take an optimizer step. Return the losses, the gradients, and the weights after the step."""
         num_supervised = torch.tensor(sum(each.num_supervised_tokens for each in batches))
         losses = []
         for number, inputs in enumerate(batches):

@@ -1,4 +1,4 @@
-"""The warm-up of delayed scaling gives scales before the first step and changes nothing else."""
+"""The warm-up of delayed scaling sets the scales before the first step and changes nothing else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TINY = 1e-7
 
 
 class _CastGradient(torch.autograd.Function):
-    """The identity, whose backward pass rounds the gradient to E5M2 with the scale from earlier passes."""
+    """Returns its input. The backward pass rounds the gradient to E5M2 with the scale from earlier passes."""
 
     @staticmethod
     def forward(ctx, output, module):
@@ -74,7 +74,7 @@ class Blocks(nn.Module):
 
 
 class PrecisionStandIn:
-    """Replacement for `Precision` around `Blocks`; updates the scales before each pass."""
+    """Replacement for `Precision` that updates the scales of `Blocks` before each pass."""
 
     def __init__(self, model: nn.Module) -> None:
         self._linears = [module for module in model.modules() if isinstance(module, DelayedLinear)]
@@ -95,7 +95,7 @@ def batch():
 
 
 def errors(num_passes: int, batch, monkeypatch, **size) -> dict[str, float]:
-    """Return the largest relative error of the first step's gradients after `num_passes`, for each GEMM of a block."""
+    """Warm up in `num_passes`. Return the largest relative error of the first gradients for each GEMM of a block."""
     monkeypatch.setattr("llm_fp8.step.scale_warmup.PASSES", num_passes)
     model = Blocks(**size)
     precision = PrecisionStandIn(model)
@@ -148,7 +148,7 @@ def test_warm_up_changes_scales_only(batch):
 
 @pytest.fixture
 def warm_up_calls(monkeypatch):
-    """Make a run on the CPU warm up scales as with delayed scaling; returns the calls of `warm_up_delayed_scales`."""
+    """Make a run on the CPU warm up scales as delayed scaling does. Return a list of the warm-up's calls."""
     calls = []
 
     def recorded_warm_up(*arguments):

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 class EmulatedGraph:
-    """Replacement for a CUDA graph; prints its replays."""
+    """Replacement for a CUDA graph that prints a line at each replay."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
@@ -55,13 +55,13 @@ def unequal_rows(tmp_path_factory) -> str:
 
 
 def begin_graphs_after_first_step() -> None:
-    """Begin graphs after the first step, as if the GPU had been idle."""
+    """Make the run begin CUDA graphs after its first step, as if that step had left the GPU idle."""
     emulate_graphs()
     pytest.MonkeyPatch().setattr(Timeline, "_note_attention", lambda run: run.stepper.begin_graphs())
 
 
 def begin_and_drop_graphs() -> None:
-    """Begin graphs after the first step, and drop them before every eager pass for lack of memory."""
+    """Make the run begin graphs after its first step, and drop them before every eager pass as if memory were short."""
     emulate_graphs()
 
     def begin(run: Timeline) -> None:

@@ -51,7 +51,7 @@ def micro_batches(number: int, device) -> list[Batch]:
 
 
 def prepare(model: nn.Module, summed_by: str):
-    """Return strategy, prepared model and optimizer; 'gemms' or 'autograd' sum the gradients."""
+    """Return the strategy, the prepared model and the optimizer. `summed_by` is "gemms" or "autograd"."""
     reset_accelerator()
     strategy = DistributedStrategy("single", Accelerator(mixed_precision="no"), ParallelConfig())
     kind = "adamw_fp32" if next(model.parameters()).dtype == torch.float32 else "adamw_master"
@@ -68,7 +68,7 @@ def backward(
     precision: Precision,
     batches: list[Batch],
 ) -> int:
-    """Compute a step's gradients as in training; returns the number of weights with a fused sum in the last pass."""
+    """Compute a step's gradients as in training. Return how many weights had `main_grad` in the last pass."""
     num_fused = 0
     for number, batch in enumerate(batches, start=1):
         last = number == len(batches)
@@ -81,7 +81,7 @@ def backward(
 
 
 def te_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the weights whose gradients Transformer Engine's modules compute, by name."""
+    """Return, by name, the weights whose gradients are computed by Transformer Engine's modules."""
     ours = {id(w) for m in model.modules() if hasattr(m, "fuse_wgrad_accumulation") for w in linear_weights(m)}
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in ours}
 

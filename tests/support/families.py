@@ -79,14 +79,14 @@ MOE_FAMILIES = {kind: dict(model_type=kind, **changes) for kind, changes in MOE_
 
 
 def family_config(name: str, **sizes: int):
-    """Return the transformers config of an entry of `FAMILIES`; `sizes` override its entries."""
+    """Return the transformers config of the family `name` in `FAMILIES`. `sizes` override entries of the config."""
     shape = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=3, rms_norm_eps=1e-5)
     heads = dict(num_attention_heads=8, num_key_value_heads=2)
     return tiny_config(**{**shape, **heads, **FAMILIES[name], **sizes})
 
 
 def write_family(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Write a small model and its tokenizer in the hub's layout; its sizes are multiples that fp8 GEMMs need."""
+    """Write a small model and its tokenizer in the hub's layout. Its sizes are multiples as fp8 GEMMs need them."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(family_config(family), dtype=dtype).save_pretrained(folder)
     AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)
@@ -94,7 +94,7 @@ def write_family(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16)
 
 
 def te_model(folder: Path, dtype: torch.dtype = torch.float32, device="cpu", **layers: bool) -> Model:
-    """Return the TE decoder with the weights in `folder`."""
+    """Return a TE decoder with the weights in `folder`. `layers` are further arguments of `build_te_model`."""
     config = AutoConfig.from_pretrained(folder)
     stored = StoredCheckpoint([Path(folder) / "model.safetensors"], config)
     model = Model(te_llama.build_te_model(config, dtype, device, **layers), stored)

@@ -1,8 +1,7 @@
-"""Checks of what a multi-process run leaves behind after a fault, for CPU and GPU tests.
+"""Cause a fault in a run of several processes and check its exit codes, files and resumption, on CPUs and GPUs.
 
-The fault is a signal to one process, or NaN or infinity in one micro-batch or one fp8 scale. `options` are those of a
-run that saves checkpoints under `folder`; each function adds its own.
-"""
+The fault is a signal to one process, or NaN or infinity in one micro-batch or one fp8 scale. `options` configure a run
+that saves checkpoints in `folder`; each function adds further options."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ ENDLESS = "--max_steps=100000"
 def kill_rank_during_save(start: Callable[..., Any], folder: Path, within_s: float) -> dict[int, int | None]:
     """Kill rank 1 while a checkpoint is being written, check the run, and return the exit codes by rank.
 
-    Every rank must end within `within_s`, the earlier checkpoints must be complete, and the run must resume. A rank
-    that ends by itself prints why, unless torchrun ends it first.
+    Every rank must end within `within_s` seconds, the earlier checkpoints must be complete, and the run must resume.
+    `start` starts the run with the options it gets. A rank that torchrun does not end must print why it ends.
     """
     checkpoints = folder / "checkpoints"
     with start(ENDLESS, "--save_every=1") as launch:
@@ -60,9 +59,9 @@ def kill_rank_during_save(start: Callable[..., Any], folder: Path, within_s: flo
 
 
 def kill_rank_and_restart(start: Callable[..., Any], folder: Path, *options: str) -> None:
-    """Kill rank 1 after the first checkpoint and check that the ranks that torchrun restarts resume the run.
+    """Kill rank 1 after the first checkpoint, and check that torchrun restarts the ranks and that these resume the run.
 
-    torchrun is started in `folder`. The restarted ranks must continue in the same run folder.
+    `start` starts torchrun in `folder`. The restarted ranks must continue in the same run folder.
     """
     training = ["--max_steps=60", "--save_every=20", "--log_every=1", "--no_export"]
     with start(folder / "log", *options, *training, launcher=("--max_restarts=1",)) as launch:
@@ -84,7 +83,7 @@ SCALES = ("scaling_fwd", "scaling_bwd")
 
 @contextlib.contextmanager
 def _planted(loop: Timeline, place: str, value: float) -> Iterator[None]:
-    """Put `value` into one entry of a micro-batch's embeddings, of their gradient, or of an fp8 scale, for one step."""
+    """For one step, put `value` into one entry of a micro-batch's embeddings, of their gradient, or of an fp8 scale."""
     if place in SCALES:
         scales = [tensor for name, tensor in loop.precision.state_tensors().items() if name.endswith(f"{place}.scale")]
         scales[0].data[0] = value  # the scale of a layer's input, or of the gradient of its output
@@ -114,7 +113,7 @@ def _planted(loop: Timeline, place: str, value: float) -> Iterator[None]:
 
 
 def plant_nonfinite_value(place: str, value: float) -> None:
-    """Patch this process so that `value` appears at step `STEP` of its training if its rank is `RANK`."""
+    """Patch this process so that `value` is put in `place` (see `_planted`) in step `STEP`, if its rank is `RANK`."""
     take_step = Timeline.take_step
 
     def take_step_with_value(loop: Timeline, batches: list[Any], start: Any) -> Any:
@@ -128,7 +127,7 @@ def plant_nonfinite_value(place: str, value: float) -> None:
 
 
 def check_run_stops_on_nonfinite_value(folder: Path, place: str, value: float, *options: str) -> None:
-    """Check that both ranks exit with code 2 and an error that names step and rows, and save nothing of that step."""
+    """Plant `value` in `place`. Both ranks must exit with code 2, name step and rows, and save nothing of the step."""
     log = folder.with_name(f"{folder.name}.log")
     training = [*options, "--max_steps=8", "--save_every=2", "--log_every=4", f"--output_dir={folder}"]
     sizes = ["--batch_size=2", f"--gradient_accumulation_steps={MICRO_BATCH}", "--no_merge_micro_batches"]

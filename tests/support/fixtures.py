@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Exclude every object that the imports made from garbage collection, then enable it."""
+    """Exclude every object that exists after the imports from garbage collection, then enable the collection."""
     gc.freeze()
     gc.enable()
     if any(item.get_closest_marker("slow") for item in session.items):
@@ -40,7 +40,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def fresh_process_state() -> None:
     """Reset Accelerate, so that each test may choose its own settings, and exclude existing objects from collection.
 
-    Every training ends with `gc.collect()`, which would otherwise take longer than the training.
+    Every training ends with `gc.collect()`. With all objects it would take longer than the training.
     """
     reset_accelerator()
     gc.freeze()
@@ -60,19 +60,19 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def sixteen_rows(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the path of a jsonl file with the problems that `tests.support.reference` trains on."""
+    """Return the path of a jsonl file with the sixteen problems that `tests.support.reference` trains on."""
     return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", NUM_ROWS)
 
 
 @pytest.fixture(scope="session")
 def tied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the folder of a tiny model with weights, whose lm_head is tied to the embedding."""
+    """Return the folder of a tiny Llama with weights. Its lm_head is tied to the embedding."""
     return write_model(tmp_path_factory.mktemp("models") / "tied", tie_word_embeddings=True)
 
 
 @pytest.fixture(scope="session")
 def gemma_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the folder of a tiny Gemma 3 with weights, one layer with a sliding window and one without."""
+    """Return the folder of a tiny Gemma 3 with weights. One of its two layers has a sliding window."""
     entries = dict(head_dim=16, query_pre_attn_scalar=24, sliding_window=24, sliding_window_pattern=2)
     rope = dict(rope_type="linear", factor=4.0)
     folder = tmp_path_factory.mktemp("models") / "gemma3"
@@ -81,7 +81,7 @@ def gemma_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a small Llama with weights and tokenizer; its sizes are multiples that fp8 GEMMs need."""
+    """Return the folder of a small Llama with weights and tokenizer. Its sizes suit fp8 GEMMs."""
     return write_family(tmp_path_factory.mktemp("models") / "llama3", "llama3_rope_gqa")
 
 
@@ -92,7 +92,7 @@ def device() -> torch.device:
 
 @pytest.fixture
 def call_main(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Return a function that calls the main function of a program's module with command-line arguments."""
+    """Return a function that calls `program.main()` with command-line arguments and returns the exit code."""
 
     def call(program: ModuleType, *arguments: object) -> int:
         monkeypatch.setattr(sys, "argv", [program.__name__, *map(str, arguments)])

@@ -1,4 +1,4 @@
-"""Model folders with fp8 weights, written without the package's code, each with an fp32 copy of the same values."""
+"""Writes model folders with fp8 weights, without the package's code, each with an fp32 copy of the same values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BLOCKS = {"block": (128, 128), "uneven block": (20, 12), "compressed block": (1
 
 
 def quantization_config(kind: str) -> dict[str, Any]:
-    """Return the `quantization_config` entry of config.json for weights of this kind."""
+    """Return the `quantization_config` entry of config.json for weights of a `kind` in `KINDS`."""
     block = list(_BLOCKS.get(kind, ()))
     if kind in ("block", "uneven block"):
         return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": block}
@@ -36,7 +36,7 @@ def quantization_config(kind: str) -> dict[str, Any]:
 
 
 def quantise(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return e4m3 values and scale of a matrix. The factor 1.1 avoids scales that are powers of two."""
+    """Return the e4m3 values and the scales of a matrix. A factor of 1.1 avoids scales that are powers of two."""
     rows, columns = {"channel": (1, weight.shape[1]), "tensor": weight.shape}.get(kind) or _BLOCKS[kind]
     scale = torch.stack(
         [
@@ -49,13 +49,13 @@ def quantise(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tenso
 
 
 def expanded_scale(scale: torch.Tensor, shape: torch.Size, block: tuple[int, ...]) -> torch.Tensor:
-    """Return the scale of every value of a matrix of this shape, in fp64."""
+    """Return an fp64 matrix of this shape with each value's scale. The values of a `block` share one scale."""
     row_blocks = scale.double().reshape(-(-shape[0] // block[0]), -1)
     return row_blocks.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
 
 
 def write_fp8_model(folder: Path, kind: str, max_shard_size: str = "1GB", **changes: Any) -> tuple[str, str]:
-    """Write a model in fp8 and its fp32 copy below `folder`; returns the paths (fp8, fp32)."""
+    """Write a model in fp8 and its fp32 copy below `folder`. Return the paths of the fp8 model and of the copy."""
     plain, fp8 = folder / "plain", folder / "fp8"
     for path in (plain, fp8):
         write_model(path, max_shard_size=max_shard_size, **changes)
@@ -80,6 +80,6 @@ def write_fp8_model(folder: Path, kind: str, max_shard_size: str = "1GB", **chan
 
 
 def set_quantization(folder: str | Path, entries: Any, **changes: Any) -> None:
-    """Write `entries` as the `quantization_config` of a folder's config.json, and `changes` as further entries."""
+    """Set `quantization_config` in a folder's config.json to `entries`, and add `changes` beside it."""
     path = Path(folder) / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": entries, **changes}))

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def train(
     *options: str, environment: dict[str, str] | None = None, launcher: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess:
-    """Run train_fp8.py; returns the finished process with its output."""
+    """Run train_fp8.py, by `launcher` instead of Python if given. Return the finished process with its output."""
     command = [*(launcher or (sys.executable,)), "train_fp8.py", *options]
     variables = {**os.environ, **(environment or {})}
     variables.pop("NVIDIA_TF32_OVERRIDE", None)
@@ -24,7 +24,7 @@ def train(
 
 
 def train_patched(patch: str, *options: str) -> subprocess.CompletedProcess:
-    """Run train_fp8.py after the statements `patch`, which inject a fault; returns the finished process."""
+    """Run the Python statements `patch`, which inject a fault, and then train_fp8.py. Return the finished process."""
     program = f"""
 import sys
 {patch}
@@ -47,7 +47,7 @@ def training_options(model_folder: Path, folder: Path, *more: str) -> list[str]:
 
 
 def run_successfully(model_folder: Path, folder: Path, *more: str, environment: dict[str, str] | None = None) -> str:
-    """Train with `training_options` and `more`, check that it succeeds, and return what it prints."""
+    """Train with `training_options` and `more`, check that the run succeeds, and return its printed output."""
     process = train(*training_options(model_folder, folder, *more), environment=environment)
     assert process.returncode == 0, process.stderr
     return str(process.stdout)

@@ -1,4 +1,4 @@
-"""Start a run of several processes with torchrun or by forking, and read its output, process ids and exit codes."""
+"""Start a run of several processes by torchrun or by forking, and read its output, process ids and exit codes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FAILURE = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+
 
 
 def torchrun_command(*options: str) -> list[str]:
-    """Return the command for two processes on a free port."""
+    """Return the torchrun command for two processes on a free port."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
     return [*command, *options]
 
@@ -41,7 +41,7 @@ def launcher_environment(**more: str) -> dict[str, str]:
 
 
 class Launch:
-    """A started run. As a context manager it ends all processes of the run on exit."""
+    """A run that was started. As a context manager it ends all processes of the run on exit."""
 
     def __init__(self, log: Path) -> None:
         self._log, self._start = log, len(log.read_text()) if log.exists() else 0
@@ -55,13 +55,10 @@ class Launch:
 
 
 class Torchrun(Launch):
-    """A run of train_multi_gpu.py in two processes under torchrun, whose output is appended to `log`.
+    """A run of train_multi_gpu.py in two processes under torchrun. Its output is appended to `log`.
 
-    Args:
-        options: options of train_multi_gpu.py.
-        launcher: options of torchrun.
-        cwd: the folder in which torchrun is started.
-        more: environment variables.
+    `options` are train_multi_gpu.py's, `launcher` torchrun's. torchrun is started in the folder `cwd`, with `more` as
+    further environment variables.
     """
 
     def __init__(
@@ -83,13 +80,13 @@ class Torchrun(Launch):
         return self._process.poll() is None
 
     def pid_of(self, rank: int) -> int:
-        """Return the process id of a rank; after a restart, of the new process."""
+        """Return the process id of a rank. After a restart it is the new process's."""
         children = psutil.Process(self._process.pid).children()
         (child,) = [child for child in children if child.environ().get("RANK") == str(rank)]
         return child.pid
 
     def end(self, deadline_s: float = DEADLINE_S) -> dict[int, int | None]:
-        """Wait for the end; returns exit codes, negative for signals, of ranks that torchrun did not end itself."""
+        """Wait for the end. Return exit codes (negative: signal) of failed ranks, except those that torchrun ended."""
         code = self._process.wait(deadline_s)
         return _failed_ranks(self.printed(), code)
 
@@ -101,7 +98,7 @@ def _failed_ranks(printed: str, code: int | None) -> dict[int, int | None]:
 
 
 def _agent(launcher: list[str], options: list[str], log: str, inherited: dict[str, str]) -> None:
-    """Run torchrun's agent with forked ranks, which need not import the packages again."""
+    """Run torchrun's agent. It forks its ranks, so that they need not import the packages again."""
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
@@ -112,7 +109,7 @@ def _agent(launcher: list[str], options: list[str], log: str, inherited: dict[st
 
 
 def train_under_torchrun(runs: dict[Path, list[str]], deadline_s: float, **more: str) -> None:
-    """Train one run per folder with its options under torchrun, all at once, and check that each succeeds."""
+    """Train under torchrun, all at once, and check success. `runs` maps the folder of each run to its options."""
     with contextlib.ExitStack() as stack:
         launches = []
         for folder, options in runs.items():
@@ -140,12 +137,12 @@ class ForkedTorchrun(Launch):
         return self._agent.is_alive()
 
     def pid_of(self, rank: int) -> int:
-        """Return the process id of a rank; after a restart, of the new process."""
+        """Return the process id of a rank. After a restart it is the new process's."""
         children = sorted(psutil.Process(self._agent.pid).children(), key=psutil.Process.create_time)
         return children[rank - 2].pid
 
     def end(self, deadline_s: float = DEADLINE_S) -> dict[int, int | None]:
-        """Wait for the end; returns the exit codes of the ranks that torchrun reports as failed."""
+        """Wait for the end. Return the exit codes of the ranks that torchrun reports as failed."""
         code = exit_code(self._agent, deadline_s)
         return _failed_ranks(self.printed(), code)
 
@@ -168,6 +165,6 @@ class ForkedRanks(Launch):
         return self._ranks[rank].pid
 
     def end(self, deadline_s: float = DEADLINE_S) -> dict[int, int | None]:
-        """Wait for the end; returns the exit codes of failed ranks, None for a rank that is still running."""
+        """Wait for the end. Return the exit codes of failed ranks, and None for a rank that is still running."""
         codes = {number: exit_code(rank, deadline_s) for number, rank in enumerate(self._ranks)}
         return {number: code for number, code in codes.items() if code != 0}

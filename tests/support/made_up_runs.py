@@ -1,4 +1,4 @@
-"""Run records and run folders with invented metrics, for cases of the comparison that no training on a CPU reaches."""
+"""Run records and run folders with invented metrics, for comparisons that no training on a CPU can test."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROVENANCE = {
 
 
 def precision_of(variant: str, effective: str | None = None) -> dict[str, Any]:
-    """Return run.json's precision section for `variant`; an `effective` scenario that differs is a fallback."""
+    """Return run.json's precision section for `variant`. If `effective` differs, it is the scenario of a fallback."""
     shared = {"optimizer": "adamw_master", "parameter_dtype": "torch.bfloat16", "fallback_reason": None}
     if variant in ("bf16", "no"):
         return {**shared, "requested": variant, "effective": variant}
@@ -81,7 +81,7 @@ def made_up_run(
 
 
 def write_run_folder(folder: Path, run: RunRecord) -> Path:
-    """Write the files that a training and an evaluation of its export would leave for `run`."""
+    """Write the files that the training of `run` and the evaluation of its export would write. Return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps(run.stored))
     summary = {"steps": len(run.steps), "certificate": run.summary["certificate"], "throughput": run.summary}

@@ -26,7 +26,7 @@ PRECISIONS = {
 def train(
     num_gpus: int, folder: Path, model: Path | str, *options: str, first: Callable[[], None] | None = None
 ) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
-    """Train after a call of `first` in each process; returns step records, summary and printed output."""
+    """Call `first` in each process, then train. Return the step records, the summary and the printed output."""
     printed = run_ranks(
         num_gpus,
         folder,

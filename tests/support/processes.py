@@ -1,9 +1,8 @@
-"""Start trainings in processes of their own, which tests can signal and kill.
+"""Start trainings in separate processes that tests can signal and kill.
 
 They run the code of train_fp8.py and exit with its codes. Without a GPU they are forked from multiprocessing's server,
-which has imported the packages once. With a GPU they are spawned: the imports initialise CUDA, which does not survive
-a fork.
-"""
+which has imported the packages once. With a GPU they are spawned: the imports initialise CUDA, which does not survive a
+fork."""
 
 from __future__ import annotations
 
@@ -44,10 +43,10 @@ DEADLINE_S = 60.0
 
 
 def fork_server() -> None:
-    """Fork multiprocessing's server from this process, which has not trained yet and has most packages imported.
+    """Fork multiprocessing's server from this process, which has not trained yet and has imported most packages.
 
-    A server that starts normally would import them again in each of xdist's workers. With several threads it does start
-    normally, because OpenMP would wait for threads that the fork lacks. Written against CPython 3.10 to 3.13.
+    A server that starts normally would import them again in each of xdist's workers. If torch uses several threads, it
+    does start normally, because OpenMP would wait for threads that a fork lacks. Written against CPython 3.10 to 3.13.
     """
     if CONTEXT.get_start_method() != "forkserver":
         return
@@ -77,7 +76,7 @@ def fork_server() -> None:
 
 
 def _serve(listener: int, alive: int) -> None:
-    """Run the server's loop after closing inherited pipes: open copies would hide the end of this process's parent."""
+    """Close inherited pipes, whose open copies would hide the end of the parent process, and run the server's loop."""
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
             kind = os.readlink(f"/proc/self/fd/{fd}").partition(":")[0]
@@ -129,7 +128,7 @@ def _run_file(arguments: list[str], log: str, environment: dict[str, str]) -> No
 def run_program(
     command: Sequence[str], *, log: Path, environ: Mapping[str, str] | None = None, timeout_s: float = 4 * DEADLINE_S
 ) -> Outcome:
-    """Replace `llm_fp8.tools.programs.run_program` for `python FILE`, in a forked process that has the imports done."""
+    """Run `python FILE` as `llm_fp8.tools.programs.run_program` does, but in a forked process without new imports."""
     environment = dict(os.environ if environ is None else environ)
     process = CONTEXT.Process(target=_run_file, args=(list(command[1:]), str(log), environment), daemon=True)
     process.start()
@@ -145,7 +144,7 @@ def _run(options: list[str], parallel: bool) -> int:
 
 
 def train_as_a_rank(options: list[str]) -> None:
-    """Train as one of several ranks, using the launcher's environment variables; exits with a code if it fails."""
+    """Train as one of several ranks with the launcher's environment variables. Exit with a code if training fails."""
     try:
         run_script(lambda: _run(options, parallel=True))
     except SystemExit as ended:
@@ -162,15 +161,15 @@ def _start(log: Path, options: Sequence[object], launch: dict[str, str], *hooks:
 
 
 def start_training(log: Path, *options: object, first: Callable[[], None] | None = None) -> BaseProcess:
-    """Start a process that calls `first`, trains with these options and appends its output to `log`.
+    """Start a process that calls `first`, trains with `options` and appends its output to `log`.
 
-    Before `first` is called, a SIGINT ends the process with code 1 and no message: multiprocessing is still starting.
+    A SIGINT before the call of `first` ends the process with code 1 and no message: multiprocessing is still starting.
     """
     return _start(log, options, {}, first)
 
 
 def free_port() -> int:
-    """Return a free TCP port below Linux's ephemeral ports, which a connection could take before the listener."""
+    """Return a free TCP port below Linux's ephemeral ports: another connection could take one of those first."""
     while True:
         with contextlib.suppress(OSError), socket.socket() as listener:
             listener.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 32_768)))
@@ -185,10 +184,10 @@ def start_ranks(
     hosts: int = 1,
     program: Callable[[list[str]], int] | None = None,
 ) -> list[BaseProcess]:
-    """Start the processes of one run with a launcher's environment variables; `log` gets their output, interleaved.
+    """Start the processes of one run with a launcher's environment variables. They all print to `log`.
 
-    Each calls `first` before it trains, or runs `program` instead of a training. `hosts` is the number of hosts that
-    the variables claim.
+    Each process calls `first`, then trains, or runs `program` with `options` instead. The environment variables
+    describe a launch on `hosts` machines.
     """
     launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     launch |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks // hosts)}
@@ -201,7 +200,8 @@ def start_ranks(
 def run_ranks(
     num_ranks: int, folder: Path, *options: object, first: Callable[[], None] | None = None, hosts: int = 1
 ) -> str:
-    """Run `start_ranks` to the end with a log beside `folder`, check that all succeed, and return their output."""
+    """Run `start_ranks` to the end with a log beside `folder`, check that all ranks succeed, and return their
+    output."""
     log = folder.with_name(f"{folder.name}.log")
     ranks = start_ranks(num_ranks, log, *options, first=first, hosts=hosts)
     codes = [exit_code(process, 4 * DEADLINE_S) for process in ranks]
@@ -212,7 +212,7 @@ def run_ranks(
 def wait_until(
     condition: Callable[[], bool], process: Any, poll_s: float = 0.001, deadline_s: float = DEADLINE_S
 ) -> bool:
-    """Wait for `condition`; returns False if the process (or every process of a run) ended before it held."""
+    """Wait until `condition` holds. Return False if the process (or every process of a `Launch`) ends before."""
     deadline = time.monotonic() + deadline_s
     while not condition():
         if not process.is_alive():
@@ -224,13 +224,13 @@ def wait_until(
 
 
 def exit_code(process: BaseProcess, deadline_s: float = DEADLINE_S) -> int | None:
-    """Wait for the end; returns the exit code, negative for a signal, or None if the process is still running."""
+    """Wait for the end. Return the exit code (negative: signal), or None if the process is still running."""
     process.join(deadline_s)
     return process.exitcode
 
 
 def wait_until_processes_end(name: str, value: str) -> None:
-    """Wait until no process has this environment variable, which child processes inherit."""
+    """Wait until no process has the environment variable `name` with this value. Child processes inherit it."""
     deadline = time.monotonic() + DEADLINE_S
     while remaining := [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get(name) == value]:
         assert time.monotonic() < deadline, remaining

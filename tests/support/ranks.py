@@ -35,7 +35,7 @@ def _rank_main(rank: int, num_ranks: int, folder: str, function: Callable[..., A
 
 
 def run_on_ranks(num_ranks: int, folder: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Return `function(rank, *args)` of every rank of one process group; the first failure ends all ranks."""
+    """Call `function(rank, *args)` on every rank of a process group. Return the results. A failure ends all ranks."""
     folder.mkdir()
     process_options: dict[str, Any] = {"nprocs": num_ranks, "daemon": True, "start_method": "forkserver"}
     torch.multiprocessing.start_processes(_rank_main, (num_ranks, str(folder), function, args), **process_options)
@@ -43,12 +43,12 @@ def run_on_ranks(num_ranks: int, folder: Path, function: Callable[..., Any], *ar
 
 
 def fsdp_strategy() -> FsdpStrategy:
-    """Return the strategy for full sharding in fp32 on CPUs."""
+    """Return the strategy of --sharding_mode fsdp_full in fp32 on CPUs."""
     return FsdpStrategy("fsdp_full", Accelerator(cpu=True), ParallelConfig(), torch.float32, 1)
 
 
 def sharded_model(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
-    """Return the model of --model_name `name`, built as in a run with FSDP: structure, shards, then weights."""
+    """Return the model of --model_name `name`, built as in a run with FSDP: the structure is sharded, then filled."""
     model, strategy = model_structure(name, dtype, **options), fsdp_strategy()
     assert {parameter.device.type for parameter in model.module.parameters()} == {"meta"}
     strategy.shard(model.module, model.layers)
@@ -62,11 +62,7 @@ def full_parameters(model: Model) -> dict[str, Tensor]:
 
 
 class CountedAllGather:
-    """An all-gather for FSDP2 that records how many bytes this rank contributes.
-
-    Attributes:
-        sent_bytes: this rank's contribution to each gather, in order.
-    """
+    """An all-gather for FSDP2 that appends the bytes that this rank contributes to each gather to `sent_bytes`."""
 
     def __init__(self, model: nn.Module) -> None:
         """Install this object as the all-gather of every FSDP2 module of `model`."""

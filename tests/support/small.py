@@ -32,7 +32,7 @@ LONGROPE |= dict(original_max_position_embeddings=64, short_mscale=1.1, long_msc
 
 
 def tiny_config(model_type: str = "llama", **changes: Any) -> PretrainedConfig:
-    """Return a config of two layers with hidden size 32 and the embedded tokenizer's vocabulary."""
+    """Return a config with two layers, hidden size 32 and the embedded tokenizer's vocabulary, except for `changes`."""
     entries: dict[str, Any] = dict(
         vocab_size=1024,
         hidden_size=32,
@@ -50,7 +50,7 @@ def tiny_config(model_type: str = "llama", **changes: Any) -> PretrainedConfig:
 
 
 def write_model(folder: Path, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB", **changes: Any) -> str:
-    """Write a model folder in the hub's layout with reproducible random weights; returns its path."""
+    """Write a tiny model with reproducible random weights in the hub's layout. Return the folder."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(tiny_config(**changes), dtype=dtype)
     with torch.no_grad():
@@ -63,7 +63,7 @@ def write_model(folder: Path, dtype: torch.dtype = torch.float32, max_shard_size
 
 
 def built_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 3, **options: Any) -> Model:
-    """Return the model of --model_name `name`, built as in a run of one process, with parameters of this dtype."""
+    """Return the model of --model_name `name`, built as in a run of one process, with parameters in `dtype`."""
     config = ModelConfig(model_name=name, **options)
     source = resolve_source(config)
     hf_config = load_config(source)
@@ -73,7 +73,7 @@ def built_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 3, **
 
 
 def model_structure(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
-    """Return the same model on the meta device, as in a sharded run."""
+    """Return the model of --model_name `name` on the meta device, as a sharded run first builds it."""
     config = ModelConfig(model_name=name, **options)
     source = resolve_source(config)
     hf_config = load_config(source)
@@ -87,14 +87,14 @@ def precision_on(options: PrecisionConfig, device: torch.device) -> PrecisionPla
 
 
 def write_rows(path: Path, num_rows: int) -> str:
-    """Write the first `num_rows` short rows of the embedded dataset to a jsonl file; returns its path."""
+    """Write the first `num_rows` short rows of the embedded dataset to a jsonl file. Return its path."""
     lines = (DATASET_DIR / "data" / "train-00000-of-00004.jsonl").read_text().splitlines()
     path.write_text("".join(line + "\n" for line in [line for line in lines if len(line) < 400][:num_rows]))
     return str(path)
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """Write rows to a jsonl file and create its folder; returns its path."""
+    """Write rows to a jsonl file, creating its folder. Return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -107,7 +107,7 @@ def reset_accelerator() -> None:
 
 
 def train(*options: object, parallel: bool = False) -> int:
-    """Train in this process as train_fp8.py does (`parallel`: train_multi_gpu.py); returns the exit code."""
+    """Train in this process as train_fp8.py does, or train_multi_gpu.py if `parallel`. Return the exit code."""
     reset_accelerator()
     config = parse_launch([str(option) for option in options], os.environ, parallel=parallel)
     return dry_run(config) if config.run.dry_run else run_training(config)
@@ -119,13 +119,13 @@ def length_config(length: int) -> Config:
 
 
 def short_run(model: object, rows: object, folder: Path, *more: object) -> list[str]:
-    """Return the options of a run without evaluation, at 256 tokens; options in `more` override them."""
+    """Return the options of a run without evaluation at 256 tokens per row. Options in `more` override them."""
     options = f"--model_name={model} --dataset_name={rows} --output_dir={folder} --validation_fraction=0"
     return [*options.split(), "--max_seq_length=256", "--log_every=1", *map(str, more)]
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of optimizer steps."""
+    """Return the records of optimizer steps in a run's metrics.jsonl."""
     return [record for record in records(folder) if "loss" in record]
 
 
@@ -153,14 +153,14 @@ def stored_weights(folder: str | Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    """Check that names, dtypes and values are equal."""
+    """Check that the names, dtypes and values of the tensors are equal."""
     assert left.keys() == right.keys()
     for name, tensor in left.items():
         assert tensor.dtype == right[name].dtype and torch.equal(tensor, right[name]), name
 
 
 def assert_same_continuation(uninterrupted: Path, resumed: Path, completed: int) -> None:
-    """Check that `resumed`, after `completed` steps, has bitwise the losses and final weights of `uninterrupted`."""
+    """Check that a run resumed after `completed` steps has bitwise the losses and weights of an uninterrupted run."""
     assert [step["step"] for step in steps(resumed)] == [step["step"] for step in steps(uninterrupted)][completed:]
     assert [step["loss"] for step in steps(resumed)] == [step["loss"] for step in steps(uninterrupted)][completed:]
     assert_same_bits(final_weights(uninterrupted), final_weights(resumed))

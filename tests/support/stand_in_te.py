@@ -1,9 +1,8 @@
 """Replacements in plain torch for the Transformer Engine modules that te_llama.py uses.
 
-They run the TE decoder without Transformer Engine and without a GPU. Shapes, parameter names and signatures are
-Transformer Engine's, and the computation follows its documentation, without fp8. With `fuse_wgrad_accumulation` weight
-gradients go where the GEMMs of Transformer Engine 2.20 write them (`_FusedWgrad`).
-"""
+With them the TE decoder runs without Transformer Engine and without a GPU. Shapes, parameter names and signatures are
+Transformer Engine's, and the computation follows its documentation, without fp8. With `fuse_wgrad_accumulation`, weight
+gradients are written to the tensors to which the GEMMs of Transformer Engine 2.20 write them (`_FusedWgrad`)."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ def _parameter(*shape: int, params_dtype: torch.dtype, device: str) -> nn.Parame
 
 
 def _check_dtypes(module: nn.Module, inputs: Tensor) -> None:
-    """Require the input's dtype for all parameters outside of torch.autocast, as Transformer Engine does."""
+    """Outside of torch.autocast, check that all parameters have the input's dtype, as Transformer Engine does."""
     if not torch.is_autocast_enabled("cpu"):
         for name, parameter in module.named_parameters():
             assert parameter.dtype == inputs.dtype, (
@@ -35,11 +34,11 @@ def _check_dtypes(module: nn.Module, inputs: Tensor) -> None:
 
 
 class _FusedWgrad(torch.autograd.Function):
-    """A linear layer with Transformer Engine's `fuse_wgrad_accumulation`; `weight` is the parameter itself.
+    """A linear layer with Transformer Engine's `fuse_wgrad_accumulation`. `weight` is the parameter itself.
 
-    The forward pass reads `overwrite_main_grad` and `is_first_microbatch`; they decide whether the backward pass adds
-    to `main_grad` or overwrites it. `main_grad` must exist by the backward pass. The GEMM's fp32 sum is rounded once.
-    autograd gets None for the weight, or uninitialised memory if the weight has `grad_added_to_main_grad`.
+    The backward pass adds the weight gradient to `weight.main_grad`, which must exist by then, or overwrites it if the
+    forward pass saw `is_first_microbatch` or `weight.overwrite_main_grad`. The fp32 sum is rounded once. autograd gets
+    None as the weight's gradient, or NaN for uninitialised memory if the weight has `grad_added_to_main_grad`.
     """
 
     @staticmethod
@@ -70,13 +69,13 @@ class _FusedWgrad(torch.autograd.Function):
 
 
 class _LinearModule(nn.Module):
-    """Base of the modules with GEMMs."""
+    """Base class of the modules with GEMMs."""
 
     fuse_wgrad_accumulation = False
 
     @property
     def is_fsdp2(self) -> bool:
-        """True if FSDP2 shards the parameters; computed once, at the first access, as in Transformer Engine."""
+        """True if FSDP2 shards the parameters. It is computed once, at the first access, as in Transformer Engine."""
         return bool(vars(self).setdefault("_is_fsdp2", True))
 
     def product(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None) -> Tensor:
@@ -98,7 +97,7 @@ class Linear(_LinearModule):
 
 
 def _normed(inputs: Tensor, gain: Tensor, eps: float, zero_centered_gamma: bool) -> Tensor:
-    """Return RMSNorm of the inputs; 1 is added to a zero-centred gain in fp32, as in Transformer Engine's kernels."""
+    """Return RMSNorm of the inputs. 1 is added to a zero-centred gain in fp32, as in Transformer Engine's kernels."""
     if not zero_centered_gamma:
         return F.rms_norm(inputs, gain.shape, gain, eps)
     return F.rms_norm(inputs.float(), gain.shape, gain.float() + 1, eps).to(inputs.dtype)
@@ -180,7 +179,8 @@ class DotProductAttention(nn.Module):
         self.num_before, _ = window_size  # earlier positions that are attended to, -1 for all
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, qkv_format: str, cu_seqlens_q: Tensor, **_: Any) -> Tensor:
-        """Return [..., heads * d] for q, k, v [tokens, heads, d] (thd) or [B, S, heads, d] (bshd, right-padded)."""
+        """Return attention [..., heads * d] of q, k, v [tokens, heads, d] (thd) or [B, S, heads, d] (bshd,
+        right-padded). `cu_seqlens_q` are the bounds of the documents or, if padded, of the rows without padding."""
         output = torch.zeros(*q.shape[:-2], q.shape[-2] * q.shape[-1], dtype=q.dtype)
         bounds = cu_seqlens_q.tolist()
         for number, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
@@ -197,7 +197,7 @@ class DotProductAttention(nn.Module):
 
 
 def apply_rotary_pos_emb(x: Tensor, freqs: Tensor, tensor_format: str, cu_seqlens: Tensor | None, **_: Any) -> Tensor:
-    """Rotate x [tokens, heads, d] (thd) or [B, S, heads, d] by angles [positions, 1, 1, d], from 0 in each document."""
+    """Rotate x [tokens, heads, d] (thd) or [B, S, heads, d] by `freqs` [positions, 1, 1, d]. A document starts at 0."""
     positions = torch.arange(x.shape[-3])
     if cu_seqlens is not None:
         positions = positions - cu_seqlens[torch.searchsorted(cu_seqlens, positions, right=True) - 1]
@@ -227,12 +227,12 @@ dswiglu, dgeglu = (functools.partial(_backward, function) for function in (swigl
 
 
 def activations(recipe: Any = None) -> dict[str, tuple[Any, ...]]:
-    """Return LayerNormMLP's table: forward, backward, and backward with cast or None."""
+    """Return LayerNormMLP's activations: forward, backward, and backward with a cast (here None), by name."""
     return {"geglu": (geglu, dgeglu, None), "swiglu": (swiglu, dswiglu, None)}
 
 
 def install_modules(monkeypatch: pytest.MonkeyPatch, contents: dict[str, dict[str, Any]]) -> None:
-    """Make modules with these members importable until the test ends; `contents` lists parents before children."""
+    """Make modules importable until the test ends. `contents` maps module names, parents first, to their members."""
     for name, members in contents.items():
         module = ModuleType(name)
         module.__spec__ = ModuleSpec(name, None)  # read by importlib.util.find_spec
@@ -244,7 +244,7 @@ def install_modules(monkeypatch: pytest.MonkeyPatch, contents: dict[str, dict[st
 
 
 def install_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make these modules importable as `transformer_engine`, and allow --use_te without a GPU, until the test ends."""
+    """Make the stand-in importable as `transformer_engine` and allow --use_te without a GPU, until the test ends."""
     contents: dict[str, dict[str, Any]] = {
         "transformer_engine": {},
         "transformer_engine.pytorch": {

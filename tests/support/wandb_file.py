@@ -37,7 +37,7 @@ class WandbRun:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The summary that W&B shows: each key's last value, overridden by values that the run wrote to the summary."""
+        """The summary that W&B shows: each key's last value, overridden by values that the run wrote to its summary."""
         last = {key: value for entry in self.history for key, value in entry.items() if not key.startswith("_")}
         return {**last, **self.logged_summary}
 
@@ -70,7 +70,7 @@ def only_wandb_run(folder: Path) -> WandbRun:
 
 
 def wandb_runs(folder: Path) -> list[WandbRun]:
-    """Return the offline W&B run of each start of a training, in order of time."""
+    """Return the offline W&B runs of a folder, one per start of the training, in order of time."""
     return [_run_in(file) for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))]
 
 

@@ -1,4 +1,4 @@
-"""Reading of JSONL files, and atomic writes of JSON files."""
+"""Tests of reading JSONL files and of writing JSON files atomically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output to a file that cannot grow."""
+"""Tests of programs whose output goes to a file that cannot grow."""
 
 from __future__ import annotations
 
