@@ -74,7 +74,7 @@ def test_file_without_a_comparable_ratio_is_refused(tmp_path):
 
 
 def test_ratio_with_a_large_spread_is_compared_only_if_it_fell_further(tmp_path):
-    """With this spread, a loss of a quarter of the speed cannot be shown, but a loss of half of it can."""
+    """With a spread this large, a fall of the speed by a quarter could be chance. A fall by half could not."""
     recorded = [row("delayed", 18_000), row("hf_bf16", 10_000)]
     with pytest.raises(UserError, match="spread is too large"):
         check(tmp_path, [row("delayed", 13_500, spread=0.3), row("hf_bf16", 10_000)], recorded)

@@ -50,7 +50,7 @@ EOS = {
 """EOS of each template's tokenizer. The other templates have "<|im_end|>"."""
 
 ROWS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "rows.json").read_text())
-"""Rows of every form by title. Some of them are refused."""
+"""Rows of every format by title. Some of them are refused."""
 
 
 def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
@@ -67,13 +67,13 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
 
 
 def supervised_texts(encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Decode each contiguous span of supervised tokens."""
+    """Return the text of each contiguous span of supervised tokens."""
     spans = groupby(zip(*encoded, strict=True), key=lambda pair: pair[1])
     return [str(tokenizer.decode([token for token, _ in span])) for supervised, span in spans if supervised]
 
 
 def golden_of(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | str:
-    """Return the entry of `goldens.json` for this row."""
+    """Return the entry of `goldens.json` for `row`, as the package's code computes it."""
     try:
         form = detect_columns(row)
         conversation = conversation_of(row, form)

@@ -214,7 +214,7 @@ def test_columns_option_maps_other_names(prepare: Any, tmp_path: Path, streaming
 
 
 def _write_mix(folder: Path) -> str:
-    """Write 30 questions "a 0", "a 1", ... and 90 conversations "b 0", ... as two datasets. Return their names."""
+    """Write 30 questions "a 0", "a 1", ... and 90 conversations "b 0", ... as two datasets. Return "NAME,NAME"."""
     questions = [{"question": f"a {i}", "answer": f"= {i}"} for i in range(30)]
     turns = ([{"from": "human", "value": f"b {i}"}, {"from": "gpt", "value": f"= {i}"}] for i in range(90))
     chats = [{"id": i, "conversations": conversation} for i, conversation in enumerate(turns)]

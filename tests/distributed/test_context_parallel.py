@@ -49,7 +49,7 @@ def _slices(batch: Batch, size: int) -> list[Batch]:
 
 
 def _bounds(batch: Batch) -> list[int]:
-    """Return where each document starts in the flattened tokens of a packed or padded batch. Append the total length."""
+    """Return where each document starts in the flattened tokens of a packed or padded batch, then the total length."""
     if batch.cu_seqlens is not None:
         return batch.cu_seqlens.tolist()
     rows, width = batch.input_ids.shape

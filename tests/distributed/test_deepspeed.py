@@ -1,4 +1,4 @@
-"""The checks of a DeepSpeed file. test_multi_process.py compares training in every stage with a plain loop."""
+"""The checks of a DeepSpeed configuration file. test_multi_process.py tests the losses of every stage."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Fused accumulation of weight gradients on two gloo ranks: the losses equal those without it. The tests also count the
 GEMMs that add to the gradient themselves, and FSDP2's all-gathers of weights.
 
-Stand-ins for Transformer Engine's modules follow its rules for `main_grad`. DDP, FSDP2 and the optimizer are real.
+Stand-ins for Transformer Engine's modules follow its rules for `main_grad`, the buffer to which GEMMs add weight
+gradients. DDP, FSDP2 and the optimizer are real.
 """
 
 from __future__ import annotations

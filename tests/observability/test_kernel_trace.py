@@ -1,4 +1,4 @@
-"""Kernel names from profiles of an H200, from other libraries and GPUs, and the class of each."""
+"""Kernel names from profiles of an H200 and from other libraries and GPUs, each with its class, for example "gemm"."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_split_keeps_every_bit_and_rounds_to_nearest(masters):
 
 
 class NumpyAdamW:
-    """AdamW on fp32 master weights with fp32 moments, as a sequence of single IEEE operations."""
+    """AdamW with master weights and moments in fp32, in numpy, where each operation rounds its result."""
 
     def __init__(self, master):
         self.master, self.m, self.v = master.copy(), np.zeros_like(master), np.zeros_like(master)

@@ -1,4 +1,4 @@
-"""Precision on a machine without an fp8 GPU: the plan, refusals, and modules that stay in bf16."""
+"""Precision on a machine without an fp8 GPU: the plan, refused options, and modules that stay in bf16."""
 
 from __future__ import annotations
 

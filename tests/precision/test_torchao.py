@@ -46,7 +46,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def convert_model(scenario: str, **changes: object) -> tuple[nn.Module, Precision]:
-    """Return a small bf16 model with torchao's layers, and the precision attached to it."""
+    """Return a small bf16 model with torchao's linear layers, and its `Precision`, which has the recipe `scenario`."""
     options = PrecisionConfig(mixed_precision="fp8", fp8_backend="torchao", fp8_scenario=scenario)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(**changes), dtype=torch.bfloat16)

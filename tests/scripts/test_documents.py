@@ -1,4 +1,4 @@
-"""The files, headings and options that the documents name exist, and their commands parse."""
+"""The documents mention only files, headings and options that exist, and their commands parse."""
 
 from __future__ import annotations
 

@@ -141,8 +141,8 @@ def fake_kernels(monkeypatch):
 
 @pytest.fixture
 def train(monkeypatch, tmp_path, fake_kernels):
-    """Return a function that trains a tiny model for three steps and returns the Trainer. `launch` are its environment
-    variables, of which those in `missing` are unset before training. The callback sees `kernels` in the recorded step.
+    """Return a function that trains a tiny model for three steps and returns the Trainer. It sets the environment
+    variables `launch`, and unsets those in `missing` before training. The callback sees `kernels` in the recorded step.
     """
     install_stand_in_te(monkeypatch)
 

@@ -120,7 +120,7 @@ def test_gradient_checkpointing_ends_the_run(model_folder, tmp_path, record_prop
 
 
 def test_bf16_flag_keeps_fp8_but_drops_the_recipe_of_the_file(model_folder, tmp_path, record_property):
-    """fp8 runs with Transformer Engine's default recipe. The certificate fails if the file has another recipe."""
+    """TE then computes in fp8 with its default recipe. The certificate fails if the launch file has another recipe."""
     default = run_example("configs/accelerate_fp8.yaml", model_folder, tmp_path / "default", "--bf16", "true")
     assert default.returncode == 0, default.stderr
     assert certificate_of(tmp_path / "default")["verdict"] == "certified"
