@@ -101,7 +101,7 @@ def num_positions(config: Any) -> int | None:
 
     The maximum is the larger of max_position_embeddings and `factor` times the length before RoPE scaling. Dynamic
     scaling does not increase it, since its frequencies depend on the longest sequence so far. If each layer type has a
-    table, that length must be in the config: Gemma 3's max_position_embeddings is the length after scaling.
+    table, the table must contain the length before scaling: Gemma 3's max_position_embeddings is the length after it.
     """
     limit: int | None = getattr(config, "max_position_embeddings", None)
     if limit is None:
@@ -505,7 +505,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
     def set_context_parallel_group(
         self, group: torch.distributed.ProcessGroup, ranks: list[int], stream: torch.cuda.Stream
     ) -> None:
-        """Shard every document over `group`, whose global ranks are `ranks` (see `_documents`).
+        """Split every document over `group`, whose global ranks are `ranks` (see `_documents`).
 
         TE runs every second step of its ring (p2p) on `stream`. The ring supports no sliding windows and no fp32.
         """

@@ -1,4 +1,4 @@
-"""Build the strategy of a sharding mode. Its module is imported only in runs that use it."""
+"""Build the strategy of a sharding mode. The module with this strategy is imported only in runs that use it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llm_fp8.utils.ranks import LaunchRanks
 
 
 def build_strategy(mode: str, config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -> DistributedStrategy:
-    """Build the run's strategy and its Accelerator. Of precision, the Accelerator handles only fp16's loss scaling."""
+    """Build the strategy of the sharding mode `mode` and its Accelerator, which does mixed precision only in fp16."""
     engine, parallel = MODES[mode].engine, config.parallel
     if engine == "deepspeed":
         from llm_fp8.distributed import deepspeed

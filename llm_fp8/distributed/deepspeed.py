@@ -9,7 +9,7 @@ them with torch's AdamW, which `prepare` returns for the schedule. Stage 1 reduc
 a step, and stages 2 and 3 in each micro-batch.
 
 The file of --deepspeed_config determines ZeRO's communication and memory. The scripts' options determine batch,
-precision, optimizer, schedule and clipping. The file may repeat their values or have "auto"; other values are errors.
+precision, optimizer, schedule and clipping. The file may repeat their values or contain "auto"; others are errors.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Plugin(DeepSpeedPlugin):
 
 
 def accelerator_arguments(config: Config, mode: str, compute_name: str, num_processes: int) -> dict[str, Any]:
-    """Return the arguments of an `Accelerator` for DeepSpeed, and import DeepSpeed for this machine's device."""
+    """Return the arguments of an `Accelerator` for DeepSpeed. Import DeepSpeed for this machine's kind of device."""
     on_gpu = torch.cuda.is_available()
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_gpu else "cpu")
     DEEPSPEED.require(f"--sharding_mode {mode}")
@@ -74,13 +74,13 @@ def accelerator_arguments(config: Config, mode: str, compute_name: str, num_proc
 
 
 def settings_file(options: ParallelConfig, mode: str) -> Path:
-    """Return the file in --deepspeed_config, or the default file of the mode."""
+    """Return the file that --deepspeed_config names, or else the default file of the sharding mode `mode`."""
     return Path(options.deepspeed_config or (SHIPPED / "configs").resolve() / f"ds_z{mode[-1]}.json")
 
 
 def deepspeed_settings(config: Config, mode: str, compute_name: str, num_processes: int) -> dict[str, Any]:
-    """Return DeepSpeed's settings: those of the file, with the run's values added. Raise `UserError` if they differ.
-    `compute_name` is the compute dtype outside fp8, "fp32" or "bf16".
+    """Return DeepSpeed's settings: the content of `settings_file`, completed by the run's values. Raise `UserError` if
+    the two contradict each other. `compute_name` is the compute dtype outside fp8, "fp32" or "bf16".
     """
     path, stage = settings_file(config.parallel, mode), int(mode[-1])
     rows, steps = config.data.batch_size, config.optim.gradient_accumulation_steps
@@ -109,8 +109,8 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
 
 
 def _completed(settings: dict[str, Any], others: dict[str, Any], origin: str = "") -> dict[str, Any]:
-    """Return `settings` with the entries of `others` added at any depth, except those that are "auto". If `origin` is
-    given (the file of the settings), raise `UserError` for an entry with two different values.
+    """Merge `others` into `settings`, also in nested entries, except values "auto". Return the result. If `origin`, the
+    name of the file of `settings`, is not empty, raise `UserError` for an entry with two different values.
     """
     merged = dict(settings)
     for key, value in others.items():
@@ -129,7 +129,7 @@ _MASTER_WEIGHTS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_f
 
 
 class DeepSpeedStrategy(DistributedStrategy):
-    """Strategy of the deepspeed modes. Each rank loads unsharded weights before `prepare`."""
+    """Strategy of the modes deepspeed_1 to deepspeed_3. Each rank loads all weights, unsharded, before `prepare`."""
 
     saves_itself = True
 
@@ -145,7 +145,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._zero: Any  # DeepSpeed's engine, set by `prepare`
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, precision: Any = None) -> tuple[nn.Module, Any]:
-        """Return DeepSpeed's engine, to be called instead of the model, and AdamW, which now updates master weights."""
+        """Return DeepSpeed's engine, to be called instead of `model`, and AdamW, which now updates master weights."""
         causal_lm: Any = model.model  # `model` is the `TrainingModel`
         self.accelerator.gradient_accumulation_steps = self.settings["gradient_accumulation_steps"]  # avoids a warning
         with reading("--deepspeed_config", settings_file(self.options, self.mode), "it into DeepSpeed"):
@@ -171,7 +171,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._zero.backward(loss * self.accelerator.num_processes, scale_wrt_gas=False)
 
     def step(self, optimizer: Any, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-        """Clip and step. If a gradient is not finite, the norm is infinite, and the step may have been skipped."""
+        """Clip, step and return the unclipped norm. A norm of inf means that the step may have been skipped."""
         assert max_norm == self.settings["gradient_clipping"], "DeepSpeed clips to the norm in its settings"
         self._zero.step()
         return torch.as_tensor(self._zero.get_global_grad_norm(), dtype=torch.float32, device=self.accelerator.device)
@@ -190,12 +190,12 @@ class DeepSpeedStrategy(DistributedStrategy):
         return {}
 
     def state_bytes(self) -> int:
-        """Return the bytes that `save_state` writes on all ranks together."""
+        """Return the number of bytes that `save_state` writes, summed over ranks."""
         weights = list(self._zero.module.parameters())
         return sum(getattr(weight, "ds_numel", weight.numel()) * (12 + weight.element_size()) for weight in weights)
 
     def save_state(self, folder: Path) -> None:
-        """Write weights and optimizer state, synced to disk. Collective."""
+        """Write weights and optimizer state to `folder` and sync the files to disk. Collective."""
         self._zero.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
         self.accelerator.wait_for_everyone()
         for path in folder.glob("*_states.pt"):
@@ -204,8 +204,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.accelerator.wait_for_everyone()
 
     def load_state(self, folder: Path, optimizer: Any) -> None:
-        """Restore the state that `save_state` wrote on equally many ranks, bit for bit. Learning rate, weight decay and
-        clipping are not restored. Collective.
+        """Restore bit for bit the state that `save_state` wrote with the same number of ranks. The optimizer keeps its
+        learning rate, weight decay and clipping. Collective.
         """
         options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         load_arguments = {"tag": _TAG, "load_lr_scheduler_states": False, "custom_load_fn": _load_module_state}
@@ -217,7 +217,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
 
 def _load_module_state(src: dict[str, Tensor], dst: nn.Module) -> None:
-    """Load weights and buffers by name, without TE's extra state, which `RunState` restores."""
+    """Load weights and buffers from `src` into `dst`, except TE's extra state, which `RunState` restores."""
     weights = {name: value for name, value in src.items() if not name.endswith("_extra_state")}
     loaded = dst.load_state_dict(weights, strict=False)
     assert all(name.endswith("_extra_state") for name in [*loaded.missing_keys, *loaded.unexpected_keys]), loaded

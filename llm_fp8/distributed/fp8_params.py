@@ -1,16 +1,16 @@
 """--fp8_params: store the decoder's linear weights in fp8 between steps, and all-gather them in fp8.
 
 Each of these weights is sharded along dim 0. A rank stores a shard of the fp32 master weight and its moments (12 bytes
-per element), which is saved in checkpoints, and an fp8 shard (1 byte), which is all-gathered. Otherwise shards are
-all-gathered in bf16 (2 bytes), and every rank casts the weight to fp8 in every micro-batch. In both recipes all shards
-of a weight have the same scale:
+per element), which is saved in checkpoints, and an fp8 shard (1 byte), which is all-gathered. Without this option,
+shards are all-gathered in bf16 (2 bytes), and every rank casts the weight to fp8 in every micro-batch. All shards of a
+weight have the same scale:
 
     scale = largest fp8 number / amax of the master weight over all ranks
 
 It is computed after the step, with one collective for all weights. The option does not change checkpoints.
 
 The shards are `Float8Tensor`s of Transformer Engine (2.20), which FSDP2 gathers as bytes by its extension for tensor
-subclasses (`fsdp_pre_all_gather`). TE's optimizer would use scales of past steps, or need a collective per weight.
+subclasses (`fsdp_pre_all_gather`). TE's own optimizer would use old scales, or need one collective per weight.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Fp8Weight(NamedTuple):
 
 
 class Fp8ParamsStrategy(FsdpStrategy):
-    """FSDP that gathers weights in fp8. TE's become fp8 parameters; the other back end casts weights itself."""
+    """FSDP strategy that gathers weights in fp8. TE's weights become fp8 parameters; torchao casts weights itself."""
 
     _backend: Any = TEBackend()  # `prepare` sets the run's back end
     _weights: Sequence[Fp8Weight] = ()
@@ -72,8 +72,8 @@ class Fp8ParamsStrategy(FsdpStrategy):
 
 
 def keep_weights_in_fp8(model: nn.Module, precision: Precision) -> Sequence[Fp8Weight]:
-    """Replace the parameters of TE's fp8 modules in `model` by fp8 parameters. The old parameters become their master
-    weights. Return these weights if they are trained. Frozen weights are cast once, and their masters are freed.
+    """Replace the parameters of TE's fp8 modules in `model` by fp8 parameters. Return the new parameters with the old
+    ones, which become their master weights. If the weights are frozen, cast and free the old parameters and return ().
 
     All ranks must call it before the first forward pass, in which FSDP2 reads its parameters.
     """
@@ -105,7 +105,7 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision) -> Sequence[Fp8W
 
 @torch.no_grad()
 def quantise_(weights: Sequence[Fp8Weight]) -> None:
-    """Cast all master weights to their fp8 parameters. All ranks that share a copy of the model must call it."""
+    """Cast each master weight to its fp8 parameter. All ranks that share a copy of the model must call it."""
     if not weights:
         return
     masters = [local_of(weight.master) for weight in weights]

@@ -34,7 +34,7 @@ from llm_fp8.utils.torch_internals import fsdp_entries, gathered_parameter, loca
 
 
 class FsdpStrategy(DistributedStrategy):
-    """Strategy of the fsdp modes. fsdp_hybrid shards over a host's `ranks_per_host` ranks, with a copy on each host."""
+    """Strategy of the fsdp modes. fsdp_hybrid shards over `ranks_per_host` ranks; each host has a copy of the model."""
 
     shards_parameters = True
 
@@ -77,8 +77,8 @@ class FsdpStrategy(DistributedStrategy):
         return model, optimizer
 
     def main_grads(self, model: nn.Module) -> FindMainGrad:
-        """Return a `FindMainGrad` for sharded weights. It returns the gathered weight, which forward passes use, and
-        the gradient that FSDP2 accumulates on every rank, unsharded and in fp32.
+        """Return a function that maps a sharded weight to the gathered weight, which forward passes use, and to the
+        gradient that FSDP2 accumulates on every rank, unsharded and in fp32.
         """
         entries = {id(weight): entry for unit in units_of(model) for weight, entry in fsdp_entries(unit)}
 
@@ -104,7 +104,7 @@ class FsdpStrategy(DistributedStrategy):
         return nullcontext()
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
-        """Return the unsharded parameter on the accelerator's device, as the collective requires. Collective."""
+        """Return the unsharded parameter on the accelerator's device, even if shards are on the host. Collective."""
         sharded: Any = self.master_of(parameter)[1]
         if (remainder := remainder_of(parameter)) is not None:
             sharded = sharded_like(join_master(local_of(sharded), local_of(remainder)), sharded)
@@ -117,7 +117,7 @@ def units_of(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def _reshard_without_backward(model: nn.Module, *_: Any) -> None:
-    """Free unsharded parameters after a forward pass without gradients; otherwise checkpoints would include them."""
+    """Free unsharded parameters after a forward pass without gradients. Otherwise checkpoints would contain them."""
     if not torch.is_grad_enabled():
         for unit in units_of(model):
             unit.reshard()
@@ -128,10 +128,10 @@ class MemorySavingReduceScatter:
 
     PyTorch's allocator has separate memory for each CUDA stream. FSDP2 allocates a rank's gradient shards (4 / N bytes
     per parameter on N ranks) on the reduce-scatter's stream. Here they are allocated on `stream()`, the stream of the
-    backward pass, to reuse the memory of activations and unsharded gradients. FSDP2 frees both between its two
-    allocations; main gradients are freed at the first one. If `stream()` is None, allocation is as in FSDP2: on CPUs,
-    and in fsdp_hybrid, where a third stream reads the shards. If the parameters are bf16 (`adamw_master`,
-    `adamw_8bit`), the output is allocated in bf16 and cast here, and not on the reduce-scatter's stream.
+    backward pass, to reuse the memory of activations and unsharded gradients. FSDP2 calls `allocate` twice: for the
+    input, where main gradients are freed, and for the output, after it has freed unsharded gradients. If `stream()` is
+    None, allocation is as in FSDP2: on CPUs, and in fsdp_hybrid, where a third stream reads the shards. For bf16
+    parameters (`adamw_master`, `adamw_8bit`), the output is bf16 and cast here, not on the reduce-scatter's stream.
     """
 
     def __init__(self, unit: FSDPModule, stream: Callable[[], torch.cuda.Stream | None]) -> None:

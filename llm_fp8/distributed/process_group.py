@@ -19,7 +19,7 @@ TIMEOUT = datetime.timedelta(minutes=30)  # ranks wait while the main rank token
 
 
 def start_process_group(ranks: LaunchRanks) -> None:
-    """Join the launcher's process group, if any. Raise `UserError` without a GPU or without the other processes."""
+    """Join the launcher's process group, if any. Raise `UserError` if a GPU is missing or other ranks do not answer."""
     if not ranks.launched or dist.is_initialized():
         return
     end_with_parent()
@@ -46,7 +46,7 @@ def device_of_process() -> torch.device:
 
 
 def end_process_group(accelerator: Accelerator, is_own: bool) -> None:
-    """Free the objects that a run prepared. Destroy the process group if the run started it (`is_own`)."""
+    """Free the objects that `accelerator` prepared. Destroy the process group if the run started it (`is_own`)."""
     # Free DDP first: if it is the last owner of the group, it holds the GIL while it waits for gloo's threads.
     accelerator.free_memory()
     if is_own and dist.is_initialized():

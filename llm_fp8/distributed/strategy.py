@@ -5,7 +5,7 @@ model, optimizer = strategy.prepare(model, optimizer)
 for each step:
     for each micro-batch:
         with strategy.micro_batch(model, last=...):
-            strategy.backward(loss)        loss: this rank's summand of the global mean, see llm_fp8.step.stepper
+            strategy.backward(loss)        loss: this rank's part of the global mean, see llm_fp8.step.stepper
     grad_norm = strategy.step(optimizer, parameters, max_norm)
 """
 
@@ -71,26 +71,26 @@ class DistributedStrategy:
         return self.accelerator.prepare(model, optimizer, device_placement=[True, False])
 
     def without_ddp(self, model: nn.Module) -> nn.Module:
-        """Return the model to call from the next step on: `model` without DDP."""
+        """Return `model` without its DDP wrapper. The training loop calls it from the next step on."""
         if not isinstance(model, DistributedDataParallel):
             return model
         self._is_plain = True
         return model.module  # DDP and its hooks are deleted when the first graph is captured, or before
 
     def main_grads(self, model: nn.Module) -> FindMainGrad | None:
-        """Return how GEMMs of a prepared `model` get the gradients to add to, or None if they must not accumulate."""
+        """Return a function that finds the gradients to which wgrad GEMMs add, or None if GEMMs must not accumulate."""
         return lambda weight: (weight, weight.grad)
 
     def reduces_by_hooks(self, last: bool) -> bool:
-        """Return True if autograd hooks reduce a micro-batch's gradients. Then GEMMs must not accumulate."""
+        """Return True if autograd hooks reduce the gradients of this micro-batch. Then GEMMs must not accumulate."""
         return self._reduces(last) and self.accelerator.num_processes > 1 and not self._is_plain
 
     def _reduces(self, last: bool) -> bool:
         return last or self.options.sync_every_micro_batch
 
     def micro_batch(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        """Return the context of a micro-batch's forward and backward pass. Gradients are reduced in the `last` one of a
-        step, or in every one with --sync_every_micro_batch.
+        """Return a context for forward and backward of a micro-batch. Gradients are reduced over ranks in the `last`
+        one of a step, or in every one with --sync_every_micro_batch.
         """
         if not self._is_plain:
             return contextlib.nullcontext() if self._reduces(last) else self.accelerator.no_sync(model)
@@ -100,7 +100,7 @@ class DistributedStrategy:
         return averaged_over_ranks(model, decoder_layers(causal_lm))
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of `loss`, this rank's summand of a sum over ranks."""
+        """Run backward and accumulate gradients. A step's loss is the sum of `loss` over micro-batches and ranks."""
         # The reduction averages over ranks, and this factor makes it a sum.
         self.accelerator.backward(loss * self.accelerator.num_processes)
 
@@ -112,34 +112,34 @@ class DistributedStrategy:
         return norm
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
-        """Return the unsharded parameter on every rank, in fp32 if it has a remainder. Collective if sharded."""
+        """Return the unsharded parameter, or its fp32 master weight if it has a remainder. Collective if sharded."""
         remainder = remainder_of(parameter)
         return parameter.detach() if remainder is None else join_master(parameter.detach(), remainder)
 
     def master_of(self, parameter: Any) -> tuple[Any, Tensor]:
-        """Return the parameter in the optimizer for the model's `parameter`, and its values for a checkpoint."""
+        """Return the parameter that the optimizer updates for `parameter`, and the values to store in checkpoints."""
         return parameter, parameter.detach()
 
     def state(self, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-        """Return name -> tensor (not copied) of trained weights and optimizer; {} if the strategy `saves_itself`."""
+        """Return trained weights and optimizer state by name, not copied; {} if the strategy `saves_itself`."""
         masters = {name: self.master_of(p) for name, p in model.named_parameters() if p.requires_grad}
         tensors = {f"model.{name}": values for name, (_, values) in masters.items()}
         state = optimizer_tensors(optimizer, [(name, master) for name, (master, _) in masters.items()])
         return tensors | {f"optimizer.{name}": tensor for name, tensor in state.items()}
 
     def load_state(self, folder: Path, optimizer: Any) -> None:
-        """Restore the state that `save_state` wrote, or allocate the tensors of `state` to be read. Collective."""
+        """Restore what `save_state` wrote, or allocate the tensors of `state` for the caller to fill. Collective."""
         initialize_state(optimizer)
 
     def after_load(self, model: nn.Module, optimizer: Any, step: int) -> None:
-        """Update values that depend on weights and `step`, after the tensors of `state` were read. Collective."""
+        """Update values that depend on the weights and on `step`, the number of completed steps. Collective."""
         set_completed_steps(optimizer, step)
 
 
 @contextlib.contextmanager
 def averaged_over_ranks(model: nn.Module, layers: nn.ModuleList) -> Iterator[None]:
-    """Return a context for a backward pass of `model` that averages gradients over the ranks. A decoder layer's
-    gradients are reduced while the pass continues with earlier layers, and all others at the end.
+    """Return a context for a backward pass of `model` that averages gradients over the ranks. The gradients of a
+    decoder layer are reduced while the pass continues with earlier layers. The other gradients are reduced at the end.
     """
     remaining = {id(parameter): parameter for parameter in model.parameters()}
     reductions: list[Any] = []

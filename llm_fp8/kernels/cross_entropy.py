@@ -7,9 +7,9 @@ For hidden states `x [T, h]`, the lm_head's weight `W [V, h]` and labels `y [T]`
 and its gradients. For V = 128,256 (Llama 3) and T = 8,192, `F.cross_entropy(model(x).float(), y)` needs 2.0 GiB for
 logits and 3.9 GiB for each of three fp32 tensors. Here the gradient overwrites the bf16 logits. There are two methods:
 
-    one chunk     The logits are stored until the backward pass, which follows at once, so the peak does not rise.
-    many chunks   At most `chunk_tokens` rows of logits exist at a time. Both gradients are computed in the forward
-                  pass. grad_W is summed over chunks in fp32 (4 V h bytes), so this saves memory only if T >> 2 h.
+    one chunk     The logits are stored until the backward pass, which follows at once, so peak memory does not rise.
+    many chunks   At most `chunk_tokens` rows of logits exist at a time. The gradients of x and W are computed in the
+                  forward pass. That of W is summed in fp32 (4 V h bytes), so this saves memory only if T >> 2 h.
 
 The GEMMs run in `compute_dtype`. Softmax, loss and sums are computed in fp32 (fp64 for fp64 inputs), by Transformer
 Engine's Triton kernels if it is installed, else by torch in blocks of rows. The gradient with respect to the logits
@@ -31,7 +31,7 @@ LOGITS_BUDGET_GIB = 4.0  # 16,384 tokens of a 128k vocabulary in bf16 are 3.9 Gi
 
 
 def default_chunk_tokens(num_tokens: int, vocab_size: int, dtype: torch.dtype) -> int:
-    """Return the number of tokens per chunk: logits fit in `LOGITS_BUDGET_GIB` and chunks have nearly equal sizes."""
+    """Return the number of tokens per chunk. Chunks are nearly equal, and their logits fit in `LOGITS_BUDGET_GIB`."""
     num_chunks = max(1, -(-num_tokens * vocab_size * dtype.itemsize // int(LOGITS_BUDGET_GIB * 2**30)))
     # A multiple of 128, since a chunk's tokens are the inner dimension of grad_W's GEMM.
     return max(1, -(-num_tokens // (num_chunks * 128))) * 128
@@ -149,7 +149,7 @@ def use_triton(logits: Tensor) -> bool:
 
 
 def losses_and_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the losses [T] of `logits [T, V]` (0 if ignored), and each row's maximum m and sum of exp(logit - m)."""
+    """Return the losses [T] of `logits [T, V]` (0 if ignored), and the maximum m and sum of exp(logit - m) per row."""
     if use_triton(logits):
         from transformer_engine.pytorch.triton.cross_entropy import cross_entropy_forward
 
@@ -176,8 +176,9 @@ def losses_and_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
 
 
 def to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor, cap: float | None) -> None:
-    """Overwrite `logits [T, V]` with their gradient: the 0-dim grad_output times (softmax - one_hot(label)), or 0 for
-    ignored rows. With a `cap`, it is the gradient with respect to the input of `cap_`.
+    """Overwrite `logits [T, V]` with their gradient: `grad_output` (0-dim) times (softmax - one_hot(label)), or 0 for
+    ignored tokens. `statistics` come from `losses_and_statistics`. If the logits are capped by `cap_` with `cap`, the
+    result is the gradient with respect to the uncapped logits.
     """
     slope = None if cap is None else (logits / cap).square_().neg_().add_(1)  # tanh' = 1 - tanh^2
     if use_triton(logits):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def slice_index(cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
-    """Return the indices of the tokens for `rank` of `size` in a packed batch: int64 [cu_seqlens[-1] / size]."""
+    """Return the indices of the tokens that rank `rank` of `size` gets: int64 [cu_seqlens[-1] / size]."""
     bounds = cu_seqlens.long()
     lengths = bounds.diff()
     document = torch.repeat_interleave(torch.arange(len(lengths), device=bounds.device), lengths // size)

@@ -33,7 +33,9 @@ def _copy(
     BLOCK: tl.constexpr,
     BACKWARD: tl.constexpr,
 ) -> None:
-    """Copy COLUMNS columns from `fused` to `part`, or back if BACKWARD; both are pointers to rows [tokens, 1]."""
+    """Copy COLUMNS columns of each token for which `inside` is True from `fused` to `part`, or back if BACKWARD. Both
+    are pointers to a token's first column [tokens, 1].
+    """
     columns = tl.arange(0, BLOCK)[None, :]
     mask = inside & (columns < COLUMNS)
     if BACKWARD:
@@ -56,7 +58,9 @@ def _rotate(
     BLOCK_REST: tl.constexpr,
     BACKWARD: tl.constexpr,
 ) -> None:
-    """Rotate one head from `fused` to `part`, or back if BACKWARD; cosine and sine are fp32 [tokens, BLOCK_HALF]."""
+    """Rotate one head from `fused` to `part`, or back if BACKWARD. `cosine` and `sine` are fp32 [tokens, BLOCK_HALF].
+    For the other arguments see `_copy`.
+    """
     HALF: tl.constexpr = ROTARY_DIM // 2
     columns = tl.arange(0, BLOCK_HALF)[None, :]
     mask = inside & (columns < HALF)
@@ -179,7 +183,9 @@ def _split_rope_kernel(
 def _launch(
     fused: Tensor, parts: tuple[Tensor, ...], angles: Tensor, cu_seqlens: Tensor | None, backward: bool
 ) -> None:
-    """Split contiguous `fused` [..., W] into `parts` (q, k, v [..., heads, d], any strides), or join if `backward`."""
+    """Split contiguous `fused` [..., W] into `parts`, which are q, k, v [..., heads, d] with any strides. If
+    `backward`, join `parts` into `fused` instead.
+    """
     q, k, _ = parts
     (num_heads, head_dim), num_kv_heads, rotary_dim = q.shape[-2:], k.shape[-2], angles.shape[-1]
     num_tokens = fused[..., 0].numel()

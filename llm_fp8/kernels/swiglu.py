@@ -18,7 +18,7 @@ NAME = "swiglu_with_fused_cast"
 
 
 def fuse_swiglu_backward(mlp: nn.Module) -> None:
-    """Make `mlp` compute SwiGLU's gradient and its cast together. It is a LayerNormMLP with "swiglu" and no biases."""
+    """Make `mlp`, a LayerNormMLP with "swiglu" and no biases, compute SwiGLU's gradient and cast it in one function."""
     add_activation(NAME, _backward_and_cast)
     mlp.activation = NAME  # type: ignore[assignment]
 

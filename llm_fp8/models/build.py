@@ -1,4 +1,4 @@
-"""Build a `Model` from a config: choose the attention, build the modules, remove towers, read or draw the weights.
+"""Build a `Model` from a config: choose attention, build modules, remove those not for text, read or draw weights.
 
 There are two decoders: Hugging Face's, and the same model with TE decoder layers (te_llama.py). Both are built with
 parameters on "meta" and sharded if required. Then memory is allocated and filled tensor by tensor.
@@ -39,7 +39,7 @@ _Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 def choose_attention(choice: str, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return transformers' attn_implementation (None: its default). `auto` selects flash-attn if it can be used."""
+    """Return transformers' attn_implementation (None: its default). `choice` "auto" selects flash-attn if usable."""
     if choice == "flash_attention_2":
         FLASH_ATTENTION_2.require("--attn_implementation flash_attention_2")
     if choice != "auto":
@@ -62,8 +62,8 @@ def build_structure(
     te_on_meta: bool = True,
     full_tensor: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> Model:
-    """Build the model without values, with parameters on "meta" and buffers on `device`. If `te_on_meta` is False, a TE
-    decoder's parameters have memory on `device`. For `unfused_mlp` see `te_llama.LayerSpec`.
+    """Build the model with uninitialised parameters on "meta" and buffers on `device`. If `te_on_meta` is False, a TE
+    decoder's parameters are on `device`. For `unfused_mlp` see `te_llama.LayerSpec`, for `full_tensor` see `Model`.
     """
     choice = "sdpa" if options.use_te else options.attn_implementation
     attention = choose_attention(choice, hf_config, device, compute_dtype)
@@ -87,9 +87,9 @@ def build_model(
     keep_lower_bits: bool = False,
     **structure: Any,
 ) -> Model:
-    """Build the model on `device` with the weights in `stored`, or random weights if it is None. `structure` are other
-    arguments of `build_structure`. With `keep_lower_bits`, bf16 parameters get a remainder with the lower bits of
-    stored fp32 weights (`llm_fp8.optim.adamw_master`).
+    """Build the model on `device` with the weights in `stored`, or random weights if it is None. `structure` contains
+    more arguments of `build_structure`. With `keep_lower_bits`, each bf16 parameter gets a remainder, which stores the
+    lower bits of an fp32 weight (`llm_fp8.optim.adamw_master`).
     """
     model = build_structure(options, hf_config, stored, device=device, te_on_meta=False, **structure)
     if not options.use_te:
@@ -100,8 +100,8 @@ def build_model(
 
 
 def fill_weights(model: Model, device: Device = "cpu", seed: int = 0, keep_lower_bits: bool = False) -> None:
-    """Fill the parameters (or this rank's shards), which have memory, with the stored weights. A model without stored
-    weights is filled with random ones, drawn on `device` with `seed` and equal for every world size. Raise `UserError`
+    """Fill the parameters (or this rank's shards), which must have memory, with the stored weights. If the model has no
+    stored weights, draw random ones on `device` with `seed`; they are equal for every world size. Raise `UserError`
     with file and tensor if a stored tensor does not match the model.
     """
     if keep_lower_bits and model.stored is not None:
@@ -132,7 +132,7 @@ def filled_layers(model: Model, layers: Iterable[nn.Module], device: Device, see
 
 
 def model_from_config(hf_config: PretrainedConfig, **options: Any) -> Model:
-    """Build the Hugging Face model of `hf_config`. Of a multimodal model, build only the part that processes text."""
+    """Build the Hugging Face model of `hf_config`. For a multimodal model, build only the part that processes text."""
     with reading_model(f"causal language model of type '{hf_config.model_type}'", hf_config.name_or_path or ""):
         module = auto_class(hf_config).from_config(hf_config, trust_remote_code=False, **options)
         return without_towers(module) if is_multimodal(hf_config) else Model(module)
@@ -176,7 +176,7 @@ def model_on_meta(hf_config: PretrainedConfig) -> Model:
 
 
 def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -> DecoderSize:
-    """Return the dimensions for counting FLOPs. Experts that a token does not use are not included."""
+    """Return the decoder's dimensions, from which FLOPs are counted. Experts that a token does not use are excluded."""
     model, decoder = model_on_meta(hf_config), text_config(hf_config)
     routed, num_linear = routed_modules(model.module), 0.0
     for module in model.module.modules():
@@ -194,8 +194,8 @@ def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -
 
 
 def read_by_kernels(model: nn.Module) -> dict[str, nn.Module]:
-    """Return name -> linear layer of Mamba's mixers that training does not call, since fused kernels read its weight.
-    These are the output projection and, in Mamba 1, two more. An adapter or fp8 module in their place would not run.
+    """Return name -> module of the linear layers in Mamba's mixers that training does not call, since fused kernels
+    read their weights: the output projection and, in Mamba 1, two more. An adapter or fp8 module there would not run.
     """
     return {
         f"{prefix}.{name}": child
@@ -235,7 +235,7 @@ class LocalShard:
     remainder: Tensor | None = None  # int16 [n, ...], to be filled with the lower bits of fp32 weights
 
     def fill(self, part: Part, rows: Any) -> None:
-        """Copy this rank's rows of a Hugging Face tensor into `data` and cast them. `rows[a:b]` reads rows a to b."""
+        """Copy this shard's rows of a Hugging Face tensor to `data`, with a cast. `rows[a:b]` reads its rows a to b."""
         first, last = max(part.start, self.start), min(part.stop, self.start + len(self.data))
         if first >= last:
             return
@@ -270,7 +270,7 @@ class RandomWeights(TorchFunctionMode):
 
     `_init_weights` runs once in this mode on a model without memory, and the mode records the calls for each parameter.
     `fill` draws a whole parameter on the generator's device and copies this rank's shard, so weights are independent of
-    the number of ranks and the sharding. Parameters that `_init_weights` skips are as in Llama: normal, one or zero.
+    the number of ranks and the sharding. Parameters that `_init_weights` skips are set as in Llama: normal, 1 or 0.
     """
 
     def __init__(self, model: Model, generator: torch.Generator) -> None:

@@ -67,7 +67,7 @@ def experts_per_token(hf_config: PretrainedConfig | None) -> int | None:
 
 
 def compute_experts(model: nn.Module, autocast_dtype: torch.dtype | None) -> None:
-    """Make experts with grouped GEMMs use `grouped_experts`, and all compute in `autocast_dtype` under autocast."""
+    """Make experts with grouped GEMMs use `grouped_experts`. Under autocast, all experts use `autocast_dtype`."""
     for module in filter(expert_weights, model.modules()):
         if runs_grouped_gemms(module):
             wrap_forward(module, functools.partial(grouped_experts, module))
@@ -111,8 +111,8 @@ class _Permuted(torch.autograd.Function):
 def grouped_experts(experts: Any, forward: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Return the experts' output [tokens, h] for `hidden` [tokens, h]. `wrap_forward` uses it in place of `forward`.
 
-    `top_k_index` and `top_k_weights` [tokens, experts per token] are the router's output. A batched GEMM multiplies by
-    the weights and sums a token's experts in fp32, so it rounds once. transformers rounds each weighted output to bf16.
+    `top_k_index` and `top_k_weights` [tokens, experts per token] are the router's output. A batched GEMM multiplies
+    outputs by these weights and sums over experts in fp32, so it rounds once. transformers rounds each product to bf16.
     """
     tokens, per_token = top_k_index.shape
     by_expert, order = top_k_index.reshape(-1).sort()  # [S], S = tokens * experts per token, sorted by expert

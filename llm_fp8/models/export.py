@@ -52,9 +52,9 @@ def export_hf(
     advice: str = _ADVICE,
     origin: Origin = NO_SOURCE,
 ) -> None:
-    """Write `model` with parameters as `dtype` and `tokenizer` to `folder`, which is replaced if it exists. `card` is
-    the content of README.md. All ranks must call it; only the rank with `is_main` writes. Raise `UserError` if writing
-    fails; then an existing folder is unchanged.
+    """Write `model`, with parameters cast to `dtype`, and `tokenizer` to `folder`, which is replaced if it exists.
+    `card` is the content of README.md. All ranks must call it; only the rank with `is_main` writes. If writing fails,
+    leave an existing folder unchanged and raise `UserError`, which ends with `advice`.
     """
     gathered = hf_tensors(model, dtype if is_main else None)
     if not is_main:
@@ -126,7 +126,7 @@ def replaced_folder(folder: Path, contents: str = "The trained model", advice: s
 
 def hf_tensors(model: Model, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """Yield name and CPU copy of each unsharded Hugging Face tensor, one parameter at a time. Parameters are cast to
-    `dtype`, after adapters are merged in fp32; buffers are not cast. If `dtype` is None, only run the collectives.
+    `dtype`, after adapters are merged in fp32; buffers are not cast. If `dtype` is None, only take part in collectives.
     """
     tensors, adapters = saved_tensors(model.module), dict[str, Any]()
     if any(is_adapter(name) for name, _ in model.module.named_parameters()):
@@ -150,7 +150,7 @@ def hf_tensors(model: Model, dtype: torch.dtype | None) -> Iterator[tuple[str, T
 
 
 def planned_tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return an export's tensors by name on "meta", with parameters as `dtype`, in the order of `hf_tensors`."""
+    """Return the tensors of an export on "meta", by name in the order of `hf_tensors`, with parameters as `dtype`."""
     tensors, ignored = saved_tensors(model.module), ignored_on_save(model.module)
     dtypes = {name: dtype if isinstance(t, nn.Parameter) else t.dtype for name, t in tensors.items()}
     trained = {

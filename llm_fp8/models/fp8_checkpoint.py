@@ -70,8 +70,8 @@ class DequantisedRows:
 
 
 def dequantised(values: Tensor, scale: Tensor, block: tuple[int, int], first: int = 0) -> Tensor:
-    """Return the fp32 weights of fp8 `values` [r, k], which are rows `first` to `first + r` of a weight. `scale`, one
-    number for each `block` of rows x columns, is that of the whole weight. Blocks at its edges may be incomplete.
+    """Return the fp32 weights for fp8 `values` [r, k], which are rows `first` to `first + r` of a weight. `scale` is
+    that of the whole weight: one number per block of `block` = (rows, columns). Blocks at the edges may be smaller.
     """
     width, (height, columns) = values.shape[1], block
     row_blocks = torch.arange(first, first + len(values), device=values.device) // height

@@ -55,8 +55,8 @@ def needs_unfused_mlp(options: LoraConfig) -> bool:
 
 
 def add_adapters(model: Model, options: LoraConfig, dtype: torch.dtype) -> str:
-    """Freeze `model` and add uninitialised adapters of `dtype` on its device ("meta" too). Return a note about layers
-    without an adapter, or "". Raise `UserError` if a name in --lora_targets is not a linear layer of the model.
+    """Freeze `model` and add uninitialised adapters of `dtype` on its device, which may be "meta". Return a note about
+    layers without an adapter, or "". Raise `UserError` if a name in --lora_targets is not a linear layer of the model.
     """
     prefer_torchs_cudnn()  # PEFT imports Transformer Engine if it is installed
     import peft  # noqa: F401  # the export needs it; if it is missing, fail now
@@ -73,7 +73,7 @@ def add_adapters(model: Model, options: LoraConfig, dtype: torch.dtype) -> str:
 
 
 def _check_names(model: Model, options: LoraConfig) -> None:
-    """Raise `UserError` if PEFT could not load the exported adapters, whose names it converts as transformers does."""
+    """Raise `UserError` if PEFT could not load the exported adapters. It renames tensors as transformers does."""
     from peft import PeftModel, set_peft_model_state_dict
 
     tensors = {name: tensor.to("meta") for name, tensor in adapter_tensors(model.module).items()}
@@ -115,7 +115,7 @@ def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> tuple[list[str],
 
 
 def _ends(model: nn.Module, layers: Collection[str]) -> list[str]:
-    """Return the shortest suffix of each layer's name that no module outside `layers` has, such as q_proj."""
+    """Return for each of `layers` the shortest end of its name that no other module has, for example q_proj."""
 
     def ends(name: str) -> Iterator[str]:
         return itertools.accumulate(reversed(name.split(".")), lambda end, word: f"{word}.{end}")
@@ -142,8 +142,8 @@ def peft_config(options: LoraConfig, modules: Iterable[str], parameters: Iterabl
 
 def config_for_loading(model: Model, options: LoraConfig, base_model: str) -> Any:
     """Return the `peft_config` with which PEFT loads the adapters of `model` into the base model. In a mixture of
-    experts, PEFT treats any gate_proj, up_proj or down_proj as experts, which had these names in transformers 4. The
-    config therefore lists the weights of such layers as parameters, which PEFT does not convert.
+    experts, PEFT takes every gate_proj, up_proj or down_proj for an expert, since experts had these names in
+    transformers 4. Such layers are therefore listed by their weights, as parameters, which PEFT does not convert.
     """
     module, adapters = model.module, adapters_of(model.module)
     parameters = {".".join(adapter.weight.split(".")[-2:]) for adapter in adapters.values() if adapter.delta}
@@ -160,7 +160,7 @@ def config_for_loading(model: Model, options: LoraConfig, base_model: str) -> An
 
 
 def _is_misread(model: PreTrainedModel, settings: Any) -> bool:
-    """Return True if PEFT would apply the config `settings` to other layers of `model`."""
+    """Return True if PEFT, on loading the config `settings`, would take its `target_modules` for experts."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     try:
@@ -228,7 +228,7 @@ class FusedAdapters(nn.Module):
         return list(self.parameters())
 
     def forward(self, inputs: Tensor, output: Tensor) -> Tensor:
-        """Add the adapters' output for `inputs` [..., in] to `output` [..., out], the fused module's, and return it."""
+        """Add the adapters' output for `inputs` [..., in] to the module's `output` [..., out] in place. Return it."""
         dtype = output.dtype
         stacked = torch.cat([a.to(dtype) for a in self.lora_A.values()])
         low = F.linear(F.dropout(inputs.to(dtype), self.dropout, self.training), stacked) * self.scaling
@@ -237,8 +237,8 @@ class FusedAdapters(nn.Module):
 
 
 class _AddLowRank(torch.autograd.Function):
-    """Add low[..., rank columns] @ b.T to output[..., start:stop] for each b [stop - start, rank] and (start, stop).
-    The addition is in place, since TE does not save its output for the backward pass.
+    """Add low_i @ b_i.T to output[..., start_i:stop_i] for each adapter i, with b_i [stop_i - start_i, rank]. `low`
+    consists of all low_i [..., rank] side by side. The addition is in place, since TE does not save its output.
     """
 
     @staticmethod
@@ -265,7 +265,7 @@ class _AddLowRank(torch.autograd.Function):
 
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
-    """Return name of a Hugging Face linear layer -> its adapter, in the order of the modules."""
+    """Return the adapters in `model` by the names of their Hugging Face layers, in the order of the modules."""
     adapters: dict[str, Adapter] = {}
     layer: Any
     for name, layer in model.named_modules():
@@ -283,7 +283,7 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return PEFT's name -> matrix of an adapter."""
+    """Return the matrices A and B of all adapters in `model`, by their names in PEFT's format."""
     return {
         f"base_model.model.{name}.lora_{letter}.weight": matrix
         for name, adapter in adapters_of(model).items()

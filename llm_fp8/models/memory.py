@@ -74,7 +74,7 @@ class MemoryEstimate:
 
 
 def saved_bytes(spec: te_llama.DecoderSizes, recipe: str, adapted: frozenset[str], lora_rank: int) -> float:
-    """Return the bytes that a decoder layer saves per token for its backward pass. See the module's docstring."""
+    """Return the bytes that a TE decoder layer saves per token for backward. `adapted`: its layers with an adapter."""
     h, f, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
     per_token = _BF16 * (2 * h + q + 2 * kv + q + 2 * f) + _FP32 * spec.num_heads
     if spec.qk_norm:
@@ -94,8 +94,8 @@ def saved_bytes(spec: te_llama.DecoderSizes, recipe: str, adapted: frozenset[str
 
 
 def recomputed_layers(amount: Amount, num_layers: int) -> range:
-    """Return the indices of the recomputed decoder layers. For a fraction, these are the first layers, which are
-    recomputed after the activations of the others are freed. For 'auto', until it is settled, they are all layers.
+    """Return the indices of the recomputed decoder layers. A fraction selects the first layers, which are recomputed
+    after the activations of the others are freed. A number n > 1 selects every n-th layer, and 'auto' all layers.
     """
     if amount == "auto":
         return range(num_layers)
@@ -105,7 +105,7 @@ def recomputed_layers(amount: Amount, num_layers: int) -> range:
 
 
 def resolve_optimizer(config: Config, mode: str, compute: str = "bf16", device_type: str = "cuda") -> OptimizerKind:
-    """Return --optimizer, or for auto the optimizer for a sharding mode and compute dtype (fp32, bf16 or fp16)."""
+    """Return --optimizer, or if it is auto, the optimizer for this mode and `compute` dtype (fp32, bf16 or fp16)."""
     if config.optim.optimizer != "auto":
         return config.optim.optimizer
     row = MODES[mode]
@@ -135,14 +135,14 @@ def state_bytes(mode: str, kind: OptimizerKind, num_shards: int, config: Config)
 
 
 def keeps_unsharded_gradients(mode: str, config: Config) -> bool:
-    """Return True if a mode of FSDP stores unsharded gradients on every GPU between micro-batches."""
+    """Return True if `mode` is an FSDP mode and every GPU stores unsharded gradients between micro-batches."""
     accumulates = config.optim.gradient_accumulation_steps > 1 and not config.parallel.sync_every_micro_batch
     return MODES[mode].engine == "fsdp" and accumulates and not config.trains_adapters
 
 
 def holds_frozen_in_fp8(config: Config, mode: str) -> bool:
-    """Return True if frozen weights can be stored in fp8 only, provided that an fp8 recipe supports it. Steps after
-    --fp8_until, the export of random weights, and fsdp_offload need bf16 weights.
+    """Return True if options and mode allow frozen weights to be stored in fp8 only; the recipe must support it too.
+    bf16 weights are needed by steps after --fp8_until, by the export of random weights, and by fsdp_offload.
     """
     exports_drawn = config.draws_weights and config.run.export
     needs_bf16 = config.precision.fp8_until < 1 or exports_drawn or mode == "fsdp_offload"
@@ -192,8 +192,8 @@ class RunSize:
 
     @property
     def shards_in_fp8(self) -> bool:
-        """True if Transformer Engine's weights are sharded in fp8. This is the case with --fp8_params, and for frozen
-        weights with one scale, if their rows can be divided among the GPUs and no bf16 weights are needed.
+        """True if TE's weights are sharded in fp8: with --fp8_params, or if they are frozen, have one scale each, can
+        be divided equally among the GPUs by rows, and no step needs them in bf16.
         """
         config, row, sizes = self.config, RECIPES.get(self.recipe), self.sizes
         if row is None or sizes is None or not (self.sharded and config.model.use_te and row.one_scale_per_weight):
@@ -214,7 +214,7 @@ class RunSize:
         return dataclasses.replace(self, config=self.config.with_options(**options), mode=mode)
 
     def estimate(self, upper_bound: bool = False) -> MemoryEstimate:
-        """Estimate the memory by part. If `upper_bound`, include activations even if only a bound of them is known."""
+        """Estimate the memory by part. If `upper_bound`, include activations even if only a bound is known for them."""
         config, recipe, num_gpus = self.config, self.recipe, self.num_gpus
         spec = self.sizes if upper_bound and self.is_bounded else self.spec
         mode = "single" if num_gpus == 1 and self.mode == "ddp" else self.mode  # there is no communication
@@ -315,7 +315,7 @@ class RunSize:
         return MemoryEstimate({name: size / GIB for name, size in sizes.items() if size}, RESERVE_GIB + untracked / GIB)
 
     def _layer_bytes(self, spec: te_llama.DecoderSizes) -> float:
-        """Return the bytes a layer saves per token, or an upper bound (for Hugging Face's layers, mixed precision)."""
+        """Return the bytes that a layer saves per token, or a bound for Hugging Face's and for partly fp8 layers."""
         lora = self.config.lora
         if self.spec is not None:
             recipes = (self.recipe, "bf16") if self.config.precision.fp8_bf16_modules else (self.recipe,)

@@ -78,7 +78,7 @@ class Model:
 
     @functools.cached_property
     def targets(self) -> dict[str, tuple[str, Part]]:
-        """Name of a stored tensor -> name in `saved_tensors` of the tensor that it belongs to, and its part of it.
+        """Name of a stored tensor -> name (in `saved_tensors`) of the tensor that contains it, and its `Part` there.
 
         As in `from_pretrained`, stored names may have or lack the base model's prefix, and a tied matrix may have any
         of its names. Raises `UserError` with the names of tensors that do not match the model.
@@ -132,7 +132,7 @@ class Model:
         return {part.hf_name: name for name, (_, part) in self.targets.items()}
 
     def file_name(self, hf_name: str) -> str:
-        """Return a tensor's name in an export: transformers' name, or the source's if modules were left out."""
+        """Return a tensor's name in an export: transformers', or the one in the source if modules were left out."""
         return self.source_names.get(hf_name, hf_name) if self.left_out else hf_name
 
     def read(self, hf_name: str, device: torch.device) -> Any:
@@ -147,7 +147,7 @@ class Model:
 
     @functools.cached_property
     def left_out_tensors(self) -> dict[str, Tensor]:
-        """Name in the files -> stored tensor (on "meta") of a module that was left out; an export copies it."""
+        """Name in the files -> stored tensor (on "meta") of the modules that were left out. An export copies them."""
         stored = self.stored
         return {} if stored is None else {name: stored.on_meta(name) for name in self.left_out_of(stored.stored)}
 

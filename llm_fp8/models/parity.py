@@ -46,7 +46,7 @@ _ADVICE = "Report this with config.json, or train without --use_te."
 
 
 class Comparison(NamedTuple):
-    """Relative differences between versions of one tensor and Hugging Face's in fp32."""
+    """Relative differences of a tensor, computed in three ways, from Hugging Face's result in fp32."""
 
     layer: int
     tensor: str
@@ -90,8 +90,8 @@ def relative_difference(value: Tensor, reference: Tensor) -> float:
 
 
 def first_row(batch: Batch, max_seq_length: int, num_slices: int) -> Row:
-    """Return the first sequence of a batch, truncated to `MAX_TOKENS` tokens, without padding. If `batch` is one of
-    `num_slices` slices, the slice of each document is treated as a document.
+    """Return the first sequence of a batch, truncated to `MAX_TOKENS` tokens, without padding. With context parallelism
+    (`num_slices` > 1), `batch` is a slice; treat the slice of each document as a document.
     """
     if batch.cu_seqlens is None:
         assert batch.attention_mask is not None
@@ -230,7 +230,7 @@ def _run(module: nn.Module, hidden: Tensor, gradient: Tensor, **arguments: objec
 
 
 def _joined(parts_of_layer: Mapping[str, Sequence[Part]], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients, with those of q's, k's and v's biases concatenated, since k's alone is a rounding error."""
+    """Return the gradients with those of the q, k and v biases concatenated, since k's alone is only rounding error."""
     joined = {}
     for parts in parts_of_layer.values():
         names = [part.hf_name for part in parts]

@@ -35,7 +35,7 @@ _WITH_TWO_ROPES = ("gemma3", "olmo3")  # have two RoPE tables in transformers 4;
 
 @dataclass(frozen=True)
 class Origin:
-    """Location of a model's source (`ModelSource.location`; "" if unknown), and ids of the training documents' EOS."""
+    """Location of a model's source (`ModelSource.location`; "" if unknown), and EOS ids that end training documents."""
 
     location: str
     eos_ids: tuple[int, ...] = ()
@@ -46,7 +46,7 @@ NO_SOURCE = Origin("")
 
 @functools.cache
 def source_folder(location: str) -> Path:
-    """Return the folder of a model's files. For a hub id, download the files that an export copies to the cache."""
+    """Return the folder of a model's files. For a hub id, first download those files that an export copies."""
     if Path(location).exists():
         return Path(location) if Path(location).is_dir() else Path(location).parent
     with reading_model("files beside the weights", location):
@@ -106,7 +106,7 @@ def _copy(location: str, patterns: tuple[str, ...], folder: Path) -> None:
 
 
 def _describe(model: PreTrainedModel, dtype: torch.dtype, config: dict[str, Any]) -> None:
-    """Update the entries about weights in a source's `config`, and add transformers 4's keys."""
+    """Update the entries of a source's `config` that describe the weights, and add transformers 4's keys."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     facts: dict[str, Any] = dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))
     facts["tie_word_embeddings"] = getattr(head, "weight", None) is embedding.weight

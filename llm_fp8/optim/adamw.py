@@ -127,7 +127,7 @@ class GroupedAdamW(Optimizer):
         raise NotImplementedError
 
     def _key(self, step: int, number: int, parameter: Parameter) -> Key:
-        """Return the key of the random bits for `parameter`, which has index `number`; unused without such bits."""
+        """Return the key of the random bits for the `number`-th parameter. Only stochastic rounding uses it."""
         return 0, 0
 
     def _update_(self, parameter: Parameter, weight: Tensor, *arguments: Any) -> None:
@@ -163,8 +163,8 @@ class GroupedAdamW(Optimizer):
 
 
 class MasterAdamW(GroupedAdamW):
-    """AdamW over bf16 parameters with exact fp32 master weights. Lower bits of master weights that were not loaded are
-    drawn with `seed`, or are zero if it is None. The state is sharded like the parameter.
+    """AdamW over bf16 parameters with exact fp32 master weights. If the lower bits of a master weight were not loaded,
+    they are drawn at random with `seed`, or are zero if it is None. The state is sharded like the parameter.
     """
 
     def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ _DTYPES = {"exp_avg": FIRST_MOMENT_DTYPE, "exp_avg_sq": SECOND_MOMENT_DTYPE, "re
 
 
 def largest_first(parameters: Sequence[Parameter], share: float) -> dict[Parameter, slice]:
-    """Choose the fewest parameters that have `share` of all elements. Return the slice of each in a flat buffer."""
+    """Choose the fewest parameters with at least `share` of all elements. Return their slices in a flat buffer."""
     num_wanted = share * sum(parameter.numel() for parameter in parameters)
     places: dict[Parameter, slice] = {}
     end = 0

@@ -36,7 +36,7 @@ Groups = list[dict[str, Any]]
 
 
 def parameter_groups(named_parameters: NamedParameters, weight_decay: float) -> Groups:
-    """Group trainable parameters, with tied ones once. Matrices (also embeddings) have decay, norms and biases none."""
+    """Group trainable parameters, tied ones once: matrices (also embeddings) with weight decay, others without."""
     unique = dict.fromkeys(parameter for _, parameter in named_parameters if parameter.requires_grad)
     matrices = [parameter for parameter in unique if parameter.ndim > 1]
     norms_and_biases = [parameter for parameter in unique if parameter.ndim <= 1]
@@ -103,7 +103,7 @@ OPTIMIZERS: dict[OptimizerKind, OptimizerRow] = {
 def build_optimizer(
     config: OptimConfig, kind: OptimizerKind, named_parameters: NamedParameters, draws_lower_bits: bool = False
 ) -> Optimizer:
-    """Build the optimizer of `kind` over the trainable parameters."""
+    """Build the optimizer `kind`. If `draws_lower_bits`, it draws lower bits of weights (see `adamw_master`)."""
     return OPTIMIZERS[kind].build(named_parameters, config, draws_lower_bits)
 
 
@@ -137,7 +137,7 @@ def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_nor
 
 
 def initialize_state(optimizer: Optimizer) -> None:
-    """Create the state of every parameter that has none. It must be called after `Accelerator.prepare`."""
+    """Create the optimizer state of every parameter that has none. Call it after `Accelerator.prepare`."""
     optimizer = unwrap(optimizer)
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if hasattr(optimizer, "state_of"):  # a `GroupedAdamW`
@@ -192,7 +192,7 @@ def learning_rate_factor(step: int, total_steps: int, warmup_steps: int, kind: s
 
 
 def build_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: int, completed_steps: int = 0) -> LambdaLR:
-    """Return the learning-rate schedule. Do not give it to `Accelerator.prepare`, which would step it per process."""
+    """Return the learning-rate schedule. `Accelerator.prepare` must not wrap it, as it would step once per process."""
     optimizer = unwrap(optimizer)
     warmup_steps = effective_warmup_steps(config.num_warmup_steps, total_steps)
     for group in optimizer.param_groups:

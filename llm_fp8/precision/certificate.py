@@ -4,8 +4,9 @@ It compares three independent sources: the kernels that options and fp8 coverage
 kernels that ran (`llm_fp8.observability.kernel_trace`), and the state that modules report (`ModuleState`).
 
 The kernels determine the verdict. Some GEMM kernels have names without their types, and some kernels of unknown names
-may be GEMMs. Such kernels make the verdict "undetermined" in two cases. Either fp8 kernels are missing that they could
-be, and no module reports that it computed outside fp8. Or they could be fp8 kernels in a run without fp8.
+may be GEMMs. They make the verdict "undetermined" in two cases. In an fp8 run, fewer fp8 kernels than expected have
+been recognised, these kernels could be the missing ones, and no module reports that it computed outside fp8. In a run
+without fp8, these kernels could be fp8 kernels.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class ExpectedKernels:
 
     @property
     def without_fp8(self) -> ExpectedKernels:
-        """Kernels of the same model after `Precision.end_fp8`."""
+        """Kernels that the same model must run after `Precision.end_fp8`."""
         return ExpectedKernels(self.compute, self.compute)
 
 
@@ -126,7 +127,7 @@ class Certificate:
         return f"certificate: {verdict}{self.precision}, {kernels}{attention}{remarks}"
 
     def failure(self, path: Path, otherwise: str = "--no_certify trains all the same") -> str:
-        """Return the error message of a failed certificate, stored at `path`. `otherwise` is advice for the user."""
+        """Return the error message for a failed certificate stored at `path`. `otherwise` is advice for the user."""
         reasons = f"the certificate failed ({self.precision}): {'; '.join(self.reasons)}"
         return f"{reasons} (on rank {self.rank}). See {path}; {otherwise}."
 
@@ -140,9 +141,9 @@ def certify(
     attention: str | None = None,
     rank: int = 0,
 ) -> Certificate:
-    """Compare the kernels `expected` on one GPU in a recorded step of `num_micro_batches` with the `kernels` that ran.
+    """Compare the kernels that one GPU must run in a step of `num_micro_batches` with the `kernels` of a recorded step.
 
-    `state` is that of the modules expected in fp8 or, in a run without fp8, of all linear modules that could run in it.
+    `state` describes the modules that must be in fp8 or, in a run without fp8, all linear modules that could be.
     `attention` is the name of the model's attention implementation.
     """
     by_class, gemms = time_by_class(kernels), gemm_kernels(kernels)
@@ -181,12 +182,12 @@ def certify(
 
 
 def worst(certificates: Sequence[Certificate]) -> Certificate:
-    """Return the first certificate with the worst verdict of all ranks."""
+    """Return the certificate with the worst verdict, the first one if there are several."""
     return max(certificates, key=lambda certificate: get_args(Verdict).index(certificate.verdict))
 
 
 def attention_library(kernels: KernelTimes) -> str:
-    """Return the library of the longest attention kernel of torch's SDPA, or 'math' if there is no such kernel."""
+    """Return the library whose kernel took most of the time in torch's SDPA, or 'math' if no attention kernel ran."""
     attention = time_by_class(kernels).get("attention")
     if attention is None:
         return "math"

@@ -124,7 +124,7 @@ class Precision:
         return row_of(self.plan.effective_scenario).scales_lag
 
     def module_state(self) -> ModuleState:
-        """Return the state of the fp8 modules or, while not in fp8, of all linear modules of the back end."""
+        """Return the state of the fp8 modules or, if the run is not in fp8, of all linear modules of the back end."""
         return self.backend.state((self._fp8_modules if self.in_fp8 else self._linears).values())
 
     def keep_casts_of_frozen_weights(self) -> None:
@@ -136,8 +136,8 @@ class Precision:
         """Return the context for one forward pass of the model.
 
         If `first_microbatch` is True, the pass casts weights to fp8 and stores the casts. Use False for the other
-        micro-batches of a step, which use the stored casts. Use None for evaluation and for steps of one micro-batch;
-        then casts are not stored, which saves memory. After `keep_casts_of_frozen_weights`, training ignores it.
+        micro-batches of a step, which use the stored casts. Use None for evaluation and for steps of one micro-batch:
+        casts are then not stored, to save memory. After `keep_casts_of_frozen_weights`, training ignores the value.
         """
         if self._options.fp8_recast_weights:
             first_microbatch = None
@@ -154,7 +154,7 @@ class Precision:
             yield
 
     def defer_scale_updates(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which passes do not update the scales of delayed scaling. Then call `update_scales`."""
+        """Return a context in which passes do not update delayed scales. The caller must then call `update_scales`."""
         return defer_scale_updates() if self.scales_lag and self.in_fp8 else contextlib.nullcontext()
 
     def update_scales(self) -> None:
@@ -168,7 +168,9 @@ class Precision:
 
     @contextlib.contextmanager
     def preserving_state(self) -> Iterator[None]:
-        """Restore scales and amax histories after passes outside training, since TE updates them without gradients."""
+        """Return a context for passes outside training. Afterwards, scales and amax histories are as before; TE would
+        update them even without gradients.
+        """
         current = list(self.state_tensors().values())
         saved = [tensor.clone() for tensor in current]
         try:

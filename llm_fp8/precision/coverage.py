@@ -204,7 +204,7 @@ def bf16_modules(options: PrecisionConfig, model: nn.Module, decoder_layers: nn.
 
 
 def _slice_of(pattern: str, decoder_layers: nn.ModuleList) -> list[nn.Module] | None:
-    """Return the decoder layers that match `layers.2`, `layers.-1` or `layers.2:5`, or None for another pattern."""
+    """Return the decoder layers for a `pattern` like layers.2, layers.-1 or layers.2:5, or None for other patterns."""
     match = re.fullmatch(r"layers\.(?:(-?\d+)|(-?\d+)?:(-?\d+)?)", pattern)
     if match is None:
         return None

@@ -22,7 +22,7 @@ from llm_fp8.utils.torch_internals import free_memory_
 
 
 def prepare_module(module: Any, recipe: Any) -> list[str]:
-    """Bring a TE module into the state of one built in `te.quantized_model_init`. Return the names of its weights."""
+    """Put a TE module into the state that `te.quantized_model_init` creates. Return the names of its weights."""
     import transformer_engine.pytorch as te
 
     names = [name for name, entry in module.param_init_meta.items() if entry.fp8_meta_index is not None]
@@ -40,7 +40,7 @@ def quantizer_of(module: Any, name: str) -> Any:
 @torch.no_grad()
 def hold_in_fp8(model: nn.Module, precision: Precision) -> int:
     """Replace the weights of the fp8 modules in `model` by fp8 tensors and free the originals. Return the number of
-    bytes freed. The weights must be frozen and not sharded.
+    freed bytes. The weights must be frozen and not sharded.
     """
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor
 

@@ -50,7 +50,7 @@ class PrecisionPlan:
 
     @property
     def name(self) -> str:
-        """Short name for tables: 'fp32', 'bf16', 'fp8 delayed', ..."""
+        """Short name for tables, for example 'bf16' or 'fp8 delayed'."""
         return precision_name(self.effective, self.effective_scenario)
 
     def to_dict(self) -> dict[str, Any]:
@@ -60,5 +60,5 @@ class PrecisionPlan:
 
 
 def recipe_available(te: Any, recipe: Recipe) -> tuple[bool, str]:
-    """Return if this GPU supports a recipe, and a reason, according to `te` (transformer_engine.pytorch)."""
+    """Return True if `te` (transformer_engine.pytorch) supports `recipe` on this GPU, else False and the reason."""
     return getattr(te, recipe.availability)(return_reason=True)

@@ -25,7 +25,7 @@ VARIABLES = ("NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN")
 
 
 def prepare_te_decoder(hidden_size: int, device: torch.device) -> None:
-    """Import Transformer Engine and choose its kernels for this process, without changing existing variables."""
+    """Import Transformer Engine and choose its kernels by environment variables, except those that the user has set."""
     require_te("--use_te")
     # TE would choose an installed flash-attn 4, a beta whose dQ was wrong for a head_dim of 80.
     os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
@@ -51,7 +51,7 @@ def format_name(recipe: Any) -> str | None:
 
 
 def forget_delayed_scales() -> None:
-    """Reset Transformer Engine's global state between models, since it would still reduce the old model's amax."""
+    """Reset Transformer Engine's global state between models. Otherwise it would still reduce the old model's amax."""
     if "transformer_engine" in sys.modules:
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -171,8 +171,8 @@ class TEBackend:
         """Do nothing, since TE's kernels do not need a compiler."""
 
     def unwrapped_shard(self, parameter: Tensor) -> Tensor:
-        """Return `parameter` unchanged: no subclass casts it before it is gathered."""
+        """Return `parameter` unchanged, since its class does not cast it before the all-gather."""
         return parameter
 
     def refresh_scales_(self, model: nn.Module) -> None:
-        """Do nothing: no weight is cast before it is gathered."""
+        """Do nothing, since no weight is cast before the all-gather."""

@@ -57,7 +57,7 @@ def detect_machine(precision: PrecisionConfig, ranks: LaunchRanks, asks_te: bool
 def assumed_machine(
     ranks: LaunchRanks, gpu: str = "H100 80 GB", gib: float = 79.2, capability: tuple[int, int] = (9, 0)
 ) -> Machine:
-    """Return an assumed machine with the GPU `gpu`, which has `gib` GiB of memory."""
+    """Return a machine with the GPU `gpu`, which has `gib` GiB of memory, for a dry run or an estimate."""
     return Machine(ranks, gpu, gib, capability, lacking_by_capability(capability), is_assumed=True)
 
 

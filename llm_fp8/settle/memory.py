@@ -24,7 +24,7 @@ EIGHT_BIT = {"optimizer": "adamw_8bit"}
 
 
 def row_multiple(run: RunSize) -> int:
-    """Return the number that must divide a micro-batch's number of rows, so that fp8 GEMMs support its tokens."""
+    """Return the number of which a micro-batch's rows must be a multiple, so that fp8 GEMMs support its token count."""
     multiple = max(row_of(run.recipe).token_multiple, FP8_SIZE_MULTIPLE)
     return multiple // math.gcd(run.config.data.max_seq_length, multiple)
 
@@ -36,8 +36,8 @@ def fits(run: RunSize, gpu_gib: float) -> bool:
 
 
 def settle_micro_batches(run: RunSize, gpu_gib: float, resumed_rows: int | None = None) -> RunSize:
-    """Merge as many of a step's micro-batches as fit the GPU with a margin, and choose a number for
-    --gradient_checkpointing auto. If `resumed_rows` is given, micro-batches get this number of rows if possible.
+    """Return the run with as many of a step's micro-batches merged as fit in the GPU's memory with a margin, and with a
+    number for --gradient_checkpointing auto. If `resumed_rows` is given, use this number of rows if possible.
 
     Recomputing a layer costs a third of its time, more than merging saves. So first choose the fewest recomputed layers
     with which any micro-batch fits, then the largest micro-batches. If nothing fits, merge none and recompute all.
@@ -63,7 +63,7 @@ def settle_micro_batches(run: RunSize, gpu_gib: float, resumed_rows: int | None 
 
 
 def largest_fitting(run: RunSize, gpu_gib: float) -> RunSize | None:
-    """Return the run with the largest micro-batches that fit, at most the current size, with the same rows per step."""
+    """Return the run with the largest micro-batches that fit, no larger than now and with the same rows per step."""
     size = run.config.data.batch_size
     in_step = size * run.config.optim.gradient_accumulation_steps
     sizes = (rows for rows in range(size, 0, -1) if in_step % rows == 0)
@@ -128,7 +128,7 @@ def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None)
 
 
 def _suggestions(run: RunSize, gpu_gib: float) -> str:
-    """Return the end of a message with changes of options that would make the run fit, the cheapest first."""
+    """Return the end of an error message: options that would make the run fit, the cheapest change first."""
     changes: list[dict[str, Any]] = [{}, RECOMPUTED]
     if run.num_gpus > 1:
         sharded = {"sharding_mode": "fsdp_full", "sync_every_micro_batch": True}

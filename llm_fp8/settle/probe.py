@@ -128,14 +128,16 @@ def small_model(
 
 
 def _numbers(like: Tensor, numbers: Tensor) -> Tensor:
-    """Return random values with the shape of `like`: a matrix that preserves norms, or a vector in [0.2, 0.8]."""
+    """Return a tensor like `like` with the random `numbers`: a matrix that preserves norms, or a vector in [0.2, 0.8]."""
     repeated = numbers.repeat(-(-like.numel() // len(numbers)))[: like.numel()].view(like.shape)
     values = repeated * like.shape[-1] ** -0.5 if like.ndim > 1 else 0.2 + 0.6 * repeated.sigmoid()
     return values.to(like.dtype)
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """Return a key that is equal for layers of the same kind: modules and their plain attributes, without indices."""
+    """Return a key that is equal for layers of the same kind. It consists of the names, types and plain attributes of
+    the layer's modules; layer indices are ignored.
+    """
     simple = (bool, int, float, str, type(None))
     return tuple(
         (name, type(module), *((key, value) for key, value in vars(module).items() if isinstance(value, simple)
@@ -150,7 +152,7 @@ def _hidden_alone(model: TrainingModel, ids: Tensor) -> Tensor:
 
 
 def _differs(value: Tensor, reference: Tensor, dtype: torch.dtype) -> float:
-    """Return the largest relative difference of a token's vector if it exceeds `LIMIT`, else 0."""
+    """Return the largest relative difference over all tokens' vectors, or 0 if it is below `LIMIT[dtype]`."""
     errors = (value - reference).float().norm(dim=-1) / reference.float().norm(dim=-1).clamp_min(1e-12)
     rank = 1 if dtype == torch.float32 else 2  # in bf16, rounding may change the expert of one token
     worst = float(errors.flatten().nan_to_num(torch.inf).topk(rank).values[-1])

@@ -99,11 +99,11 @@ def settle(
     measured: str | None = None,
     num_parameters: int | None = None,
 ) -> Settled:
-    """Settle the run of the options `requested`, which `check_options` has checked. Raise `UserError` if the run is not
-    possible with this machine or model, or if it does not fit in the GPU's memory.
+    """Settle the run with the options `requested`, which `check_options` must have accepted. Raise `UserError` if the
+    run is not possible with this machine or model, or if it does not fit in the GPU's memory.
 
     Args:
-        resumed: meta.json of the checkpoint to continue, from which micro-batches and precision are used.
+        resumed: contents of meta.json in the checkpoint to continue. The run uses its micro-batches and precision.
         measured: the faster precision, bf16 or fp8, if --mixed_precision auto has measured both.
         num_parameters: the model's number of parameters, if it is already known.
     """

@@ -27,9 +27,9 @@ from llm_fp8.utils.torch_internals import wrap_forward
 def enable_gradient_checkpointing(
     layers: nn.ModuleList, amount: Amount, uses_te: bool, reentrant: bool = False, in_graphs: bool = False
 ) -> list[nn.Module]:
-    """Make `amount` of the decoder's `layers` recompute in the backward pass. Return these layers. If `reentrant`, each
-    one runs its own backward pass. If `in_graphs`, graphs may capture the passes, so the host must not read random
-    states.
+    """Make the layers that `amount` selects (see `recomputed_layers`) recompute in the backward pass. Return these
+    layers. If `reentrant`, each one runs its own backward pass. Set `in_graphs` if graphs may capture the passes: then
+    the host must not read random states.
     """
     checkpoint: Callable[..., Any] = torch.utils.checkpoint.checkpoint
     options: dict[str, Any] = {"use_reentrant": reentrant}

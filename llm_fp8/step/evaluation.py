@@ -18,7 +18,7 @@ from llm_fp8.precision.context import Precision
 def evaluate_loss(
     accelerator: Accelerator, model: nn.Module, precision: Precision, loader: Iterable[Batch]
 ) -> dict[str, float]:
-    """Return the mean cross entropy (nats) per supervised token and other metrics. Ranks need equally many batches."""
+    """Return the mean cross entropy (nats) per supervised token, and other metrics. Ranks need equally many batches."""
     started = time.perf_counter()
     was_training = model.training
     model.eval()

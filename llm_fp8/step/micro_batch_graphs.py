@@ -77,7 +77,7 @@ class Capture:
         return graph.replay
 
     def begin_anew(self) -> None:
-        """Free the pool, whose graphs must be deleted, and use a new pool for the next graphs."""
+        """Free the memory pool and use a new one for the next graphs. All graphs in the pool must be deleted before."""
         torch.cuda.synchronize()  # expandable segments do not wait for the stream of a replay that still runs
         torch.cuda.empty_cache()
         self._pool = torch.cuda.graph_pool_handle()
@@ -120,7 +120,7 @@ class MicroBatchGraphs:
         self.may_capture = True  # if False, micro-batches without a graph run eagerly
 
     def __call__(self, batch: Batch, num_supervised: Tensor, first: bool, last: bool) -> Tensor:
-        """Run a packed batch from host or device, see `RunMicroBatch`. The next call overwrites the losses (fp32)."""
+        """Run a packed batch in host or GPU memory like `RunMicroBatch`. The next call overwrites the result."""
         if first and not self.makes_gradients:
             self._lend_gradients()
         self._num_supervised.copy_(num_supervised)
@@ -130,7 +130,7 @@ class MicroBatchGraphs:
         return self._losses
 
     def make_room(self) -> None:
-        """Delete the graphs if the memory does not suffice for graphs and the eager pass that follows."""
+        """Delete the graphs if memory is too short for them and the eager pass that follows."""
         if self._graphs and self.drops_before_eager:
             self._graphs.clear()
             self._capture.begin_anew()
@@ -203,7 +203,7 @@ class MicroBatchGraphs:
 
 class ShardedMicroBatchGraphs(MicroBatchGraphs):
     """Graphs for fsdp_grad and fsdp_full in steps of one micro-batch. They include FSDP2's collectives. FSDP2 allocates
-    gradients in each step. Those of the first graph are used in all steps, and other graphs copy theirs to them.
+    new gradients in each pass. All steps use the first graph's gradients; other graphs copy theirs to them.
     """
 
     makes_gradients = True
@@ -232,9 +232,9 @@ def bucket_of(batch: Batch) -> int | None:
 
 
 def memory_beside_graphs(extra_bytes: int = 0) -> tuple[float, bool]:
-    """Return the GiB that are missing for graphs on the fullest GPU, if they need `extra_bytes` more than the steps so
-    far. Also return True if an eager pass does not fit in addition to graphs, which reserve the memory of one pass's
-    activations. All ranks must call it.
+    """Return the GiB that the fullest GPU lacks for graphs if they need `extra_bytes` more than the steps so far. Also
+    return True if an eager pass does not fit beside the graphs, which reserve the memory of one pass's activations. All
+    ranks must call it.
     """
     in_use, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated() + extra_bytes + RESERVE_GIB * GIB
     total = torch.cuda.get_device_properties().total_memory

@@ -96,8 +96,8 @@ class Stepper:
         """Run micro-batches as CUDA graphs from the next step on if the GPU is often idle. Return a note if it is, else
         None. All ranks must call it.
 
-        `profile` is that of a recorded step. `steps`, on the main rank, are the records of the steps up to number
-        `step`. If `asks_again` and the GPU is not often idle, the method is called once more.
+        `profile` is the profile of a recorded step. `steps` (used on the main rank) are the records of all steps up to
+        `step`. Set `asks_again` to keep the question open: if the GPU is not often idle, `may_take_graphs` stays True.
         """
         from llm_fp8.step.micro_batch_graphs import WORTH_GRAPHS, memory_beside_graphs
 
@@ -133,7 +133,7 @@ class Stepper:
         self._graphs = self._build_graphs()
 
     def drop_graphs_if_memory_is_short(self) -> None:
-        """Determine after a step if graphs must be deleted before eager passes. All ranks must call it."""
+        """Determine after a step if graphs must be deleted before eager passes from now on. All ranks must call it."""
         if self._graphs is not None:
             from llm_fp8.step.micro_batch_graphs import memory_beside_graphs
 
@@ -146,7 +146,7 @@ class Stepper:
             self._graphs.may_capture = may
 
     def make_room(self) -> None:
-        """Delete the graphs if the memory does not suffice for graphs and the eager pass that follows."""
+        """Delete the graphs if memory is too short for them and the eager pass that follows."""
         if self._graphs is not None:
             self._graphs.make_room()
 
@@ -205,9 +205,9 @@ class Stepper:
         return StepResult(learning_rate, values, losses.sum(), rows, start, end)
 
     def micro_batch(self, batch: Batch, num_supervised: Tensor, first: bool | None, last: bool = True) -> Tensor:
-        """Run forward and backward of a micro-batch. Return its summands of the step's mean losses (fp32, detached), in
-        the order of `TrainingModel.loss_names`. For `first` see `Precision.context`. Gradients are reduced over ranks
-        if the micro-batch is the `last` of its step.
+        """Run forward and backward of a micro-batch. Return its contributions to the step's mean losses (fp32,
+        detached), in the order of `TrainingModel.loss_names`. For `first` see `Precision.context`. Gradients are
+        reduced over ranks if the micro-batch is the `last` of its step.
         """
         with self.strategy.micro_batch(self.model, last=last), self.wgrad_accumulation.micro_batch(last):
             with self.precision.context(first_microbatch=first):
@@ -220,6 +220,6 @@ class Stepper:
     def _micro_batch_by_old_scales(
         self, batch: Batch, num_supervised: Tensor, first: bool | None, last: bool = True
     ) -> Tensor:
-        """Run `micro_batch` with the same delayed scales in both passes. Then `update_scales` must be called."""
+        """Run `micro_batch` without updating delayed scales in it. The caller must then call `update_scales`."""
         with self.precision.defer_scale_updates():
             return self.micro_batch(batch, num_supervised, first, last)
