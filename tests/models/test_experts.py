@@ -231,7 +231,7 @@ def test_adapters_load_in_peft_and_merge(tmp_path, kind, targets):
 
 @pytest.mark.slow
 def test_run_logs_auxiliary_loss_and_cross_entropy(tmp_path, rows):
-    """The logged loss excludes the auxiliary loss, so that the two runs log the same loss in the first step only."""
+    """With and without the auxiliary loss, runs log the same loss in step 1, because that loss excludes it."""
     runs = []
     for name, entries in (("with", {"output_router_logits": True, "router_aux_loss_coef": 1.0}), ("without", {})):
         source = write_model(tmp_path / name, **MOE_FAMILIES["olmoe"], **entries)

@@ -82,7 +82,7 @@ def apply_by_document(function: Callable[..., Tensor], dim: int, bounds: list[in
 
 
 def install_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace causal-conv1d and flash-linear-attention by transformers' code, here with `seq_idx` and `cu_seqlens`."""
+    """Replace causal-conv1d and flash-linear-attention by transformers' functions, called once per document."""
     conv, delta = modeling_qwen3_5.causal_conv1d_fn, modeling_qwen3_5.torch_chunk_gated_delta_rule
 
     def conv_of_documents(x: Tensor, *others: Any, activation: str, seq_idx: Any = None, **_: Any) -> Tensor:
@@ -142,7 +142,7 @@ def test_kernels_with_failing_backward_pass_are_refused(monkeypatch):
 
 
 def test_probe_runs_a_layer_of_each_kind():
-    """In the second model, the last layer is the only one of its kind and the only one that mixes documents."""
+    """The second model's last layer is its only convolution and its only layer that mixes documents."""
     kinds = ["full_attention"] * 4
     attention_only = hub_config("LFM2", layer_types=kinds, num_hidden_layers=4)
     assert probe(PACKING, attention_only, CPU, torch.float32) == "rows"

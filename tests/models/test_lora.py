@@ -294,7 +294,7 @@ def test_checkpoints_contain_adapters_only_and_require_the_same_options(tmp_path
 
 
 def test_frozen_weights_are_cast_once(monkeypatch):
-    """Delayed scaling casts them twice, because it knows their scale only after one pass. Evaluations do not count."""
+    """Only delayed scaling casts them twice: it knows their scale only after one pass. Evaluations do not count."""
     monkeypatch.setattr(TEBackend, "autocast", lambda *_, **__: contextlib.nullcontext())
     for scenario, expected in (("current", [True, None, False, False]), ("delayed", [True, None, True, False])):
         plan = PrecisionPlan("fp8", "fp8", scenario, scenario, recipe=object())

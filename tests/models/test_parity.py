@@ -21,8 +21,10 @@ HF_ERROR = 0.01
 
 
 def verdict(**changed):
-    """Return the verdict on a model that is correct except for `ratios`, TE's error divided by Hugging Face's, and
-    `fp32`, TE's difference from Hugging Face in fp32. Both are by layer and tensor."""
+    """Return the verdict on a model that is correct except for the numbers in `changed`, which are by (layer, tensor).
+
+    `ratios` are TE's error divided by Hugging Face's, also by layer alone. `fp32` are TE's errors in fp32.
+    """
     ratios = changed.get("ratios", {})
     fp32 = changed.get("fp32", {})
     comparisons = [

@@ -1,4 +1,4 @@
-"""Files of an export other than weights: their EOS, which are copied from the source, and use with transformers 4."""
+"""Files of an export other than weights: EOS tokens, files copied from the source, and loading by transformers 4."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def write_with_transformers_4(folder: Path) -> Path:
 
 
 def export_side_files(source: Path, folder: Path, *eos_ids: int, template: str | None = None) -> Path:
-    """Export `source` without weights and return the folder. `template` replaces the chat template."""
+    """Export `source` without weights, as after training with `eos_ids` and the chat `template`. Return the folder."""
     folder.mkdir()
     tokenizer = AutoTokenizer.from_pretrained(source)
     tokenizer.chat_template = template or tokenizer.chat_template

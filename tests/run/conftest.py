@@ -20,7 +20,7 @@ def small_run(tiny_model: str, rows: str) -> list[str]:
 
 @pytest.fixture
 def signal_after(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function of a step and a signal (default SIGTERM) that this process then gets at the end of the step."""
+    """Return a function of step and signal (default SIGTERM). It makes the process signal itself when the step ends."""
     stops: dict[int, signal.Signals] = {}
     take_step = Timeline.take_step
 

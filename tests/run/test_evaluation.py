@@ -29,7 +29,7 @@ def replaced_add(losses: Mapping[int, float]) -> Callable[[EvalHistory, int, flo
 
 
 def replace_eval_losses(losses: Mapping[int, float]) -> None:
-    """Replace the eval losses of every run in this process by `losses`, which has them by step."""
+    """Replace the eval loss of each step, in every run of this process, by `losses[step]`."""
     EvalHistory.add = replaced_add(losses)  # type: ignore[method-assign]
 
 

@@ -28,7 +28,7 @@ def options(rows) -> list[str]:
 
 @pytest.fixture
 def piece_sizes(monkeypatch) -> list[int]:
-    """Move the state to the device in pieces of at most 1,000 elements. Return a list that collects their sizes."""
+    """Make optimizers move their state in pieces of at most 1,000 elements. Return a list that collects the sizes."""
     sizes: list[int] = []
     update_ = StatePipeline.update_
 
@@ -43,7 +43,7 @@ def piece_sizes(monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize(("dtype", "tied"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_offloaded_and_resumed_runs_equal_plain_run(options, piece_sizes, tmp_path, capfd, dtype, tied):
-    """With fp32 weights, the lower 16 bits of each weight are loaded, trained and exported too."""
+    """fp32 weights keep their lower 16 bits, which bf16 lacks, through loading, training and export."""
     model = write_model(tmp_path / "model", dtype=dtype, tie_word_embeddings=tied)
     plain, offloaded = tmp_path / "plain", tmp_path / "offloaded"
     options = [f"--model_name={model}", *options]

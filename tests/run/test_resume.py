@@ -254,7 +254,7 @@ def test_epochs_are_counted_in_rows_after_a_change_of_global_batch(tmp_path, sma
 
 
 def test_adapters_are_not_resumed_on_different_frozen_weights(tmp_path, rows):
-    """All model folders are called final, as exports are. Moving a folder does not matter, other weights do."""
+    """All model folders are called final. A folder that moved is accepted, one with other weights is refused."""
     models = [Path(write_model(tmp_path / name / "final")) for name in ("a", "b", "moved")]
     weights = models[1] / "model.safetensors"
     save_file({name: tensor * 2 for name, tensor in load_file(weights).items()}, weights, metadata={"format": "pt"})
@@ -269,7 +269,7 @@ def test_adapters_are_not_resumed_on_different_frozen_weights(tmp_path, rows):
 
 @pytest.mark.parametrize("was_stopped", [False, True])
 def test_finished_run_resumes_only_with_more_steps(tmp_path, uninterrupted, options, signal_after, capsys, was_stopped):
-    """The longer run continues from the last step, also if the run had saved only because of a signal."""
+    """The longer run continues from the last step, also if only an earlier signal had made the run save checkpoints."""
     if was_stopped:
         uninterrupted, options = tmp_path / "stopped", [option for option in options if "save_every" not in option]
         signal_after(2)

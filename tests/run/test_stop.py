@@ -59,7 +59,7 @@ def test_ignored_sighup_does_not_stop_the_run():
 
 
 def _redirect_output(place: str) -> None:
-    """Start a session that prints to a file or terminal. A terminal becomes the session's controlling terminal."""
+    """Start a session that prints to `place`, a file or a terminal. A terminal becomes its controlling terminal."""
     os.setsid()
     descriptor = os.open(place, os.O_RDWR if place.startswith("/dev/pts/") else os.O_WRONLY)
     for number in (1, 2):

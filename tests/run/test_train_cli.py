@@ -41,7 +41,7 @@ finally:
 
 @pytest.fixture(scope="module")
 def plain_run(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """Run train_fp8.py without naming model or dataset. Return process and folder; the file `modules` lists imports."""
+    """Run train_fp8.py without naming model or dataset. Return process and folder; its file `modules` lists imports."""
     folder = tmp_path_factory.mktemp("plain")
     options = ["--max_steps=8", "--max_seq_length=128", "--num_of_samples=200", "--learning_rate=5e-3"]
     options.append("--eval_batches=4")
@@ -109,7 +109,7 @@ def hub_models(tiny_model, tmp_path_factory) -> dict[str, str]:
 
 
 def cpu_run_key(name: str) -> str:
-    """Return a key that is equal for commands which differ only in model size, TE, precision, length or W&B's name."""
+    """Return a key that is equal for commands that differ only in model size, TE, precision, length or W&B's name."""
     config = config_of(TESTED_COMMANDS[name])
     model = dataclasses.replace(config.model, model_name=config.model.model_name.partition("/")[0], use_te=False)
     data = dataclasses.replace(config.data, max_seq_length=128)

@@ -95,7 +95,7 @@ def batch():
 
 
 def errors(num_passes: int, batch, monkeypatch, **size) -> dict[str, float]:
-    """Warm up in `num_passes`. Return the largest relative error of the first gradients for each GEMM of a block."""
+    """Warm up in `num_passes` passes. Return the next gradients' largest relative error for each GEMM of a block."""
     monkeypatch.setattr("llm_fp8.step.scale_warmup.PASSES", num_passes)
     model = Blocks(**size)
     precision = PrecisionStandIn(model)

@@ -61,7 +61,7 @@ def small_model(dtype=torch.float32, lora: LoraConfig | None = None, **changes):
 
 
 def prepare(model: nn.Module, summed_by: str = "gemms"):
-    """Return the strategy, the prepared model and the optimizer. `summed_by` is "gemms" or "autograd"."""
+    """Return strategy, prepared model and optimizer. `summed_by`, "gemms" or "autograd", sums the gradients."""
     reset_accelerator()
     strategy = DistributedStrategy("single", Accelerator(cpu=True), ParallelConfig())
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -76,7 +76,7 @@ def tokens(number: int) -> torch.Tensor:
 
 
 def backward(strategy: DistributedStrategy, model: nn.Module, num_micro_batches: int) -> None:
-    """Run forward and backward for a step's micro-batches. As in training, modules know which one is the first."""
+    """Run forward and backward for a step's micro-batches. As in training, modules know the first micro-batch."""
     for number in range(num_micro_batches):
         last = number == num_micro_batches - 1
         with strategy.micro_batch(model, last), FusedWgradAccumulation(model, strategy).micro_batch(last):
@@ -96,7 +96,7 @@ def is_te_weight(name: str) -> bool:
 
 
 def is_clean(model: nn.Module) -> bool:
-    """Return whether fusion is off in all modules and no parameter has `main_grad`, which refers to its gradient."""
+    """Return whether fusion is off in all modules and no parameter has `main_grad`, which keeps its gradient alive."""
     fusing = [module for module in model.modules() if getattr(module, "fuse_wgrad_accumulation", False)]
     return not fusing and not any(hasattr(parameter, "main_grad") for parameter in model.parameters())
 

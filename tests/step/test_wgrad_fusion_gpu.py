@@ -51,7 +51,7 @@ def micro_batches(number: int, device) -> list[Batch]:
 
 
 def prepare(model: nn.Module, summed_by: str):
-    """Return the strategy, the prepared model and the optimizer. `summed_by` is "gemms" or "autograd"."""
+    """Return strategy, prepared model and optimizer. `summed_by`, "gemms" or "autograd", sums the gradients."""
     reset_accelerator()
     strategy = DistributedStrategy("single", Accelerator(mixed_precision="no"), ParallelConfig())
     kind = "adamw_fp32" if next(model.parameters()).dtype == torch.float32 else "adamw_master"

@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Exclude every object that exists after the imports from garbage collection, then enable the collection."""
+    """Exclude existing objects from garbage collection, enable it, and start the fork server if slow tests will run."""
     gc.freeze()
     gc.enable()
     if any(item.get_closest_marker("slow") for item in session.items):

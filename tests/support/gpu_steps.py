@@ -31,7 +31,7 @@ def fp8(**options) -> PrecisionConfig:
 def build(
     options: PrecisionConfig, device, use_te: bool = True, family: str = "llama3_rope_gqa", lora: LoraConfig = NO_LORA
 ):
-    """Return a small random model as `TrainingModel`, its precision and its coverage. B of each adapter is nonzero."""
+    """Return a small random `TrainingModel`, its `Precision` and its fp8 coverage. Adapters get a nonzero B."""
     plan = precision_on(options, device)
     precision = Precision(plan, options, device, torch.bfloat16)
     config = family_config(family)
@@ -60,7 +60,7 @@ def add_random_adapters_(model, lora: LoraConfig, dtype: torch.dtype) -> None:
 
 
 def step(model, precision, batch, num_micro_batches: int = 1) -> torch.Tensor:
-    """Run forward and backward on `batch` once per micro-batch. Return the last loss."""
+    """Run forward and backward `num_micro_batches` times on the same batch. Return the last loss."""
     for number in range(num_micro_batches):
         with precision.context(first_microbatch=number == 0 if num_micro_batches > 1 else None):
             loss = model(batch)[0] / batch.num_supervised_tokens

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def train(
     *options: str, environment: dict[str, str] | None = None, launcher: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess:
-    """Run train_fp8.py, by `launcher` instead of Python if given. Return the finished process with its output."""
+    """Run train_fp8.py by Python or by the command `launcher`. Return the finished process with its output."""
     command = [*(launcher or (sys.executable,)), "train_fp8.py", *options]
     variables = {**os.environ, **(environment or {})}
     variables.pop("NVIDIA_TF32_OVERRIDE", None)

@@ -250,7 +250,7 @@ def documents() -> list[Document]:
 
 
 def _full_model(folder: Path) -> PreTrainedModel:
-    """Load the full checkpoint with plain transformers, in evaluation mode, because training Gemma 3 needs images."""
+    """Load the full checkpoint with plain transformers for evaluation: in training mode Gemma 3 would need images."""
     model, info = auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )

@@ -57,8 +57,8 @@ class Launch:
 class Torchrun(Launch):
     """A run of train_multi_gpu.py in two processes under torchrun. Its output is appended to `log`.
 
-    `options` are train_multi_gpu.py's, `launcher` torchrun's. torchrun is started in the folder `cwd`, with `more` as
-    further environment variables.
+    `options` are options of train_multi_gpu.py, and `launcher` those of torchrun, which is started in the folder `cwd`.
+    `more` are further environment variables.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ def _agent(launcher: list[str], options: list[str], log: str, inherited: dict[st
 
 
 def train_under_torchrun(runs: dict[Path, list[str]], deadline_s: float, **more: str) -> None:
-    """Train under torchrun, all at once, and check success. `runs` maps the folder of each run to its options."""
+    """Train several runs under torchrun at once and check that each succeeds. `runs` maps their folders to options."""
     with contextlib.ExitStack() as stack:
         launches = []
         for folder, options in runs.items():

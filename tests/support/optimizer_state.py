@@ -13,7 +13,7 @@ def master_adamw(parameters, share):
 
 
 def assert_same_training(parameters, optimizer, others, other_optimizer):
-    """Check that weights, step counts and optimizer states are equal. The parameter `idle` may lack a state."""
+    """Check that two trainings have equal weights, step counts and states. The parameter `idle` may lack a state."""
     assert all(torch.equal(parameter, others[name]) for name, parameter in parameters.items())
     state, other = (optimizer_tensors(o, p.items()) for o, p in ((optimizer, parameters), (other_optimizer, others)))
     assert {name for name in state.keys() ^ other.keys() if not name.startswith("idle.")} == set()

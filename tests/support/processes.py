@@ -128,7 +128,7 @@ def _run_file(arguments: list[str], log: str, environment: dict[str, str]) -> No
 def run_program(
     command: Sequence[str], *, log: Path, environ: Mapping[str, str] | None = None, timeout_s: float = 4 * DEADLINE_S
 ) -> Outcome:
-    """Run `python FILE` as `llm_fp8.tools.programs.run_program` does, but in a forked process without new imports."""
+    """Run `python FILE` as `llm_fp8.tools.programs.run_program` does, but in a fork that has the imports done."""
     environment = dict(os.environ if environ is None else environ)
     process = CONTEXT.Process(target=_run_file, args=(list(command[1:]), str(log), environment), daemon=True)
     process.start()
@@ -200,8 +200,7 @@ def start_ranks(
 def run_ranks(
     num_ranks: int, folder: Path, *options: object, first: Callable[[], None] | None = None, hosts: int = 1
 ) -> str:
-    """Run `start_ranks` to the end with a log beside `folder`, check that all ranks succeed, and return their
-    output."""
+    """Run `start_ranks` to the end with a log beside `folder`, check that all ranks succeed, and return the output."""
     log = folder.with_name(f"{folder.name}.log")
     ranks = start_ranks(num_ranks, log, *options, first=first, hosts=hosts)
     codes = [exit_code(process, 4 * DEADLINE_S) for process in ranks]
@@ -212,7 +211,7 @@ def run_ranks(
 def wait_until(
     condition: Callable[[], bool], process: Any, poll_s: float = 0.001, deadline_s: float = DEADLINE_S
 ) -> bool:
-    """Wait until `condition` holds. Return False if the process (or every process of a `Launch`) ends before."""
+    """Wait until `condition` holds. Return False if the process (or every process of a `Launch`) ends first."""
     deadline = time.monotonic() + deadline_s
     while not condition():
         if not process.is_alive():

@@ -48,7 +48,7 @@ def fsdp_strategy() -> FsdpStrategy:
 
 
 def sharded_model(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
-    """Return the model of --model_name `name`, built as in a run with FSDP: the structure is sharded, then filled."""
+    """Build the model of --model_name `name` as a run with FSDP does: shard its structure, then fill in the weights."""
     model, strategy = model_structure(name, dtype, **options), fsdp_strategy()
     assert {parameter.device.type for parameter in model.module.parameters()} == {"meta"}
     strategy.shard(model.module, model.layers)
@@ -62,7 +62,7 @@ def full_parameters(model: Model) -> dict[str, Tensor]:
 
 
 class CountedAllGather:
-    """An all-gather for FSDP2 that appends the bytes that this rank contributes to each gather to `sent_bytes`."""
+    """An all-gather for FSDP2. `sent_bytes` lists how many bytes this rank contributed to each gather, in order."""
 
     def __init__(self, model: nn.Module) -> None:
         """Install this object as the all-gather of every FSDP2 module of `model`."""

@@ -115,7 +115,8 @@ Split = Callable[[Tensor, Tensor, int, int, Tensor | None], tuple[Tensor, ...]]
 def assert_same_split(
     split: Split, other: Split, case: Case, dtype: torch.dtype, layout: str, device: str | torch.device
 ) -> None:
-    """Check that outputs and gradients of two implementations agree to rounding, and unrotated columns bitwise."""
+    """Check that outputs and gradients of two implementations agree to rounding, and unrotated columns bitwise.
+    `layout` is the memory layout of the outputs' gradients, a key of `GRADIENT_LAYOUTS`."""
     sizes, widths = (case.num_heads, case.num_kv_heads), (case.rotary_dim, case.rotary_dim, 0)
     angles, cu_seqlens = case.angles(device), case.cu_seqlens(device)
     ours, theirs = (case.fused(dtype, device).requires_grad_() for _ in range(2))

@@ -197,7 +197,7 @@ class DotProductAttention(nn.Module):
 
 
 def apply_rotary_pos_emb(x: Tensor, freqs: Tensor, tensor_format: str, cu_seqlens: Tensor | None, **_: Any) -> Tensor:
-    """Rotate x [tokens, heads, d] (thd) or [B, S, heads, d] by `freqs` [positions, 1, 1, d]. A document starts at 0."""
+    """Rotate x [tokens, heads, d] or [B, S, heads, d] by angles [positions, 1, 1, d]. Documents start at position 0."""
     positions = torch.arange(x.shape[-3])
     if cu_seqlens is not None:
         positions = positions - cu_seqlens[torch.searchsorted(cu_seqlens, positions, right=True) - 1]
@@ -227,7 +227,7 @@ dswiglu, dgeglu = (functools.partial(_backward, function) for function in (swigl
 
 
 def activations(recipe: Any = None) -> dict[str, tuple[Any, ...]]:
-    """Return LayerNormMLP's activations: forward, backward, and backward with a cast (here None), by name."""
+    """Return, by name, LayerNormMLP's activations: functions for forward, backward, and backward with a cast (None)."""
     return {"geglu": (geglu, dgeglu, None), "swiglu": (swiglu, dswiglu, None)}
 
 

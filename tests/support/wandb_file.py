@@ -1,9 +1,8 @@
-"""A reader for the file of an offline W&B run, which W&B's Python package does not have.
+"""Reads the file of an offline W&B run. W&B's Python package has no such reader.
 
 `run-ID.wandb` is a LevelDB log (LevelDB's doc/log_format.md): a 7-byte header, then blocks of 32 KiB with pieces of
 records. A piece has a checksum (4 bytes), a length (2), a kind (1: whole, 2: first, 3: middle, 4: last) and data. A
-record is a protobuf message of W&B.
-"""
+record is a protobuf message of W&B."""
 
 from __future__ import annotations
 
