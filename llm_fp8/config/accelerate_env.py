@@ -1,8 +1,8 @@
 """Read the settings of `accelerate launch --config_file x.yaml script.py` from the script's environment variables.
 
-They are converted to options and the variables are removed, since Accelerate itself would convert or shard the model.
-The launcher also exports its defaults, so a flag overrides a recipe entry that has the launcher's default. Any other
-flag that contradicts the file is an error. The names and defaults are those of Accelerate 1.15.
+The settings become options, and the variables are removed, since otherwise Accelerate would convert or shard the model.
+The launcher also exports its defaults. Therefore a flag overrides an entry of `fp8_config` that has the default. It is
+an error if a flag contradicts the file in another way. Names and defaults are those of Accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ RECIPE_ENTRIES: dict[str, Any] = {"fp8_format": str.upper, "amax_history_len": i
 
 
 def is_on(value: str) -> bool:
-    """Return True if a switch in the environment is on."""
     return value.lower() in ("1", "true", "yes")
 
 
@@ -68,7 +67,7 @@ def is_default(variable: str, value: str) -> bool:
 
 
 def _variable(option: str) -> str:
-    """Return the launcher's variable for an option in `RECIPE_ENTRIES`."""
+    """Return the name of the launcher's variable for an option in `RECIPE_ENTRIES`."""
     return PREFIX + option.removeprefix("fp8_").upper()
 
 
@@ -82,8 +81,8 @@ def _not_supported(setting: str) -> UserError:
 
 
 def apply_launch_settings(config: Config, environ: MutableMapping[str, str], user_options: Collection[str]) -> Config:
-    """Return `config` with the settings of `accelerate launch`, still unchecked, and remove them from `environ`. Raise
-    `UserError` for an unsupported setting, or for one that contradicts an option that the user set (`user_options`).
+    """Return `config` with the settings of `accelerate launch`. Remove their variables from `environ`. Raise
+    `UserError` if a setting is not supported or contradicts an option in `user_options` (those that the user set).
     """
     ranks = LaunchRanks.from_environment(environ)
     is_ddp = "ACCELERATE_DYNAMO_BACKEND" in environ and ranks.world_size > 1  # the launcher always sets it
@@ -109,7 +108,7 @@ def apply_launch_settings(config: Config, environ: MutableMapping[str, str], use
 
 
 def _pop_requests(environ: MutableMapping[str, str]) -> dict[str, str]:
-    """Remove the launcher's variables from `environ`. Return those that set options, or raise `UserError`."""
+    """Remove the launcher's variables from `environ`. Return those that set options. Refuse unsupported ones."""
     environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # a list of keys, for Accelerate's own checks
     requests = {"precision": environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower()}
     for engine in ("MEGATRON_LM", "PARALLELISM_CONFIG"):
@@ -130,12 +129,12 @@ def _pop_requests(environ: MutableMapping[str, str]) -> dict[str, str]:
 
 
 def te_recipe(environ: Mapping[str, str]) -> str:
-    """Return the recipe that Accelerate uses with Transformer Engine."""
+    """Return the recipe that Accelerate uses with Transformer Engine if it reads the variables in `environ`."""
     return "mxfp8" if is_on(environ.get("ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING", "")) else recipe_for(DEFAULT, "te")
 
 
 def _precision(requests: Mapping[str, str], mode: str | None, scenario: str, ignored: list[str]) -> dict[str, Any]:
-    """Return the precision options for `mode` (sharding) and `scenario`. Append keys without effect to `ignored`."""
+    """Return options from variables in `requests`. Append to `ignored` the keys without effect on this recipe."""
     values = {**DEFAULTS, **requests}
     if values["precision"] != "fp8":
         return {} if values["precision"] == "no" else {"mixed_precision": values["precision"]}
@@ -162,7 +161,7 @@ def _precision(requests: Mapping[str, str], mode: str | None, scenario: str, ign
 
 
 def _sharding(values: Mapping[str, str]) -> dict[str, Any]:
-    """Return the options for sharding, gradient accumulation and clipping."""
+    """Return the options for sharding, gradient accumulation and clipping that the launcher's variables set."""
     settings: dict[str, Any] = {}
     if is_on(values["FSDP"]):
         reshards, offloads = is_on(values["FSDP_RESHARD_AFTER_FORWARD"]), is_on(values["FSDP_OFFLOAD_PARAMS"])

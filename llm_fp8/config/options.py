@@ -47,14 +47,14 @@ def option(
 ) -> Any:
     """Declare a dataclass field that becomes a command-line option.
 
-    A condition is NAME, an option that must be on, or NAME=PATTERN|PATTERN with wildcards for its value. On one GPU,
-    sharding_mode is 'single'. ` and ` or ` or ` joins conditions. A condition may test the option's own value. The
-    option has no effect unless all of `needs` are met. `excludes` maps each condition that the option cannot be
-    combined with to the reason. `alias` is the option's name in transformers, if the meaning is exactly the same.
-    `bare` is the value of a numeric option if the flag has no number. `bounds` are at_least, at_most, above and below.
-    `resume` is the effect of a change in a resumed run, which refuses it unless --allow_changed names the option.
-    'same': the result changes. 'scales': the meaning of delayed scaling's histories changes too. 'evaluation': the
-    change is only reported. Others: the run compares this setting, which the option helps to decide, instead.
+    `needs` are conditions without which the option has no effect. `excludes` maps conditions under which the option is
+    an error to the reason. The condition NAME means that this option is on, and NAME=PATTERN|PATTERN that its value
+    matches a pattern with wildcards. NAME may be the option itself. sharding_mode is 'single' on one GPU. ` and ` or
+    ` or ` joins conditions. `alias` is the option's name in transformers, if the meaning is exactly the same. `bare` is
+    the value of a numeric option if the flag has no number. `bounds` are at_least, at_most, above and below.
+    `resume` says what a changed option means for a resumed run. It is an error unless --allow_changed names the option,
+    because the result changes ('same') or also the meaning of delayed scaling's histories ('scales'). For 'evaluation'
+    the change is only reported. Otherwise `resume` names a setting that the option helps to decide, to compare instead.
     """
     declared = {"help": help, "aliases": [f"--{alias}"] if alias else [], "bare": bare, "bounds": bounds}
     return field(default=default, metadata={**declared, "needs": needs, "excludes": excludes or {}, "resume": resume})
@@ -187,7 +187,7 @@ class DataConfig:
 
     @property
     def weights(self) -> list[float] | None:
-        """The numbers in --dataset_weights."""
+        """The numbers in --dataset_weights, or None without this option."""
         return None if self.dataset_weights is None else [float(word) for word in self.dataset_weights.split(",")]
 
     @property
@@ -198,7 +198,7 @@ class DataConfig:
 
     @property
     def column_names(self) -> dict[str, str]:
-        """The pairs of --columns: our column name -> the dataset's."""
+        """The pairs in --columns: our name of a column -> the name in the dataset."""
         pairs = [pair.partition("=") for pair in names_in(self.columns)]
         return {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
 
@@ -283,13 +283,13 @@ class RunConfig:
 
     @property
     def trackers(self) -> tuple[str, ...]:
-        """The trackers in --report_to, and W&B with --use_wandb."""
+        """The names of the trackers in --report_to, and 'wandb' with --use_wandb."""
         names = names_in(f"wandb,{self.report_to}" if self.use_wandb else self.report_to)
         return tuple(name for name in names if name != "none")
 
     @property
     def project(self) -> str:
-        """The project of the run in its trackers."""
+        """The name of the project to which the run belongs in its trackers."""
         return self.wandb_project or os.environ.get("WANDB_PROJECT", "llm-fp8")
 
 
@@ -312,7 +312,7 @@ class LoraConfig:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The names in --lora_targets, in order. Raises `UserError` for no names, or all-linear with other layers."""
+        """The names in --lora_targets. Raises `UserError` if there are none, or if all-linear stands beside a layer."""
         names = names_in(self.lora_targets)
         if not names or (ALL_LINEAR in names and not {*names} <= {ALL_LINEAR, EXPERTS}):
             raise UserError(f"--lora_targets must name layers, as in q_proj,v_proj, or be {ALL_LINEAR}[,{EXPERTS}].")
@@ -320,7 +320,7 @@ class LoraConfig:
 
     @property
     def scaling(self) -> float:
-        """The factor of an adapter's output. Without --lora_alpha, alpha is twice the rank."""
+        """The factor by which an adapter's output is multiplied: alpha / rank, or 2 without --lora_alpha."""
         return 2.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
 
 
@@ -331,10 +331,10 @@ ShardingMode = Literal[
 
 @dataclass(frozen=True)
 class Mode:
-    """Properties of a sharding mode, which distributes a model over N GPUs.
-    Bytes are those of weights, gradients and optimizer state per parameter on one GPU between micro-batches.
-    `adamw_master` needs 12 in ddp, 12 / N + 2 (for unsharded bf16 weights) in fsdp_grad and 12 / N in fsdp_full. The
-    fsdp modes need 4 more while gradients accumulate, unless --sync_every_micro_batch reduces them immediately.
+    """Properties of a sharding mode, which distributes a model over N GPUs. The fields with bytes count weights,
+    gradients and optimizer state per parameter on one GPU between micro-batches. For example, `adamw_master` needs 12
+    in ddp, 12 / N + 2 (for unsharded bf16 weights) in fsdp_grad and 12 / N in fsdp_full. The fsdp modes need 4 more
+    while gradients accumulate, unless --sync_every_micro_batch reduces them immediately.
     """
 
     engine: Literal["copies", "fsdp", "deepspeed"]  # copies: every GPU has the whole model
@@ -426,7 +426,7 @@ class Config:
         return {name: value for section in vars(self).values() for name, value in vars(section).items()}
 
     def with_options(self, **options: Any) -> Config:
-        """Return a copy with these options replaced."""
+        """Return a copy in which the options named by the keywords have these values."""
         sections = {
             name: dataclasses.replace(section, **{key: options[key] for key in vars(section) if key in options})
             for name, section in vars(self).items()
@@ -443,7 +443,7 @@ class Config:
 
     @property
     def packing(self) -> bool:
-        """True if rows are packed, by default with --use_te."""
+        """True if rows are packed: the value of --packing or, without it, of --use_te."""
         return self.model.use_te if self.data.packing is None else self.data.packing
 
     @property
@@ -465,7 +465,7 @@ class Config:
 
 
 def names_in(listed: str | None) -> tuple[str, ...]:
-    """Return the comma-separated names of an option, each once."""
+    """Return the names in the comma-separated text `listed`, each once and in order."""
     return tuple(dict.fromkeys(name.strip() for name in (listed or "").split(",") if name.strip()))
 
 

@@ -47,30 +47,30 @@ def number_or_auto(word: str) -> int:
 
 
 def number_or_share_or_auto(word: str) -> float | str:
-    """Parse a --gradient_checkpointing: n for every n-th layer, a share, a boolean for all or none, or 'auto'."""
+    """Parse a --gradient_checkpointing: n for every n-th layer, a share of the layers, a boolean, or 'auto'."""
     with contextlib.suppress(ValueError):
         return int(true_or_false(word))
     return word if word == "auto" else int(word) if word.isdecimal() else number(float, at_least=0, at_most=1)(word)
 
 
 def true_or_false(word: str) -> bool:
-    """Parse a boolean in any of YAML's spellings."""
+    """Parse a boolean in any of YAML's spellings, for example yes or off, or as 1 or 0."""
     return ("no", "off", "false", "0", "yes", "on", "true", "1").index(word.lower()) > 3
 
 
 def true_or_false_or_auto(word: str) -> bool | None:
-    """Parse a boolean, or 'auto' as None, which lets the run decide."""
+    """Parse a boolean or 'auto'. The latter becomes None, with which the run decides itself."""
     return None if word == "auto" else true_or_false(word)
 
 
 def with_underscores(word: str) -> str:
-    """Replace hyphens in an option's name by underscores, but not in its value."""
+    """Replace the hyphens in the name of a command-line option by underscores, but not those in its value."""
     name, sign, value = word.partition("=")
     return f"--{name[2:].replace('-', '_')}{sign}{value}" if name.startswith("--") else word
 
 
 def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hint: Any) -> None:
-    """Add `--name value` and its alias. A boolean may be a bare flag, with `--no_name` unless its default is False."""
+    """Add `--name value`, and an alias, for a `field` of type `hint`. A boolean is also --name or --no_name alone."""
     kind = next(each for each in get_args(hint) if each is not NoneType) if NoneType in get_args(hint) else hint
     text, bare, bounds = (field.metadata[key] for key in ("help", "bare", "bounds"))
     if field.default is not None and "(default:" not in text:
@@ -92,7 +92,7 @@ def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hi
 
 
 class OptionsParser(OneSentenceParser):
-    """Parser of train_fp8.py's options. `parallel` adds `ParallelConfig`, for train_multi_gpu.py."""
+    """Parser of train_fp8.py's options. If `parallel`, it also has the options of `ParallelConfig`."""
 
     full_help = "--help_all"
 
@@ -131,7 +131,7 @@ class OptionsParser(OneSentenceParser):
 
 
 def to_argv(options: Mapping[str, Any]) -> list[str]:
-    """Return options that are not None as command-line arguments, to parse and check them like typed ones."""
+    """Convert options to command-line arguments, so that they are parsed and checked like typed ones. Skip None."""
     return [f"--{name}={_word(value)}" for name, value in options.items() if value is not None]
 
 
@@ -142,7 +142,7 @@ def _word(value: Any) -> str:
 
 
 def _loader(*kinds: str) -> type[yaml.SafeLoader]:
-    """Return a YAML loader that converts scalars of these `kinds` and reads all others as text."""
+    """Return a YAML loader that converts values of these `kinds`, for example bool, and reads all others as text."""
     rows = yaml.SafeLoader.yaml_implicit_resolvers.items()
     resolvers = {first: [(tag, form) for tag, form in row if tag.split(":")[-1] in kinds] for first, row in rows}
     return type("Loader", (yaml.SafeLoader,), {"yaml_implicit_resolvers": resolvers})
@@ -154,7 +154,7 @@ for _kind, _digits in {"int": r"-?(0|[1-9]\d*)$", "float": r"-?(0|[1-9]\d*)(\.\d
 
 
 def parse_config(argv: list[str], prog: str = "train_fp8.py", parallel: bool = False) -> Config:
-    """Parse a command line (without the program's name) into a checked `Config`. Raise `UserError` for a mistake."""
+    """Parse and check a command line without the program's name. Raise `UserError` for a mistake."""
     config, _ = _read(argv, OptionsParser(parallel, prog=prog))
     check_options(config)
     return config
@@ -163,8 +163,8 @@ def parse_config(argv: list[str], prog: str = "train_fp8.py", parallel: bool = F
 def parse_launch(
     argv: list[str], environ: MutableMapping[str, str], description: str | None = None, parallel: bool = False
 ) -> Config:
-    """Parse a command line like `parse_config`, then apply the settings of `accelerate launch`. Remove its variables
-    and those of an earlier launch from `environ`. Raise `UserError` if the script does not match the launch.
+    """Parse a command line like `parse_config`, and apply the settings of `accelerate launch`. Remove its variables and
+    those left by an earlier torchrun, from `environ`. Raise `UserError` if the launch needs the other script.
     """
     parser = OptionsParser(parallel, description=description)
     typed, names = _read(argv, parser)
@@ -188,7 +188,7 @@ def parse_launch(
 
 
 def _read(argv: list[str], parser: OptionsParser) -> tuple[Config, frozenset[str]]:
-    """Parse the options without checking them. Return them, and the names of those typed or in the YAML file."""
+    """Parse options, but do not check combinations. Return them, and the names of those that the user set."""
     path = parser.parse_known_args(argv)[0].config
     file_argv, names = list[str](), list[str]()
     if path:

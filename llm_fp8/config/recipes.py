@@ -111,15 +111,15 @@ def recipe_for(scenario: str, backend: Backend) -> str:
 
 
 def row_of(name: str | None) -> Recipe:
-    """Return the row of a recipe, or for None or an unknown name the row of a run without fp8."""
+    """Return the recipe `name`. For None or an unknown name, return the row for a run without fp8."""
     return RECIPES.get(name or "", NO_RECIPE)
 
 
 def precision_name(mixed_precision: str, scenario: str | None) -> str:
-    """Return the display name of a --mixed_precision and --fp8_scenario. 'no' becomes 'fp32'."""
+    """Return the name of a precision to show to users, for example 'bf16', 'fp32' or 'fp8 delayed'."""
     return f"fp8 {scenario}" if mixed_precision == "fp8" else {"no": "fp32"}.get(mixed_precision, mixed_precision)
 
 
 def recipe_argv(name: str) -> tuple[str, ...]:
-    """Return the command-line arguments that select the recipe."""
+    """Return the command-line arguments that select the recipe `name`."""
     return ("--mixed_precision", "fp8", "--fp8_backend", RECIPES[name].backend, "--fp8_scenario", name)

@@ -1,4 +1,4 @@
-"""Check the options before torch is imported. `llm_fp8.settle` checks them against the machine."""
+"""Check the options before torch is imported. `llm_fp8.settle` later checks them against the machine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from llm_fp8.utils.errors import UserError, did_you_mean, reading
 
 
 def check_declared(config: Config, mode: str | None = None) -> None:
-    """Raise `UserError` for an option that the `needs` or `excludes` of its field forbid. `mode` is the sharding mode
-    that 'auto' chose, or 'single' on one GPU. Until it is known, conditions on the mode are not checked.
+    """Raise `UserError` if an option's `needs` are not met or one of its `excludes` is. `mode` is the sharding mode
+    that the run uses. While it is None and --sharding_mode is 'auto', conditions on the mode are not checked.
     """
     values = {**config.options, "packing": config.packing, "sharding_mode": mode or config.parallel.sharding_mode}
     values["use_wandb"] = bool(config.run.trackers)  # W&B's options apply to every tracker
@@ -43,7 +43,7 @@ def check_declared(config: Config, mode: str | None = None) -> None:
 
 
 def _flags(condition: str, name: str) -> str:
-    """Return a condition of the option `name` as flags, without the parts that test the option's own value."""
+    """Write a `condition` of the option `name` as flags, for an error message. Leave out parts that test `name`."""
     parts = [f"--{part}" for part in condition.split(" and ") if not part.startswith(f"{name}=")]
     flags = " and ".join(parts).replace(" or ", " or --").replace("=", " ").replace("|", " or ")
     return flags.replace("--sharding_mode single or", "one GPU or --sharding_mode")
@@ -66,7 +66,7 @@ def check_options(config: Config) -> None:
 
 
 def _check_recipe(config: Config) -> None:
-    """Check that the back end has the recipe, and that the recipe accepts the options that are set."""
+    """Check that the back end has the chosen recipe, and that the recipe accepts the options that are set."""
     precision = config.precision
     backend, scenario = precision.fp8_backend, precision.fp8_scenario
     if scenario not in (DEFAULT, *recipe_names(backend)):
@@ -108,7 +108,7 @@ def _check_names(config: Config) -> None:
 
 
 def check_tokens(config: Config, multiple: int, purpose: str) -> None:
-    """Raise `UserError` unless `multiple` divides the tokens of a micro-batch on one GPU. `purpose` requires it."""
+    """Raise `UserError`, with `purpose` as the reason, unless `multiple` divides a GPU's tokens per micro-batch."""
     data, size = config.data, config.parallel.context_parallel_size
     if data.batch_size * data.max_seq_length % (size * multiple) != 0:
         raise UserError(f"--batch_size times --max_seq_length must be a multiple of {size * multiple} for {purpose}.")

@@ -1,4 +1,4 @@
-"""Turn a conversation into token ids and a mask of the supervised ones.
+"""Turn a conversation into token ids and a mask that is True for those on which the loss is computed (supervised).
 
 Conversations, problems and Alpaca rows are rendered with the tokenizer's chat template. A tokenizer without a template
 uses `PROMPT_FORM` or `PLAIN_TURN`. The loss is computed on the solution, the completion or each turn of the assistant,
@@ -54,7 +54,7 @@ class Rendered(NamedTuple):
     from_template: bool = False
 
     def cuts(self) -> list[int]:
-        """Return the positions inside the text where a supervised span begins or ends, in order."""
+        """Return the positions inside the text at which a supervised range begins or ends, in order."""
         return sorted({position for span in self.spans for position in span if 0 < position < len(self.text)})
 
 
@@ -68,7 +68,7 @@ class Encoded(NamedTuple):
 def encode_batch(
     conversations: Sequence[Conversation], form: RowForm, tokenizer: PreTrainedTokenizerBase, train_on_prompt: bool
 ) -> list[Encoded]:
-    """Tokenise conversations in one tokenizer call. Count the parts that the template omits in each one's `unused`."""
+    """Tokenise conversations in one tokenizer call. In the `unused` of each, count what the template omits."""
     eos = trained_eos(tokenizer, form)
     ends = {eos, tokenizer.eos_token_id}
     if form not in UNTEMPLATED:
@@ -182,7 +182,7 @@ def _convert_for_template(conversation: Conversation, tokenizer: PreTrainedToken
 
 
 def _check_shown(message: Mapping[str, Any], shown: str, template: str, unused: Unused) -> None:
-    """Raise `UserError` if the template omits a call, or an answer without a call. Count other omitted answers."""
+    """Raise `UserError` unless `shown` has the message's calls and answer. An answer beside a call is only counted."""
     calls = called(message)
     if calls and ("tool_calls" not in template or any(call not in shown for call in calls)):
         raise UserError(f"--dataset_name: the chat template does not show an assistant's 'tool_calls' {calls}.")
@@ -207,7 +207,7 @@ def _with_arguments(call: Mapping[str, Any], as_text: bool) -> Mapping[str, Any]
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, **options: bool) -> tuple[str, list[Span]]:
-    """Render a conversation. Return its text and, with `return_assistant_tokens_mask`, the ranges marked in it."""
+    """Render a conversation. Return its text and the ranges that the template marks, if an option asks for them."""
     roles = ", ".join(message["role"] for message in conversation.messages)
     task = f"a conversation of the roles {roles} with the tokenizer's chat template"
     with reading("--model_name", tokenizer.name_or_path, task, "Give another --chat_template, or drop such rows."):
@@ -223,7 +223,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, **op
 
 
 def _marked_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Spans:
-    """Return the character ranges that the template marks, without those of excluded turns."""
+    """Return the character ranges of `text` that the template marks, except for turns excluded from the loss."""
     _, marked = _render(tokenizer, conversation, return_assistant_tokens_mask=True)
     turns = [turn for turn, message in enumerate(conversation.messages) if message["role"] == "assistant"]
     if len(turns) != len(marked) and conversation.excluded.intersection(turns):
@@ -236,8 +236,8 @@ def _marked_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTo
 def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Spans:
     """Locate each supervised turn in `text`, from the end of its generation prompt to the end of the turn.
 
-    The conversation is rendered up to each turn. `text` must contain the result, from its start or from the end of the
-    previous turn. Only reasoning may be missing, since some templates (Qwen3's) remove it after the next question.
+    The conversation is rendered up to each turn. `text` must begin with the result, or the part of the result after the
+    previous supervised turn must follow that turn in `text`. Only reasoning may be missing (Qwen3's template drops it).
     """
     spans: Spans = {}
     seen, end = "", 0  # the rendered conversation up to the previous supervised turn, and its end in `text`
@@ -292,8 +292,8 @@ def _tokenise(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list
 
 
 def _continue(before: str, text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokenise `text` as the continuation of `before`: tokenise it after one character and remove that character's
-    tokens. The last character of `before` is tried first; the next one is tried if it shares a token with `text`.
+    """Tokenise `text` as the continuation of `before`: tokenise it after a single character, then remove the tokens of
+    this character. It is the last one of `before` or, if that one shares a token with `text`, another.
     """
     for anchor in (before[-1], *"0a\n."):
         alone, both = _tokenise([anchor, anchor + text], tokenizer)
@@ -326,8 +326,8 @@ def _encode_spans(rendered: Sequence[Rendered], tokenizer: PreTrainedTokenizerBa
 
 
 def _end_turns(encoded: Encoded, tokenizer: PreTrainedTokenizerBase, eos: int, ends: set[Any]) -> Encoded:
-    """Make each supervised span end with an end token, and the document with the last span. An EOS right after a span
-    is added to it. White space after an end token is removed. A document without an end token gets `eos`.
+    """Extend each supervised range by an EOS that follows it. White space after one of the tokens `ends` is no longer
+    supervised. Cut the document off after the last range, and add `eos` if it does not end with one of `ends`.
     """
     ids, supervised = list(encoded.input_ids), bytearray(encoded.supervised)
     after = (eos, tokenizer.eos_token_id)

@@ -1,4 +1,4 @@
-"""Collate documents into a `Batch`: packed into one row of tokens, or padded to equal length.
+"""Collate documents (tokenised rows of the dataset) into a `Batch`, packed into one row or padded to equal length.
 
 THE LABELS ARE ALREADY SHIFTED: `labels[..., t]` is the token after position t of the same document, or -100. The loss
 is the cross entropy of `logits[..., t, :]` and `labels[..., t]`. Hugging Face models would shift the labels again.
@@ -118,7 +118,7 @@ def pack(lengths: npt.ArrayLike, capacity: int, multiple: int = 1) -> PackingPla
 
 @dataclass(frozen=True)
 class Layout:
-    """Callable that collates sequences (one document each unless `packed`) to a `Batch`."""
+    """Callable that collates sequences into a `Batch`. A sequence is one document or, if `packed`, several."""
 
     batch_size: int
     max_seq_length: int
@@ -130,23 +130,23 @@ class Layout:
 
     @property
     def multiple(self) -> int:
-        """Number of tokens to a multiple of which packed documents are padded."""
+        """The length of each packed document is padded to a multiple of this number of tokens."""
         return 2 * self.num_slices if self.num_slices > 1 else 1
 
     def plan(self, lengths: IntArray, chosen: IntArray) -> PackingPlan:
-        """Assign the documents numbered `chosen` to sequences; `lengths` are the token counts of all documents."""
+        """Assign the documents with the indices `chosen` to sequences. `lengths` are token counts of all documents."""
         if not self.packed:
             return PackingPlan(chosen, np.arange(len(chosen) + 1))
         packed = pack(lengths[chosen], self.max_seq_length, self.multiple)
         return PackingPlan(chosen[packed.samples], packed.offsets)
 
     def num_positions(self, lengths: IntArray) -> int:
-        """Count all positions, with padding. `lengths` is each sequence's longest document (ignored if `packed`)."""
+        """Return the number of positions, with padding, of sequences whose longest documents have these `lengths`."""
         longest = np.maximum.reduceat(lengths, np.arange(0, len(lengths), self.batch_size))
         return int(self.width(longest).sum()) * self.batch_size
 
     def width(self, longest: Any) -> Any:
-        """Return the positions per sequence of a batch whose longest document has `longest` tokens (int or array)."""
+        """Return the padded length of the sequences in a batch whose longest document has `longest` (int or array)."""
         multiple = PADDED_MULTIPLE * self.num_slices
         padded = np.minimum(-(-longest // multiple) * multiple, self.max_seq_length)
         return np.full_like(padded, self.max_seq_length) if self.packed else padded
@@ -159,7 +159,7 @@ class Layout:
         return batch.map(Tensor.pin_memory) if self.pin_memory else batch
 
     def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch:
-        """Collate sequences. NumPy raises `ValueError` or `IndexError` if one is too long or they are too many."""
+        """Collate sequences. NumPy raises `ValueError` or `IndexError` if one is too long or there are too many."""
         documents = [document for sequence in sequences for document in sequence]
         shape = (self.batch_size, int(self.width(max((len(document.input_ids) for document in documents), default=1))))
         ids = np.full(shape, self.pad_token_id, dtype=np.int64)

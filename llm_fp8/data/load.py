@@ -55,7 +55,7 @@ _BETWEEN = re.compile(r"[\s,]*")
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """A dataset, its splits and the split to read. The name and the flag are not compared by `==`."""
+    """A dataset, its splits and the split to read. `==` ignores the name and the flag that the user gave."""
 
     name: str = field(compare=False)
     path: str  # argument of `datasets.load_dataset`
@@ -77,7 +77,7 @@ class DatasetSource:
 
 @contextmanager
 def reading_of(*sources: DatasetSource) -> Iterator[None]:
-    """Return a context that raises `UserError` if reading these datasets fails. Errors about rows name the datasets."""
+    """In the block, convert failures to read these datasets to `UserError`. Errors about rows name the datasets."""
     flag, name = sources[0].flag, ",".join(source.name for source in sources)
     with reading(flag, name, "the dataset", "Check its files, or download it again."):
         try:
@@ -89,7 +89,7 @@ def reading_of(*sources: DatasetSource) -> Iterator[None]:
 
 
 def find_splits(data: DataConfig) -> tuple[list[DatasetSource], list[DatasetSource]]:
-    """Return the splits to train on and those to evaluate on; if the latter are none, training rows are held out."""
+    """Return the splits to train on and the splits to evaluate on. Without the latter, training rows are held out."""
     sources = _open_sources(data.dataset_name, "--dataset_name")
     train = [source.with_split(data.split_name, "--split_name", DEFAULT_SPLITS) for source in sources]
     requested, defaults = data.validation_split_name, (VALIDATION_SPLIT, "test", *DEFAULT_SPLITS)
@@ -113,7 +113,7 @@ def _open_sources(text: str, flag: str) -> list[DatasetSource]:
 
 
 def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
-    """Find the dataset `name`, an entry of the option `flag`, and list its splits without reading a row."""
+    """Find the dataset `name`, which is one entry in the value of `flag`. List its splits, but read no row."""
     if not name:  # `Path("")` is the current folder
         raise UserError(f"{flag} has an empty name between two commas or at an end; remove a comma.")
     is_whole = ":" not in name or Path(name).expanduser().exists()
@@ -158,7 +158,7 @@ def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
 
 
 def _of_builder(source: DatasetSource, data_files: Any) -> DatasetSource:
-    """Return `source` with the files of each split: `data_files`, or the files that `datasets` finds if it is None."""
+    """Return `source` with a list of files for each split. If `data_files` is None, let `datasets` find the files."""
     builder = datasets.load_dataset_builder(source.path, source.config, data_files=data_files)
     if builder.config.data_files is None:
         # Without the hub, `datasets` opens the dataset that an earlier run stored in its cache.
@@ -175,7 +175,7 @@ def _of_builder(source: DatasetSource, data_files: Any) -> DatasetSource:
 
 
 def load_split(source: DatasetSource, streaming: bool = False, num_rows: int | None = None) -> Any:
-    """Load the split or its first `num_rows`. A stream (`IterableDataset`) must be read inside `reading_of`."""
+    """Load the split of `source`, or its first `num_rows` rows. A stream must be read in a `reading_of` context."""
     # Without a list of files, `datasets` would download and convert all other splits too.
     split, files = source.split, source.files[source.split]
     first = next(iter(files), "")
@@ -203,7 +203,7 @@ def _checksum(file: str) -> str:
 
 
 def _as_text(file: str) -> dict[str, Any]:
-    """Return arguments of `load_dataset` to read CSV cells as text. pandas reads 42 as 42.0 beside empty cells."""
+    """Return arguments that make `load_dataset` read CSV cells as text: pandas reads 42 as 42.0 beside empty cells."""
     kind = DATA_FILE.search(file)
     if kind is None or kind[1] not in (".csv", ".tsv"):
         return {}
@@ -215,7 +215,7 @@ def _as_text(file: str) -> dict[str, Any]:
 
 
 def first_row(source: DatasetSource, dataset: Any) -> dict[str, Any]:
-    """Return the split's first row. Columns that only later rows have are None. Raise `UserError` if it has no rows."""
+    """Return the first row of `dataset`, with None for columns that only later rows have. Without rows: `UserError`."""
     number, features = FIRST_ROWS if source.is_json else 1, dataset.features or {}
     with reading_of(source):
         table = next(dataset.with_format("arrow").iter(number), None)  # Arrow does not decode images
@@ -250,7 +250,7 @@ class JsonRows(ArrowBasedBuilder):
 
 
 def _rows(stream: Any, name: str) -> Iterator[str]:
-    """Yield the JSON text of each row. Raise `ValueError` with the line number if a text is not an object."""
+    """Yield the JSON text of each row in the file `name`. Raise `ValueError` with the line if a row is no object."""
     number = 0
     try:
         for number, line in enumerate(map(str.strip, stream), 1):  # noqa: B007

@@ -1,4 +1,4 @@
-"""Cut global batches of sequences into this rank's micro-batches. A thread collates them ahead of the training.
+"""Cut the global batch of each optimizer step into the ranks' micro-batches. A thread collates them in advance.
 
 A sequence is a packed group of documents, or a single document. The sequences come in an endless series of buffers,
 each shuffled with the seed (run's seed, index of the buffer). The content of a global batch depends only on its size
@@ -47,7 +47,7 @@ STEPS_AHEAD = 2  # optimizer steps, or evaluation batches, to prefetch
 
 @dataclass(frozen=True)
 class Sequences:
-    """The endless series of sequences that a run trains on."""
+    """The endless series of sequences on which a run trains."""
 
     seed: int
     data: str  # hash of the data and of the options that determine the sequences
@@ -58,11 +58,11 @@ class Sequences:
         return {"data": self.data, "epoch": 0, "buffer": 0, "next_row": 0, "source": None, "content": None}
 
     def order(self, buffer: int, num_sequences: int) -> Any:
-        """Return the indices of a buffer's sequences in shuffled order."""
+        """Return the indices 0 to `num_sequences` - 1 in the shuffled order of the buffer with the number `buffer`."""
         return np.random.default_rng([self.seed, buffer]).permutation(num_sequences)
 
     def global_batches(self, position: Position, size: int) -> Iterator[tuple[list[Reader], Position]]:
-        """Yield the `size` sequences of each optimizer step from `position` on, and the position after the step."""
+        """Yield, from `position` on, readers of the `size` sequences of an optimizer step and the position after it."""
         batch, next_row = list[Reader](), position["next_row"]
         for plan, read, begin, after in self.buffers(position):
             order = self.order(begin["buffer"], len(plan))
@@ -76,7 +76,7 @@ class Sequences:
 
 
 def epochs(plan: PackingPlan, read: ReadDocuments, position: Position) -> Iterator[Buffer]:
-    """Yield a buffer with all sequences of a tokenised dataset for each epoch."""
+    """Yield, for each epoch from `position` on, one buffer with all sequences of `plan`."""
     for epoch in count(position["epoch"]):
         begin, after = ({**position, "epoch": number, "buffer": number, "next_row": 0} for number in (epoch, epoch + 1))
         yield plan, read, begin, after
@@ -90,8 +90,9 @@ def stream_buffers(
     report: DataReport,
     position: Position,
 ) -> Iterator[Buffer]:
-    """Yield buffers of the tokenised rows of `sources` and count the rows in `report`. `open_stream` opens the stream
-    at its start. `plan_of` is called with the lengths of all documents and the indices of those to train on.
+    """Yield buffers of the stream from `position` on and count its rows in `report`. `open_stream` opens the stream of
+    tokenised rows of `sources` at its start. `is_held_out` maps problem keys to a mask. `plan_of` packs documents: its
+    arguments are the lengths of all documents and the indices of those to train on.
     """
     begin, ended = {**position, "next_row": 0}, True
     report.forget_rows()
@@ -119,13 +120,13 @@ def stream_buffers(
 
 @dataclass(frozen=True)
 class DataRank:
-    """Assignment of micro-batches to data-parallel rank `rank` of `world_size`."""
+    """Assigns micro-batches to data-parallel rank `rank` of `world_size`."""
 
     rank: int = 0
     world_size: int = 1
 
     def micro_batches(self, rows: Sequence[T], batch_size: int) -> list[Sequence[T]]:
-        """Return this rank's micro-batches of up to `batch_size` rows. Ranks get equally many, some of them empty."""
+        """Return this rank's micro-batches of up to `batch_size` rows. Empty ones make all ranks have equally many."""
         chunks = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
         rounds = -(-len(chunks) // self.world_size)
         mine = chunks[self.rank :: self.world_size]
@@ -133,7 +134,7 @@ class DataRank:
 
 
 def prefetch(items: Iterator[T]) -> Generator[T]:
-    """Yield `items`, which a thread computes up to `STEPS_AHEAD` in advance. Its errors are raised here."""
+    """Yield `items`. A thread computes up to `STEPS_AHEAD` of them in advance. Errors in it are raised here."""
     end: Any = object()
     thread = ThreadPoolExecutor(1, "data-prefetch")
     try:
@@ -149,18 +150,18 @@ class TrainLoader:
     """Endless iterable over optimizer steps. Each item is the list of this rank's micro-batches (`list[Batch]`).
 
     `state_dict()` returns the position after the last yielded step, regardless of prefetching. A loader that loads this
-    state yields exactly the steps that would have followed, even if the global batch is split differently.
+    state yields exactly the steps that would have followed, even if micro-batches or ranks are more or fewer now.
     """
 
     def __init__(self, sequences: Sequences, layout: Layout, num_micro_batches: int, data_rank: DataRank) -> None:
-        """Start at the first sequence; `num_micro_batches` is per rank and step (gradient_accumulation_steps)."""
+        """Start at the first sequence. `num_micro_batches` is the number that each rank gets per optimizer step."""
         self._sequences, self._layout, self._data_rank = sequences, layout, data_rank
         self.global_batch_size = layout.batch_size * num_micro_batches * data_rank.world_size  # over all ranks
         self._position = sequences.start()
 
     @property
     def epoch(self) -> float:
-        """Number of epochs so far. It includes the fraction of the current epoch, except for a stream."""
+        """Number of epochs so far, with the finished fraction of the current one. For a stream, only whole epochs."""
         num_sequences = self._sequences.num_sequences
         done = 0.0 if num_sequences is None else self._position["next_row"] / num_sequences
         return float(self._position["epoch"] + done)
@@ -172,7 +173,7 @@ class TrainLoader:
         return None if num_sequences is None else -(-num_sequences // self.global_batch_size)
 
     def steps_left(self, num_epochs: int, state: Position | None = None) -> int:
-        """Return the number of steps from `state` (default: the start) to the end of `num_epochs`; not for a stream."""
+        """Return the number of steps from `state` (default: the start) until `num_epochs` end. Not for a stream."""
         position = self._sequences.start() if state is None else self._position_in(state)
         assert self.steps_per_epoch is not None and self._sequences.num_sequences is not None
         in_this_epoch = -(-(self._sequences.num_sequences - position["next_row"]) // self.global_batch_size)
@@ -182,7 +183,7 @@ class TrainLoader:
         return {"rows": self._position}
 
     def load_state_dict(self, state: Position) -> None:
-        """Make the next `iter()` continue from `state`. Raise `UserError` if `state` is of other training data."""
+        """Make the next `iter()` continue from `state`. Raise `UserError` if it was saved with other training data."""
         self._position = self._position_in(state)
 
     def first_step(self) -> list[Batch]:
@@ -210,12 +211,12 @@ class TrainLoader:
 
 
 class EvalLoader:
-    """Iterable over this rank's evaluation batches (`Batch`). All ranks get equally many, some of them only padding."""
+    """Iterable over this rank's evaluation batches. All ranks get equally many, some of which contain only padding."""
 
     def __init__(
         self, sequences: Sequence[Reader], data: str, layout: Layout, data_rank: DataRank, limit: int | None
     ) -> None:
-        """Use the first `limit` sequences. `data` identifies all sequences, and `self.data` those that are used."""
+        """Use the first `limit` sequences, or all. `data` identifies all of them, and `self.data` the used ones."""
         self._micro_batches = data_rank.micro_batches(sequences[:limit], layout.batch_size)
         self._layout = layout
         self.data = data if limit is None or limit >= len(sequences) else f"{data}, the first {limit}"

@@ -42,12 +42,12 @@ STREAMED_SCAN_ROWS = 1000  # rows that are read at a time: the batch size of `da
 
 
 def is_held_out(key: int | npt.NDArray[np.int64], fraction: float) -> Any:
-    """Return True for each problem key to hold out: the smallest `fraction` (in [0, 1)) of all 64-bit integers."""
+    """Return True for each problem `key` to hold out: those in the lowest `fraction` (in [0, 1)) of 64-bit integers."""
     return key < np.int64(int(fraction * 2**64) - 2**63)
 
 
 def held_out_mask(keys: npt.NDArray[np.int64], fraction: float | None) -> npt.NDArray[np.bool_]:
-    """Return the mask of the rows to hold out, bool [rows]; `keys`, int64 [rows], are the keys of their problems.
+    """Return the mask of the rows to hold out, bool [rows]. `keys`, int64 [rows], has the problem key of each row.
 
     A `fraction` above 0 holds out the rows that `is_held_out` selects. If it selects none, the problem with the
     smallest key is held out, unless it is the only problem. If `fraction` is None, the problems with the smallest keys
@@ -89,10 +89,10 @@ def prepare_data(
 ) -> PreparedData:
     """Load, tokenise, split and pack a run's data. Raise `UserError` if a dataset cannot be found, read or used.
 
-    With `num_slices` n, n consecutive ranks get the same sequences, and `split_batch` returns a rank's slice of a
-    batch. --eval_batches counts batches of `eval_batch_size` (default: the batch size of `config`), so that
-    merging micro-batches does not change the evaluation rows. In accelerate's context `main_process_first`, the other
-    processes wait until the main process has filled the cache.
+    If `config.num_slices` is n, n consecutive ranks get the same sequences, and `split_batch` returns a rank's slice of
+    a batch. --eval_batches counts batches of `eval_batch_size` (default: --batch_size), so that it means the same rows
+    if micro-batches were merged. In Accelerate's context `main_process_first`, the other processes wait until the main
+    process has filled the cache.
     """
     data, num_slices = config.data, config.num_slices
     data_rank = DataRank(rank // num_slices, world_size // num_slices)
@@ -103,7 +103,7 @@ def prepare_data(
 
 
 class _Part(NamedTuple):
-    """A dataset's split, its rows and the options to tokenise them."""
+    """The split of one dataset, its rows and the options to tokenise them."""
 
     source: DatasetSource
     rows: Any
@@ -111,8 +111,6 @@ class _Part(NamedTuple):
 
 
 class _Job:
-    """Preparation of one run's data."""
-
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layout, data_rank: DataRank) -> None:
         self.config, self.data, self.tokenizer = config, config.data, tokenizer
         self.layout, self.data_rank = layout, data_rank
@@ -126,7 +124,6 @@ class _Job:
         self.shares = None if weights is None else [weight / sum(weights) for weight in weights]
 
     def prepare(self, eval_batch_size: int) -> PreparedData:
-        """Prepare the training and evaluation data; see `prepare_data`."""
         data, report = self.data, DataReport()
         fraction = 0.0 if self.evaluation else data.validation_fraction
         share = DEFAULT_FRACTION if fraction is None else fraction  # only for streams, whose size is unknown
@@ -187,7 +184,7 @@ class _Job:
         return PreparedData(train, evals, report, description, tuple(ends) or tuple(expected))
 
     def open(self, sources: Sequence[DatasetSource], num_rows: int | None) -> list[_Part]:
-        """Open the splits and choose the options of each. Every column in --columns must exist in one of them."""
+        """Open the splits and choose options to tokenise each. Every column in --columns must exist in one of them."""
         loaded = [load_split(source, self.data.streaming, num_rows) for source in sources]
         examples = list(map(first_row, sources, loaded))
         names = [name for row in examples for name in row]
@@ -212,7 +209,7 @@ class _Job:
         return RowOptions(form, used, others, *limits, data.template_kwargs)
 
     def mixed(self, parts: list[_Part]) -> list[_Part]:
-        """Limit each dataset's rows, so that they are in the ratio of --dataset_weights and one dataset is used up."""
+        """Limit the rows of each dataset, so that the ratio is that of --dataset_weights and one dataset is used up."""
         if self.shares is None:
             return parts
         total = min(len(part.rows) / share for part, share in zip(parts, self.shares, strict=True))
@@ -227,13 +224,15 @@ class _Job:
         return tokenised
 
     def open_stream(self, parts: Sequence[_Part]) -> IterableDataset:
-        """Open a new stream of tokenised training rows, at its first row."""
+        """Open a new stream of the tokenised training rows of `parts`, which begins at the first row."""
         reopened = [part._replace(rows=load_split(part.source, True, self.data.num_of_samples)) for part in parts]
         streams = self.tokenise(reopened)
         return interleave_datasets(streams, self.shares, self.config.optim.seed) if self.shares else streams[0]
 
     def first_rows(self, parts: Sequence[_Part], fraction: float) -> Dataset:
-        """Read the first rows of the stream: enough to expect `STREAMED_EVAL_ROWS` held-out rows, up to the limit."""
+        """Read rows from the start of the stream: as many as should yield `STREAMED_EVAL_ROWS` held-out rows if
+        `fraction` is held out, but at most `STREAMED_EVAL_SCAN_ROWS`.
+        """
         wanted = min(STREAMED_EVAL_SCAN_ROWS, int(STREAMED_EVAL_ROWS / fraction)) if fraction else 1
         with reading_of(*self.train):
             stream = iter(self.open_stream(parts))
@@ -241,7 +240,7 @@ class _Job:
         return concatenate_datasets(pieces)
 
     def evaluation_rows(self, trained_keys: Any, report: DataReport) -> Dataset:
-        """Read the evaluation rows. Unless streaming, remove rows whose problem's key is in `trained_keys`."""
+        """Read the evaluation rows. Unless streaming, leave out those whose problem has a key in `trained_keys`."""
         sources, streaming = self.evaluation, self.data.streaming
         limit = STREAMED_EVAL_ROWS // len(sources) if streaming else None  # equally many rows of each dataset
         tokenised = self.tokenise(self.open(sources, limit))
@@ -268,7 +267,7 @@ class _Job:
         return EvalLoader(readers, content_key(figures["document_key"]), self.layout, self.data_rank, limit)
 
     def describe(self, report: DataReport, sample: str, amounts: Sequence[str]) -> str:
-        """Return text to print; `amounts` describes how much of each dataset is trained on."""
+        """Return text to print: origin, counts and `sample`. `amounts` says how much of each dataset is trained on."""
         kind = "packed" if self.config.packing else "padded"
         evaluated = ", ".join(f"split {source.split} of {source.name}" for source in self.evaluation)
         lines = [

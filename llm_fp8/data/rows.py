@@ -78,15 +78,15 @@ class Conversation(NamedTuple):
         ]
 
     def entries(self) -> list[str]:
-        """Return the names of all messages' entries except role and content, with repetitions."""
+        """Return the names of the entries of all messages, with repetitions, except role and content."""
         return [name for message in self.messages for name in message if name not in ("role", "content")]
 
     def arguments(self) -> list[str]:
-        """Return the names of the template's arguments other than messages."""
+        """Return the names of the arguments that the chat template gets in addition to the messages."""
         return [*(["tools"] if self.tools else []), *self.template_kwargs]
 
     def problem(self) -> str:
-        """Return the text that identifies the problem: all messages except the assistant's."""
+        """Return the text by which rows of the same problem are recognised: all messages except the assistant's."""
         questions = [message for message in self.messages if message["role"] != "assistant"]
         # Many rows share a system prompt, so it does not identify a problem without a question.
         has_question = any(message["role"] not in SYSTEM and message["content"].strip() for message in questions)
@@ -94,7 +94,7 @@ class Conversation(NamedTuple):
 
 
 def detect_columns(row: Mapping[str, Any], mapped: Collection[str] = (), dataset: str = "--dataset_name") -> RowForm:
-    """Return the first form that fits `row` and uses all columns of --columns (`mapped`), or raise `UserError`."""
+    """Return the first form that fits `row` and uses all columns set by --columns (`mapped`), or raise `UserError`."""
     for form, needed in COLUMNS.items():
         if form == "prompt_messages" and not any(isinstance(row.get(name), list) for name in needed):
             continue
@@ -107,7 +107,7 @@ def detect_columns(row: Mapping[str, Any], mapped: Collection[str] = (), dataset
 
 
 def _mapping(row: Mapping[str, Any]) -> str:
-    """Return a suggestion for --columns if the row has known other names of our columns, else ''."""
+    """Return a suggestion for --columns if `row` has columns with other names that are common, else ''."""
     names = {name.lower(): name for name in row}
     question, answer = (next((names[name] for name in each if name in names), "") for each in (QUESTIONS, ANSWERS))
     turn = row[answer][0] if isinstance(row.get(answer), list) and row[answer] else None
@@ -124,7 +124,7 @@ def _mapping(row: Mapping[str, Any]) -> str:
 
 
 def conversation_of(row: Mapping[str, Any], form: RowForm) -> Conversation:
-    """Convert a row to a conversation that ends with the last supervised turn. Text becomes a prompt and an answer."""
+    """Convert a row to a conversation that ends with its last supervised turn. It is empty if no turn is supervised."""
     unused = Unused()
     history = [_message(turn, unused) for entry in _structured(row, "history") for turn in _history_messages(entry)]
     turns = _turns(row, form, unused)
@@ -152,7 +152,7 @@ def conversation_of(row: Mapping[str, Any], form: RowForm) -> Conversation:
 
 
 def _turns(row: Mapping[str, Any], form: RowForm, unused: Unused) -> list[Turn]:
-    """Read the turns from the columns `COLUMNS[form]`. Return [] if a question or an answer is missing."""
+    """Read the turns from the columns of this form (`COLUMNS`). Return [] if a question or an answer is missing."""
     if form in ("messages", "sharegpt"):
         return [_message(turn, unused) for turn in _structured(row, COLUMNS[form][0])]
     if form == "prompt_messages":
@@ -169,12 +169,12 @@ def _turns(row: Mapping[str, Any], form: RowForm, unused: Unused) -> list[Turn]:
 
 
 def read_row(text: str) -> Any:
-    """Parse the JSON text of a row. `str` of a float in it is the file's spelling, in case a column must be text."""
+    """Parse the JSON text of a row. `str` of its floats is their spelling in the file, in case text is needed."""
     return json.loads(text, parse_float=_Number)
 
 
 class _Number(float):
-    """Float whose `str` is the text in the file."""
+    """A float whose `str` is its spelling in the file."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -184,7 +184,7 @@ class _Number(float):
 
 
 def text_of(row: Mapping[str, Any], column: str) -> str:
-    """Return a column as text: '' for null and NaN, and the file's spelling for numbers and dates."""
+    """Return the value in a column as text. Null and NaN become ''. Numbers and dates are spelt as in the file."""
     return _text(row.get(column), f"the column '{column}' must hold text, but a row has")
 
 
@@ -207,7 +207,7 @@ def _text(value: Any, complaint: str) -> str:
 
 
 def _structured(row: Mapping[str, Any], column: str, kind: type = list) -> Any:
-    """Read a list from a column, or an object if `kind` is dict. Parse it if it is JSON text; null is an empty one."""
+    """Read a list from a column, or an object if `kind` is dict. It may be JSON text. Null becomes an empty one."""
     value = row.get(column)
     if isinstance(value, str) and value.strip():
         value = _json(value, f"'{column}'")
@@ -238,7 +238,7 @@ def _history_messages(entry: Any) -> Sequence[Any]:
 
 
 def _message(message: Any, unused: Unused) -> Turn:
-    """Read a message in the form of transformers, ShareGPT or OpenAI's API of 2023."""
+    """Convert a message in the form of transformers, ShareGPT or OpenAI's API of 2023 to a `Turn`."""
     if not isinstance(message, Mapping):
         raise _malformed(message)
     turn = {name: value for name, value in message.items() if value is not None}
@@ -272,7 +272,7 @@ def _message(message: Any, unused: Unused) -> Turn:
 
 
 def _content(content: Any, unused: Unused) -> str:
-    """Return a message's text, or the joined texts of its parts."""
+    """Return the text of a message whose `content` is text or a list of parts, which are joined."""
     if not isinstance(content, list):
         return _text(content, "the content of a message must be text, but one has")
     texts = []

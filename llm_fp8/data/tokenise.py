@@ -65,8 +65,8 @@ class Outcome(IntEnum):
 
 @dataclass
 class DataReport:
-    """Counts of the training split's rows or, for a stream, of the rows read so far. The number of rows read is the
-    sum of used, held out, overlong dropped and empty ones. Truncated rows are used or held out.
+    """Counts of the training rows or, for a stream, of those that were read so far. Each row that was read is either
+    used, held out, dropped as overlong, or empty. Truncated rows are used or held out.
     """
 
     num_rows_read: int = 0
@@ -86,7 +86,7 @@ class DataReport:
     nothing_held_out: str = ""  # reason why no row is held out, if there should be some
 
     def count(self, tokenised: Dataset, figures: Figures, held_out: npt.NDArray[np.bool_]) -> None:
-        """Add the counts of tokenised training rows; `figures` and `held_out` have one entry per row."""
+        """Add the counts of tokenised training rows. `figures` and `held_out` have one entry for each of them."""
         outcomes = Counter(figures["outcome"].tolist())
         filled = figures["length"] > 0
         used = {name: column[filled & ~held_out] for name, column in figures.items()}
@@ -107,7 +107,7 @@ class DataReport:
                 self.unused[part] += times * value["counts"]
 
     def forget_rows(self) -> None:
-        """Reset all counts except those of evaluation rows and of files, before a stream is read from the start."""
+        """Reset all counts before a stream is read from its start, except those of evaluation rows and of files."""
         files = Unused({part: number for part, number in self.unused.items() if part.startswith("file ")})
         evaluation = {name: vars(self)[name] for name in ("num_eval_rows", "eval_rows_left_out", "nothing_held_out")}
         vars(self).update(vars(DataReport(**evaluation, unused=files)))
@@ -156,14 +156,14 @@ class RowOptions:
 
 @dataclass(frozen=True)
 class Document:
-    """One tokenised row: `input_ids` int64 [n], `supervised` bool [n] and the row's index in its split."""
+    """A tokenised row: `input_ids` int64 [n], `supervised` bool [n] and `row_id`, the row's index in its split."""
 
     input_ids: npt.NDArray[np.int64]
     supervised: npt.NDArray[np.bool_]
     row_id: int
 
     def marked_text(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Return the text with its supervised parts between >>> and <<<."""
+        """Decode the document to text, in which >>> and <<< enclose each supervised part."""
         ids, marked, end, shown = self.input_ids.tolist(), "", 0, 0
         for supervised, run in itertools.groupby(self.supervised):
             end += len(list(run))
@@ -196,7 +196,7 @@ def _tokenise_batch(
     options: RowOptions,
     main_pid: int,
 ) -> dict[str, list[Any]]:
-    """Tokenise a batch of rows, which have the columns `features`, to the columns `FEATURES`."""
+    """Tokenise a batch of rows and return the columns `FEATURES`. `features` has the types of the batch's columns."""
     if main_pid != os.getpid():
         # A terminal sends Ctrl-C to workers too, and each would print a traceback.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -226,7 +226,7 @@ def _tokenise_batch(
 
 
 def _rows_of(batch: dict[str, list[Any]], features: Any) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a batch with the values of the file, without None fields that Arrow added."""
+    """Yield the rows of a batch with the values that the file has, without the None fields that Arrow added."""
     if ROW in batch:
         yield from map(read_row, batch[ROW])
         return
@@ -235,7 +235,7 @@ def _rows_of(batch: dict[str, list[Any]], features: Any) -> Iterator[dict[str, A
 
 
 def _as_stored(value: Any, feature: Any) -> Any:
-    """Remove None fields, which Arrow adds to structs if rows have different fields. Columns of type JSON have none."""
+    """Return `value` without the None fields that Arrow adds if rows have different fields (not in JSON columns)."""
     if isinstance(feature, Json):
         return value
     if isinstance(value, Mapping):
@@ -246,7 +246,7 @@ def _as_stored(value: Any, feature: Any) -> Any:
 
 
 def cache_key(dataset_fingerprint: str, tokenizer: PreTrainedTokenizerBase, options: RowOptions) -> str:
-    """Return a hash of everything that determines the tokenised dataset."""
+    """Return a hash of everything that determines the tokenised dataset, for the name of its cache file."""
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
         # Padding and truncation are settings of earlier calls; ours use neither.
         rules: Any = {**json.loads(backend.to_str()), "padding": None, "truncation": None}
@@ -259,7 +259,7 @@ def cache_key(dataset_fingerprint: str, tokenizer: PreTrainedTokenizerBase, opti
 
 
 def tokenise(dataset: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, options: RowOptions) -> Any:
-    """Tokenise a dataset or a stream. The result for a dataset is cached."""
+    """Tokenise a dataset or a stream. Return one of the same kind with the columns `FEATURES`. Cache a dataset."""
     columns = [ROW] if dataset.column_names == [ROW] else list(options.columns.values())
     selected = dataset.select_columns(columns)
     settings: dict[str, Any] = {"batched": True, "with_indices": True, "remove_columns": columns, "features": FEATURES}
@@ -276,7 +276,7 @@ def tokenise(dataset: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerB
 
 
 def cores_of_job() -> int:
-    """Return the number of CPU cores that this process may use by its affinity and the container's quota."""
+    """Return the number of CPU cores that this process may use. CPU affinity and container quota limit it."""
     cores = len(os.sched_getaffinity(0))
     quota, period = CPU_QUOTA.read_text().split() if CPU_QUOTA.exists() else ("max", "")
     return cores if quota == "max" else min(cores, math.ceil(int(quota) / int(period)))

@@ -1,4 +1,4 @@
-"""Record a step's CUDA kernels, classify them by name, and measure how long the GPU communicates and is idle.
+"""Record a step's CUDA kernels, classify them by name, and measure how long the GPU communicates and how long it idles.
 
     with profiled() as profile:
         ...one step...
@@ -113,7 +113,7 @@ def kernel_class(name: str) -> KernelClass:
 
 
 def gemm_kind(name: str) -> GemmKind | None:
-    """Return the operand type of a GEMM kernel ("unknown" if its name does not show it), or None for another kernel."""
+    """Return the operand type of a GEMM kernel ("unknown" if `name` does not show it), or None for any other kernel."""
     if kernel_class(name) != "gemm" or _PARTIAL_SUM.search(name):
         return None
     if nvjet := _NVJET.search(name):
@@ -126,7 +126,7 @@ def gemm_kind(name: str) -> GemmKind | None:
 
 @contextlib.contextmanager
 def record_kernels() -> Iterator[profile]:
-    """Record the CUDA kernels of the enclosed code, then synchronise. The profile is complete after the block."""
+    """Record the CUDA kernels of the block and wait until they end. The profile is complete after the block."""
     warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         yield recorded
@@ -134,7 +134,7 @@ def record_kernels() -> Iterator[profile]:
 
 
 def kernel_intervals(recorded: Any) -> list[tuple[str, Interval]]:
-    """Return the name and the interval (start, end), in s from the start, of all GPU work in a finished `profile`."""
+    """Return (name, (start, end)), in s since recording began, for each kernel and copy in the finished `recorded`."""
     # Read the profiler's raw events: building `recorded.events()` takes longer than the recorded step.
     results = recorded.profiler.kineto_results
     started_ns = results.trace_start_ns()
@@ -146,7 +146,7 @@ def kernel_intervals(recorded: Any) -> list[tuple[str, Interval]]:
 
 
 def kernel_times(recorded: Any) -> KernelTimes:
-    """Return the count and the total time of each kernel in a finished `torch.profiler.profile`."""
+    """Return the count and the total time of each kernel in `recorded`, a finished `torch.profiler.profile`."""
     times: dict[str, tuple[int, float]] = {}
     for name, (start, end) in kernel_intervals(recorded):
         count, time_s = times.get(name, (0, 0.0))
@@ -165,7 +165,7 @@ def gemm_kernels(times: KernelTimes) -> dict[GemmKind, KernelTime]:
 
 
 def _grouped(times: KernelTimes, group_of: Callable[[str], Any]) -> dict[Any, KernelTime]:
-    """Sum the kernels by group, skip the group None, and sort groups by time, the longest first."""
+    """Sum the kernels of each `group_of(name)` except None. The group with the longest time comes first."""
     groups: dict[Any, KernelTime] = {}
     for name, (count, time_s) in sorted(times.items(), key=lambda kernel: -kernel[1][1]):
         if (group := group_of(name)) is not None:
@@ -177,7 +177,7 @@ def _grouped(times: KernelTimes, group_of: Callable[[str], Any]) -> dict[Any, Ke
 
 
 def covered_s(intervals: Iterable[Interval]) -> float:
-    """Return the length of the union of the intervals, in seconds."""
+    """Return how many seconds the intervals cover. Time in which several of them overlap counts once."""
     total_s, reached = 0.0, -math.inf
     for start, end in sorted(intervals):
         total_s += max(0.0, end - max(start, reached))
@@ -196,7 +196,7 @@ class StepProfile:
     kernels: KernelTimes = field(default_factory=dict)
 
     def figures(self) -> dict[str, float]:
-        """Return the figures by keys of metrics.jsonl. A share is left out if the step has no such kernels."""
+        """Return key of metrics.jsonl -> value. Shares of GEMMs or communication are missing if the step has none."""
         gemms = gemm_kernels(self.kernels)
         in_fp8 = [times for kind, times in gemms.items() if kind in LOW_PRECISION]
         figures: dict[str, float] = {
@@ -213,7 +213,7 @@ class StepProfile:
         return figures
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for summary.json. `time_s_by_class` counts overlapping kernels each in full."""
+        """Return JSON values for summary.json. In `time_s_by_class`, kernels that overlap each count in full."""
         return {
             **{name: value for name, value in vars(self).items() if name != "kernels"},
             "gemm_kernels": {kind: times.count for kind, times in gemm_kernels(self.kernels).items()},
@@ -221,11 +221,11 @@ class StepProfile:
         }
 
     def gpu_idle(self, steps: list[dict[str, Any]]) -> dict[str, float] | None:
-        """Return the entry `gpu_idle` of a summary, or None if no kernel was recorded or no step was measured.
+        """Return the entry `gpu_idle` of summary.json, or None if no kernel was recorded or no step was measured.
 
-        `work_s` is the time of the recorded step's kernels other than communication. `step_time_s` is the median of the
-        measured steps in the same precision (or of all, if there are none), because recording slows the host. `share`
-        is the share of `step_time_s` in which no such kernel runs.
+        `work_s` is the time in which kernels other than communication ran in this step. Recording slows the host, so
+        `step_time_s` is the median of other steps: those of `steps` in the same precision or, if there are none, all.
+        `share` is the share of `step_time_s` in which no such kernel runs.
         """
         in_fp8 = self.figures()["num_fp8_gemm_kernels"] > 0
         comparable = [step for step in steps if (step.get("fp8_linear_flop_share", 0.0) > 0) == in_fp8]
@@ -238,7 +238,7 @@ class StepProfile:
 
 @contextlib.contextmanager
 def profiled(trace: Path | None = None) -> Iterator[StepProfile]:
-    """Record the CUDA kernels of the enclosed step. If `trace` is set, write them there in Chrome's trace format."""
+    """Record the CUDA kernels of the step in the block. Write them to the file `trace`, if set, as a Chrome trace."""
     result = StepProfile()
     torch.cuda.synchronize()
     with record_kernels() as recorded:
@@ -256,7 +256,7 @@ def profiled(trace: Path | None = None) -> Iterator[StepProfile]:
 
 
 def describe_gpu_idle(idle: dict[str, Any] | None, mode: str) -> str | None:
-    """Describe how long the GPU idles and what helps. Return None if the idle share is small or unknown."""
+    """Return a warning about `idle` (from `gpu_idle`) with advice for the sharding `mode`, or None if it is small."""
     if idle is None or idle["share"] < MIN_REPORTED_IDLE:
         return None
     sharding = "" if mode in ("single", "ddp") else ", or try --sharding_mode fsdp_grad or ddp"

@@ -32,7 +32,7 @@ RESERVE_GIB = 2.0  # part of GPU memory for CUDA's context and the allocator's g
 
 
 class PhaseClock:
-    """Wall time of phases in s (`phases_s` in summary.json). The first begins at `start_s`, a `time.perf_counter()`."""
+    """Wall times of a run's phases in s. The first phase begins at `start_s` (from `time.perf_counter`) or now."""
 
     def __init__(self, start_s: float | None = None) -> None:
         self.seconds: dict[str, float] = {}
@@ -45,7 +45,7 @@ class PhaseClock:
 
 
 class DecoderSize(NamedTuple):
-    """The sizes that determine FLOPs. `llm_fp8.models.build.decoder_size` reads them from a config."""
+    """The sizes of a model that determine FLOPs. `llm_fp8.models.build.decoder_size` reads them from its config."""
 
     num_linear_parameters: int  # per token: with lm_head, without embedding or unselected routed weights
     num_layers: int  # layers with attention
@@ -107,7 +107,7 @@ def peak_tflops(gpu_name: str) -> PeakTflops | None:
 
 
 def device_peak_tflops(device: torch.device) -> PeakTflops | None:
-    """Return the peaks of this device, or None for a CPU or a GPU that is not in the table."""
+    """Return the peaks of `device`, or None for a CPU or a GPU that is not in the table `_PEAKS`."""
     return peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
@@ -117,7 +117,7 @@ RECORDED_STEP = "num_gemm_kernels"  # a key that only the recorded step has
 def speed_metrics(
     tokens: StepTokens, step_time_s: float, size: DecoderSize, num_gpus: int, peak: PeakTflops | None, fp8: bool
 ) -> dict[str, float]:
-    """Compute the throughput figures of one step, by keys of metrics.jsonl. `num_gpus` is the number of processes."""
+    """Return key of metrics.jsonl -> throughput of one step. If `fp8`, also compute the MFU of the fp8 peak."""
     tflops = step_flops(size, tokens) / step_time_s / num_gpus / 1e12
     figures = {
         "step_time_s": step_time_s,
@@ -146,11 +146,11 @@ MEDIANS = (
 
 
 def throughput_summary(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Return `num_steps_measured`, `num_steps_left_out`, and `median_<key>` for each of `MEDIANS`. `steps` are those of
-    one process, in order. The first steps and the recorded step are not measured.
+    """Return `num_steps_measured`, `num_steps_left_out`, and `median_<key>` for each of `MEDIANS`. `steps` are the
+    records of one process in order. The first ones and the step whose kernels were recorded are left out.
 
-    If fp8 ends before the run, `median_<key>` is the weighted mean of the median in fp8 and the median after it. The
-    weights are the numbers of steps for `step_time_s`, and the total times of both phases for other keys.
+    If the run ends fp8 early, `median_<key>` is the weighted mean of two medians: of the steps in fp8, and of the later
+    steps. The weights are the numbers of steps for `step_time_s`, and the total times of both phases for other keys.
     """
     started = steps[min(WARMUP_STEPS, len(steps) // 2) :]
     measured = [record for record in started if RECORDED_STEP not in record]
@@ -170,7 +170,7 @@ def throughput_summary(steps: list[dict[str, float]]) -> dict[str, float]:
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Return this process's peak memory on `device`, by keys of metrics.jsonl. On a CPU the result is empty."""
+    """Return key of metrics.jsonl -> this process's peak memory on `device`. For a CPU the result is empty."""
     if device.type != "cuda":
         return {}
     return {
@@ -181,7 +181,7 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
 
 
 def describe_full_gpu(steps: list[dict[str, float]]) -> str | None:
-    """Return a warning if PyTorch's allocator ran out of memory and retried in later steps, else None."""
+    """Return a warning if PyTorch's allocator ran out of memory in the second half of `steps`, else None."""
     later = [step["num_alloc_retries"] for step in steps[len(steps) // 2 :] if "num_alloc_retries" in step]
     if not later or later[-1] == later[0]:
         return None

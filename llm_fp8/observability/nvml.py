@@ -31,8 +31,8 @@ def energy_j(device: torch.device) -> float:
 
 
 class EnergyMeter:
-    """The energy of all GPUs of a run, over intervals of optimizer steps. An interval begins at `restart`, with an idle
-    GPU, and ends at the first `read` at least `MIN_INTERVAL_S` later. Then the next begins. `read` is collective.
+    """Measures the energy of all GPUs of a run over intervals of optimizer steps. An interval begins when `restart` is
+    called, while the GPU is idle. It ends at the first `read` at least `MIN_INTERVAL_S` later, and the next one begins.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -46,7 +46,7 @@ class EnergyMeter:
         self._start_s, self._start_j = time.perf_counter(), energy_j(self._accelerator.device)
 
     def read(self, num_tokens: Mapping[int, int]) -> dict[str, float]:
-        """Return the figures of the interval, or {} if it is too short. `num_tokens`: step -> positions on all GPUs."""
+        """Return the interval's figures, or {} if too short. `num_tokens`: step -> number of tokens. Collective."""
         self._num_tokens += sum(count for step, count in num_tokens.items() if step > self._last_step)
         now_s, now_j = time.perf_counter(), energy_j(self._accelerator.device)
         changes = [now_j - self._start_j, now_j - self._begin_j, now_s - self._start_s]

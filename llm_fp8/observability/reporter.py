@@ -40,7 +40,7 @@ _EVALUATION = {"eval_loss": "loss {:.4f}", "eval_perplexity": "perplexity {:.4g}
 
 
 def quiet_libraries() -> None:
-    """Silence the libraries on the console; on a terminal, bars of downloads and tokenisation stay."""
+    """Turn off the libraries' messages. On a terminal, progress bars of downloads and tokenisation are still shown."""
     import datasets
     import huggingface_hub
     import transformers
@@ -58,7 +58,7 @@ def _figures(record: Mapping[str, float], templates: Mapping[str, str]) -> str:
 
 
 class ProgressDisplay:
-    """Show the steps of a run on `stream`. Earlier processes took the first `first_step` steps."""
+    """Shows the steps of a run on `stream`. `first_step` is the number of steps that earlier processes took."""
 
     def __init__(self, total_steps: int, first_step: int = 0, log_every: int = 1, stream: TextIO | None = None) -> None:
         self._total_steps, self._first_step, self._log_every = total_steps, first_step, log_every
@@ -105,13 +105,13 @@ def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -
 
 
 class RunReporter:
-    """Report the numbers of one run. Every rank has a reporter. As a context manager it closes files and trackers."""
+    """Reports the numbers of one run. Every rank has a reporter. As a context manager it closes files and trackers."""
 
     def __init__(
         self, is_main: bool, config: Config, folder: Path, total_steps: int, resume_step: int, evaluates_again: bool
     ) -> None:
-        """Open the files in `folder`. `resume_step` is the checkpoint's step. If it is 0, metrics.jsonl starts empty.
-        `evaluates_again` is True if the run repeats the evaluation after that step.
+        """Open the files in `folder`. `resume_step` is the step of the checkpoint that is continued, or 0 for a new
+        run. `evaluates_again` is True if the run repeats the evaluation after that step.
         """
         self._is_main = is_main
         self._trackers: dict[str, Any] = {}  # Accelerate's trackers by name, imported only if a run has any
@@ -133,7 +133,7 @@ class RunReporter:
         self._display = ProgressDisplay(total_steps, resume_step, config.run.log_every)
 
     def start_trackers(self, record: dict[str, Any]) -> None:
-        """Start the requested trackers, or continue the run on W&B. `record` is this process's entry in run.json."""
+        """Start the trackers of --report_to. On W&B, continue a resumed run. `record` has the entries of run.json."""
         options, path = self._config.run, self._folder / "trackers.json"
         if not self._is_main or not options.trackers:
             return
@@ -157,7 +157,7 @@ class RunReporter:
                 self.print(f"WARNING: {name} receives no more of this run ({type(error).__name__}: {error})")
 
     def step(self, record: dict[str, float]) -> None:
-        """Report one optimizer step. `record` has `step` and other metrics as plain numbers. Steps come in order."""
+        """Report one optimizer step. `record` has keys of metrics.jsonl. Steps must be reported in order."""
         if self._is_main:
             self._last_step = int(record["step"])
             self._write(record)
@@ -196,14 +196,14 @@ class RunReporter:
             self._display.print(text)
 
     def track(self, summary: dict[str, Any]) -> None:
-        """Send entries of the summary to W&B, which has them even if the run is killed later."""
+        """Send these entries of summary.json to W&B now, so that it has them even if the run is killed later."""
         if self._trackers:
             from llm_fp8.observability.trackers import send_summary
 
             self._to_trackers(lambda name, tracker: send_summary(name, tracker, summary))
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """Write summary.json from the last values, the median speeds and `summary`. Return its content."""
+        """Write summary.json: the last records, the median speeds and the entries in `summary`. Return its content."""
         steps = self.steps_of_process()
         last = {"eval_loss" in record: record for record in self._records()}
         full = {
@@ -221,11 +221,11 @@ class RunReporter:
         return full
 
     def steps_of_process(self) -> list[dict[str, float]]:
-        """Return the steps of this process. Only the main process has any."""
+        """Return the records of the steps that this process took. The result is empty on all ranks but the main one."""
         return [step for step in self._records() if step["step"] > self._resume_step and "eval_loss" not in step]
 
     def _records(self) -> Iterator[dict[str, float]]:
-        """Yield the records of metrics.jsonl, including those of earlier processes. Only the main process has any."""
+        """Yield all records of metrics.jsonl, of earlier processes too. Yield nothing on other ranks than the main."""
         if self._is_main:
             self._file.seek(0)
             yield from map(json.loads, self._file)

@@ -1,4 +1,4 @@
-"""Send a run to W&B and other trackers of --report_to, by Accelerate's classes, with labels to compare runs by."""
+"""Send a run's options and numbers to the trackers of --report_to, such as W&B, with Accelerate's tracker classes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _precision_name(precision: dict[str, Any], which: str) -> str:
 
 
 def flattened(tree: dict[str, Any], separator: str = ".", prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) of a nested dict, with the keys on the path to a value joined by `separator`."""
+    """Yield (key, value) for each leaf of a nested dict. The keys on the path to it are joined by `separator`."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from flattened(value, separator, f"{prefix}{key}{separator}")
@@ -49,8 +49,8 @@ def flattened(tree: dict[str, Any], separator: str = ".", prefix: str = "") -> I
 def start_tracker(
     name: str, options: RunConfig, folder: Path, record: dict[str, Any], run_id: str | None
 ) -> tuple[GeneralTracker, str | None]:
-    """Start a tracker's run with the options and labels from `record`, this process's entry in run.json. On W&B,
-    continue the run `run_id` if it is set. Return the tracker and, for W&B, the id of the run.
+    """Start the tracker `name` with the options and labels from `record`, the content of run.json. On W&B,
+    continue the run `run_id` if it is set. Return the tracker and the id of the run on W&B (None for other trackers).
     """
     labels = {label: read(record) for label, read in LABELS.items()}
     config = dict(flattened(record["config"])) | labels
@@ -80,7 +80,7 @@ def start_tracker(
 
 
 def send_record(name: str, tracker: GeneralTracker, record: dict[str, float], is_logged: bool) -> None:
-    """Send W&B every record. Send other trackers only logged records, since the run waits while they store them."""
+    """Send a record to W&B. Send it to another tracker only if `is_logged`, since the run waits while it is stored."""
     if name == "wandb":  # W&B numbers the records itself, and `start_tracker` defined its axes
         tracker.log(record)
     elif is_logged:
@@ -88,7 +88,7 @@ def send_record(name: str, tracker: GeneralTracker, record: dict[str, float], is
 
 
 def send_summary(name: str, tracker: GeneralTracker, summary: dict[str, Any]) -> None:
-    """Add the scalars of summary.json to W&B's summary, nested ones as `part/key`. Skip entries that W&B has."""
+    """Add the scalars of summary.json to W&B's summary, nested ones as `part/key`. Do nothing for other trackers."""
     if name != "wandb":
         return
     skipped = ("last_step", "last_evaluation", "recorded_step", "precision", "throughput")
@@ -111,7 +111,7 @@ def require_trackers(names: tuple[str, ...]) -> None:
 
 
 def require_wandb_login(source: str) -> None:
-    """Raise `UserError` if there is no W&B login, without network access. `source` is the flag or script to name."""
+    """Raise a `UserError` that names `source` (flag or script) if there is no W&B login. The network is not used."""
     with reading(source, "and the WANDB_ variables", "the W&B login", "Run 'wandb login --relogin'."):
         import wandb
 

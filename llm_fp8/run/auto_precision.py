@@ -1,9 +1,9 @@
-"""--mixed_precision auto: measure two micro-batches of the run's first data in bf16 and in fp8; choose the faster one.
+"""Choose between bf16 and fp8 for --mixed_precision auto: measure micro-batches of the first data in both precisions.
 
-The measured model is deleted, and the random states and the position in the data are restored. Therefore losses are
-equal to those of a run with this precision as the option. Bf16 is measured with the same model without Transformer
-Engine's autocast. DDP's reductions are not included. If the GPU is idle and steps may be replayed as graphs, only the
-time of the kernels is measured.
+Afterwards the measured model is deleted, and the random states and the position in the data are restored. Therefore
+losses are equal to those of a run that was started with the chosen precision. For bf16, the same model runs without
+Transformer Engine's autocast. The time does not include DDP's reductions. If the GPU idles and the run may replay CUDA
+graphs, only the time of the kernels counts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NUM_MEASURED = 2  # micro-batches of each precision, after one that is not measu
 
 
 def choose_precision(requested: Config, plan: RunPlan, data: PreparedData) -> tuple[RunPlan, dict[str, float]]:
-    """Return the plan with the precision that is faster on rank 0, and its tokens/s by precision. Collective."""
+    """Return `plan` with the precision that is faster on rank 0, and precision -> tokens/s there. Collective."""
     tokens_per_s = gathered(measure_precisions(plan, data))[0]
     fastest = max(tokens_per_s, key=tokens_per_s.__getitem__)
     figures = ", ".join(f"{name} {figure:,.0f} tokens/s" for name, figure in tokens_per_s.items())
@@ -43,7 +43,7 @@ def choose_precision(requested: Config, plan: RunPlan, data: PreparedData) -> tu
 
 
 def measure_precisions(plan: RunPlan, data: PreparedData) -> dict[str, float]:
-    """Return this process's tokens per second in fp8 and in bf16, over forward and backward passes. Collective."""
+    """Measure forward and backward passes of this process. Return 'fp8' and 'bf16' -> tokens per second. Collective."""
     random_states = rng_state(plan.accelerator.process_index)
     setup = build_setup(dataclasses.replace(plan, say=lambda text: None), in_bf16=True)
     batches = data.train.first_step()

@@ -7,11 +7,11 @@
         manifest.json            format, number of the save, every other file with its size (and SHA-256 if small)
 
 A save writes to `.tmp-step-00000120`, syncs it, renames it (POSIX rename is atomic) and deletes the oldest checkpoints
-beyond the limit. Loading compares the files with the manifest, since a copied checkpoint may be truncated.
+beyond --save_total_limit. Loading compares the files with the manifest, since a copied checkpoint may be truncated.
 
-Each rank writes its own shards, and any number of ranks can read them. Saving and loading are collective, with the same
-names on all ranks. DCP's writer uses one thread, since with several threads it reports only errors of the first one.
-Background saves don't use `dcp.async_save`, whose future covers only the writing, and whose thread survives a failure.
+Each rank writes its own shards, and any number of ranks can read them. Saving and loading are collective, and all ranks
+pass the same tensor names. DCP's writer uses one thread, since with several it reports only errors of the first. Saves
+in the background do not use `dcp.async_save`: its future covers only the writing, and its thread survives a failure.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class Checkpoint(SavedRun):
 
     @cached_property
     def kinds(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Name of a tensor -> its dtype and shape."""
+        """Name of each saved tensor -> its dtype and shape."""
         entries = dcp.FileSystemReader(self.folder).read_metadata().state_dict_metadata.items()
         tensors = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
         return {name: (entry.properties.dtype, entry.size) for name, entry in tensors.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Read tensors in place by name, bit for bit. Raise `UserError` if one is missing or differs. Collective."""
+        """Read the saved values of `tensors` in place. Raise `UserError` if name, dtype or shape differ. Collective."""
         wanted = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
         if names := [name for name, kind in wanted.items() if self.kinds.get(name) != kind]:
             problem = f"lacks this run's {listed(names)}, or has another dtype or shape"
@@ -97,17 +97,17 @@ class Checkpoint(SavedRun):
 
 
 class CheckpointManager:
-    """Saves and loads the checkpoints in `output_dir`, at most `limit`. Only the rank with `is_main` deletes files."""
+    """Saves and loads the checkpoints in `output_dir`, and keeps at most `limit`. Only the main rank deletes files."""
 
     def __init__(self, output_dir: Path, limit: int, is_main: bool = True, strategy: Any = None) -> None:
-        """`strategy` must be given only if it saves weights and optimizer state itself."""
+        """Pass a `strategy` only if it saves weights and optimizer state itself, as DeepSpeed does."""
         self.folder, self.limit = output_dir / "checkpoints", limit
         self.is_main, self.strategy = is_main, strategy
         self._background: Future[None] | None = None
         self._group: Any = None  # process group for saves, created for the first background save
 
     def clean_up(self) -> None:
-        """Delete files of interrupted saves and deletions. Restore a checkpoint if its replacement was interrupted."""
+        """Delete files of interrupted saves and deletions. Undo an interrupted replacement of a checkpoint."""
         if self.is_main:
             for replaced in self.folder.glob(f"{_REPLACED_PREFIX}*"):
                 if not (final := self.folder / replaced.name.removeprefix(_REPLACED_PREFIX)).exists():
@@ -123,14 +123,14 @@ class CheckpointManager:
         best_step: int | None = None,
         in_background: bool = False,
     ) -> Path:
-        """Write a checkpoint after `step` and return its folder. Replace a checkpoint of the same step. Raise
-        `UserError` if there is too little disk space; then earlier checkpoints are unchanged. Collective.
+        """Write a checkpoint after `step` and return its folder. Replace any checkpoint of the same step. If there is
+        too little disk space, raise `UserError` and leave earlier checkpoints unchanged. Collective.
 
         Args:
             tensors: name -> tensor of any dtype and device. DTensors are saved shard by shard.
-            meta: entries for `meta.json`; those of the main process are written.
-            best_step: step whose checkpoint is not deleted by the limit.
-            in_background: return after the tensors are copied to the host. The next `save` or `finish` raises errors.
+            meta: entries for `meta.json`. Only those of the main process are written.
+            best_step: step whose checkpoint is not deleted, even if there are more than `limit`.
+            in_background: return once the tensors are copied to the host. The next `save` or `finish` raises errors.
         """
         self.finish()
         if in_background:
@@ -146,7 +146,7 @@ class CheckpointManager:
         return self.of_step(step)
 
     def of_step(self, step: int) -> Path:
-        """Return the folder for the checkpoint of `step`, which may not exist."""
+        """Return the path of the folder for a checkpoint of `step`, whether or not it exists."""
         return self.folder / f"{_STEP_PREFIX}{step:08d}"
 
     def finish(self) -> None:
@@ -214,8 +214,8 @@ class CheckpointManager:
         return sorted(complete, key=lambda checkpoint: checkpoint.save_number, reverse=True)
 
     def find(self, resume_from: str | None) -> Checkpoint | None:
-        """Return the checkpoint for --resume_from, which is a folder or 'latest'. Return None if it is None, or for
-        'latest' if there is no checkpoint. Raise `UserError` if the checkpoint, or for 'latest' every one, is damaged.
+        """Return the checkpoint in the folder `resume_from`, or the last one if it is 'latest'. Return None if it is
+        None, or 'latest' and there is no checkpoint. Raise `UserError` if that checkpoint, or every one, is damaged.
         """
         if resume_from not in (None, LATEST):
             return Checkpoint.open(Path(resume_from))
@@ -252,7 +252,7 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 
 def _describe_files(folder: Path) -> dict[str, Any]:
-    """Return size and checksum of each file of a checkpoint. Raise `UserError` if a file of another host is missing."""
+    """Return name -> size and checksum of a checkpoint's files. Raise `UserError` if another host's are missing."""
     # Read the names from DCP's index, since the return value of torch 2.11's `dcp.save` does not contain them.
     written = {entry.relative_path for entry in dcp.FileSystemReader(folder).read_metadata().storage_data.values()}
     if missing := sorted(name for name in written if not (folder / name).is_file()):
@@ -269,7 +269,7 @@ def _describe_file(path: Path) -> dict[str, Any]:
 
 
 def _cause_of(error: BaseException) -> BaseException:
-    """Return the OSError or KeyboardInterrupt that caused DCP's `error`, or `error` if there is none."""
+    """Return the OSError or KeyboardInterrupt that caused an `error` of DCP, or `error` itself if there is none."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, (OSError, KeyboardInterrupt)):
         failures = cause.failures if isinstance(cause, CheckpointException) else {}
@@ -278,7 +278,7 @@ def _cause_of(error: BaseException) -> BaseException:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Sync the entries of a folder, which is necessary in addition to syncing its files."""
+    """Make the names of a folder's files durable. Syncing only the files could lose their names in a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

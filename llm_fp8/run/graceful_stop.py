@@ -1,9 +1,9 @@
 """Stop a run by a signal without losing work.
 
 In the context `GracefulStop`, the first SIGTERM (Slurm, Kubernetes, torchrun), SIGHUP (a closed ssh) or SIGINT (Ctrl-C)
-only sets a flag. The run then finishes its step, saves and returns `exit_code`, even if its output is closed. A closed
-output alone (`| head`) also stops the run in this way. A second Ctrl-C raises KeyboardInterrupt at once. Since only one
-rank may get the signal, use `agreed` instead of `requested` with several ranks.
+only sets a flag. The run then finishes its step, saves and returns `exit_code`, even if its output is closed. If only
+the output is closed (`| head`), the run stops in the same way. A second Ctrl-C raises KeyboardInterrupt at once. If
+there are several ranks, only some may get the signal. Then call `agreed` instead of reading `requested`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _REASONS = (None, *(number.name for number in (signal.SIGPIPE, *SIGNALS)))  # if
 
 
 class GracefulStop:
-    """Context that sets `requested` to the name of the first signal. Signals are handled in the main thread only."""
+    """Context that sets `requested` to the name of the first signal. It handles signals in the main thread only."""
 
     def __init__(self) -> None:
         self.requested: str | None = None
@@ -30,7 +30,7 @@ class GracefulStop:
 
     @property
     def exit_code(self) -> int:
-        """0, or the shell's exit code for the signal: 143 for SIGTERM, 130 for SIGINT, 129 for SIGHUP."""
+        """The shell's exit code for the signal (SIGTERM: 143, SIGINT: 130, SIGHUP: 129), or 0 without a signal."""
         return 0 if self.requested is None else 128 + signal.Signals[self.requested].value
 
     def agreed(self) -> bool:

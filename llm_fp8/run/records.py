@@ -1,4 +1,4 @@
-"""Outputs of a run: run.json, summary.json, final/ and the first and last lines on the terminal."""
+"""Write the outputs of a run: run.json, summary.json, final/ and the first and last lines on the terminal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from llm_fp8.utils.json_files import read_json, write_json_atomic
 
 
 def announce(plan: RunPlan) -> None:
-    """Print the decisions: notes, precision and optimizer."""
+    """Print what was decided for the run: the plan's notes, the precision and the optimizer."""
     precision, say = plan.precision, plan.say
     say("\n".join(plan.notes))
     say(f"precision: {precision.name} (requested: {precision_name(precision.requested, precision.requested_scenario)})")
@@ -52,7 +52,7 @@ def _precision_record(setup: TrainingSetup, results: RunResults) -> dict[str, An
 
 
 def record_run(timeline: Timeline) -> None:
-    """Write run.json and start the trackers with its content. A resumed run appends to `resumes` in run.json."""
+    """Write run.json and start the trackers with its content. A resumed run appends an entry to its `resumes`."""
     setup, plan, config = timeline.setup, timeline.setup.plan, timeline.setup.plan.config
     if not plan.accelerator.is_main_process:
         return
@@ -93,7 +93,7 @@ def record_run(timeline: Timeline) -> None:
 
 
 def record_stream(timeline: Timeline) -> None:
-    """Print the counts of the rows that were read from a stream. Write them to run.json, or its last `resumes`."""
+    """If the run reads a stream, print the counts of its rows and write them to the last entry of run.json."""
     report, plan = timeline.state.data.report, timeline.setup.plan
     if timeline.loader.steps_per_epoch is None and plan.accelerator.is_main_process:
         plan.say("\n".join(["data read from the stream:", *report.describe()]))
@@ -103,7 +103,7 @@ def record_stream(timeline: Timeline) -> None:
 
 
 def check_export(setup: TrainingSetup, folder: Path, data: PreparedData, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `UserError` before training if the export will not fit on the disk or cannot write its side files."""
+    """Raise `UserError` if final/ will not fit on the disk, or if its config or tokenizer files cannot be written."""
     plan = setup.plan
     if not (plan.config.run.export and plan.accelerator.is_main_process):
         return
@@ -149,7 +149,7 @@ def export_final(timeline: Timeline, tokenizer: PreTrainedTokenizerBase, step: i
 
 
 def summary_of(timeline: Timeline, exported: Path | None) -> dict[str, Any]:
-    """Return the entries of summary.json, in addition to the reporter's."""
+    """Return the entries of summary.json that the reporter does not add. `exported` is the folder of the export."""
     setup, results, history = timeline.setup, timeline.results, timeline.history
     recorded, fp8_certificate = results.recorded, timeline.state.folder / "certificate.json"
     # If the run was resumed after its last fp8 step, the certificate of the fp8 steps is in its folder.

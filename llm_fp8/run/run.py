@@ -1,7 +1,7 @@
 """A whole run in its order: plan, data, model, checks, loop, evaluation, export, records.
 
-The calls from here to the backward pass are `run_training` -> `Timeline.train`, `take_step` -> `Stepper.take_step`,
-`micro_batch`, which calls the model and `DistributedStrategy.backward`.
+The backward pass is reached by these calls: `run_training`, `Timeline.train`, `Timeline.take_step`, `Stepper.take_step`
+and `Stepper.micro_batch`, which calls the model and `DistributedStrategy.backward`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from llm_fp8.utils.ranks import LaunchRanks
 
 
 def run_training(config: Config, results: RunResults | None = None) -> int:
-    """Train and fill `results`. Return the exit code: 0, or the code of the signal that stopped the run."""
+    """Run a whole training, and fill `results`. Return the exit code: 0, or that of the signal that stopped the run."""
     results = results or RunResults()
     phase_ends = results.clock.end
     phase_ends("imports")
@@ -115,7 +115,7 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
 
 
 def load_data(settled: Settled, tokenizer: PreTrainedTokenizerBase, context: Any = None) -> PreparedData:
-    """Prepare the run's data. All ranks of the `ContextGroup` `context` get the same sequences."""
+    """Prepare the run's data. If `context` is a `ContextGroup`, all ranks of the group get the same sequences."""
     config, ranks, on_gpu = settled.config, settled.machine.ranks, torch.cuda.is_available()
     rows_in_step = config.data.batch_size * config.optim.gradient_accumulation_steps
     return prepare_data(
@@ -131,7 +131,7 @@ def load_data(settled: Settled, tokenizer: PreTrainedTokenizerBase, context: Any
 
 
 def build_timeline(state: RunState, resumed: Checkpoint | None, results: RunResults) -> Timeline:
-    """Build optimizer, first fp8 scales, schedule and loop. Restore their state if the run is resumed. Collective."""
+    """Build optimizer, first fp8 scales, schedule and loop. Restore their state from `resumed`, if set. Collective."""
     setup, data, plan = state.setup, state.data, state.setup.plan
     config = plan.config
     num_steps = state.options["total_steps"]
@@ -152,7 +152,7 @@ def build_timeline(state: RunState, resumed: Checkpoint | None, results: RunResu
 
 
 def finish(timeline: Timeline, stop: GracefulStop, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Evaluate, export and write the summary after the last step. After a signal, only write the summary."""
+    """Evaluate, export and write the summary after the last step. If a signal ended the run, only write the summary."""
     plan, config = timeline.setup.plan, timeline.setup.plan.config
     records.record_stream(timeline)
     if not timeline.is_complete:

@@ -1,4 +1,4 @@
-"""The output folder of a run: default name, checks before the run, lock, and messages for failures."""
+"""Manage the output folder of a run: its default name, checks before the run, its lock, and messages for failures."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _UNFINISHED = ".*.[0-9]*.tmp"  # unfinished files of a killed process (`write_te
 
 
 def claim_folder(config: Config, ranks: LaunchRanks, stack: contextlib.ExitStack) -> tuple[Path | None, str | None]:
-    """Lock the output folder until `stack` closes. Return it, or None without --output_dir, and --resume_from, which is
-    replaced by 'latest' if the launcher restarted a run with checkpoints. Raise `UserError` if the folder cannot be
-    written, is in use or contains another run, or if the processes' options differ. Collective.
+    """Lock the output folder until `stack` closes. Return the folder (None without --output_dir) and --resume_from. The
+    latter becomes 'latest' if the launcher restarted a run that has checkpoints. Raise `UserError` if the folder cannot
+    be written, is in use or contains another run, or if the options differ between processes. Collective.
     """
     first, *others = gathered(config.options)
     if differing := [f"--{name}" for name in first if any(other[name] != first[name] for other in others)]:
@@ -67,7 +67,7 @@ def _claimed(run: RunConfig, ranks: LaunchRanks, stack: contextlib.ExitStack) ->
 
 
 def default_folder(plan: RunPlan, stack: contextlib.ExitStack) -> Path:
-    """Lock a new folder until `stack` closes. Its name has time, model and effective precision. Collective."""
+    """Create a folder named after time, model and precision, and lock it until `stack` closes. Collective."""
     slug = re.sub(r"[^A-Za-z0-9.]+", "-", f"{plan.config.model.model_name} {plan.precision.name}").strip("-")
     name = str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{slug}")
     return decided_by_main(lambda: stack.enter_context(run_lock(Path(agree_on("output_dir", name)))))
@@ -89,7 +89,7 @@ def _was_begun(folder: Path) -> bool:
 
 
 def _refuse_other_run(folder: Path, resume_from: str | None) -> None:
-    """Raise `UserError` if the output folder contains a run that this run does not continue, or unknown files."""
+    """Raise `UserError` if the folder has a run that this run does not continue, or files that it would overwrite."""
     has_checkpoints = any(folder.glob("checkpoints/step-*"))
     if resume_from == LATEST and has_checkpoints:
         return
@@ -104,7 +104,7 @@ def _refuse_other_run(folder: Path, resume_from: str | None) -> None:
 
 @contextlib.contextmanager
 def run_lock(folder: Path) -> Iterator[Path]:
-    """Lock an output folder. Raise `UserError` if another process has locked it. Delete new files if no run began."""
+    """Lock an output folder in the block, or raise `UserError` if it is in use. Delete it if no run began in it."""
     existing, path = nearest_existing(folder), folder / LOCK
     folder.mkdir(parents=True, exist_ok=True)
     with open(path, "a+") as lock:
@@ -133,26 +133,26 @@ def run_lock(folder: Path) -> Iterator[Path]:
 
 
 def _sign(folder: Path) -> None:
-    """Write process and host to the lock, which also marks the folder as that of a run."""
+    """Write process id and host to the lock file, which also marks the folder as that of a run."""
     (folder / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}")
 
 
 def begin_in(folder: Path) -> None:
-    """Delete unfinished files of a killed run and sign the lock. Call it before the run writes to `folder`."""
+    """Delete unfinished files of a killed run and mark `folder` as this run's. Call it before writing to `folder`."""
     for path in folder.glob(_UNFINISHED):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     _sign(folder)
 
 
 def _lost_peer(error: BaseException) -> bool:
-    """Return True if the error's text shows that a collective failed because another process has ended."""
+    """Return True if the text of `error` shows that a collective failed because another process has ended."""
     is_raised_by_torch = dist.is_initialized() and isinstance(error, RuntimeError)
     return is_raised_by_torch and re.search(_LOST_PEER, str(error), re.IGNORECASE) is not None
 
 
 @contextlib.contextmanager
 def explained_failures(folder_of_run: Callable[[], Path]) -> Iterator[None]:
-    """Raise `UserError` in place of errors about a full disk or the end of another process."""
+    """In the block, convert errors about a full disk or the end of another process to a `UserError` with advice."""
     try:
         yield
     except (OSError, RuntimeError) as error:

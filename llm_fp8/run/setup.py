@@ -28,7 +28,7 @@ from llm_fp8.utils.torch_internals import free_memory_, ignore_in_ddp
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """The parts of a run before its first step."""
+    """The parts of a run that are built before its optimizer."""
 
     plan: RunPlan
     model: Model
@@ -43,15 +43,15 @@ class TrainingSetup:
 
     @property
     def exports_adapter(self) -> bool:
-        """True if final/ will contain only an adapter. For random weights, an adapter alone would be useless."""
+        """True if final/ will contain only adapters, which would be useless without the weights if those are random."""
         return self.plan.config.trains_adapters and self.plan.stored is not None
 
 
 def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool = False) -> TrainingSetup:
-    """Build the model of `plan` on its device with its weights, sharded over the processes. Collective.
+    """Build the model of `plan` with its weights on the device, sharded over the processes. Collective.
 
-    `first_batch` is the batch for the parity check; if it is None, there is no check. If `in_bf16`, frozen weights are
-    not replaced by fp8 weights.
+    If `first_batch` is set, the TE decoder's outputs for it are compared with those of Hugging Face's decoder. If
+    `in_bf16`, frozen weights stay in bf16, even if the plan says that they are stored in fp8.
     """
     config, strategy = plan.config, plan.strategy
     holds_in_fp8 = plan.holds_frozen_in_fp8 and not in_bf16
@@ -100,7 +100,7 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
 
 
 def warm_up_scales(setup: TrainingSetup, loader: TrainLoader) -> None:
-    """Compute the first scales if the run uses delayed scaling. Collective."""
+    """If the run uses delayed scaling, compute its first scales from the loader's next step. Collective."""
     if not setup.precision.scales_lag:
         return
     from llm_fp8.step.scale_warmup import PASSES, warm_up_delayed_scales
@@ -114,8 +114,8 @@ def warm_up_scales(setup: TrainingSetup, loader: TrainLoader) -> None:
 
 
 def build_stepper(setup: TrainingSetup, loader: TrainLoader | None, num_steps: int, step: int = 0) -> Stepper:
-    """Build optimizer, first fp8 scales and schedule, after `step` of `num_steps` steps. `loader` is None if the scales
-    will be restored from a checkpoint. Collective.
+    """Build optimizer, first fp8 scales and schedule of a run of `num_steps` steps, of which `step` are done. `loader`
+    is None if the scales will be restored from a checkpoint. Collective.
     """
     plan, options, strategy = setup.plan, setup.plan.config.optim, setup.plan.strategy
     parameters = setup.training_model.named_parameters()
@@ -134,7 +134,7 @@ def build_stepper(setup: TrainingSetup, loader: TrainLoader | None, num_steps: i
 
 
 def _decoder_with_adapters(plan: RunPlan, on_meta: bool) -> Model:
-    """Build the model with uninitialised adapters. If `on_meta`, no parameter is initialised."""
+    """Build the model, with adapters in a LoRA run. Adapters, and all weights if `on_meta`, are not initialised."""
     options, config = plan.config.model, plan.config
     shared: dict[str, Any] = {"parameter_dtype": plan.weight_dtype, "compute_dtype": plan.precision.compute_dtype}
     shared |= {"device": plan.device, "full_tensor": plan.strategy.full_tensor}
@@ -153,7 +153,7 @@ def _decoder_with_adapters(plan: RunPlan, on_meta: bool) -> Model:
 
 
 def _describe_rounding(plan: RunPlan, fp8: Any) -> str:
-    """Describe how stored weights are rounded to the model's dtype. `fp8` is the format of weights stored in fp8."""
+    """Describe how stored weights become the model's. `fp8` is their format if they are stored in fp8, else None."""
     if fp8 is not None:
         rounded = ", rounded to bfloat16" if plan.rounds_weights and not plan.keeps_lower_bits else ""
         return f"stored weights are {fp8.describe()}: training starts from value times scale{rounded}"
@@ -164,8 +164,9 @@ def _describe_rounding(plan: RunPlan, fp8: Any) -> str:
 
 
 def _load_weights(plan: RunPlan, model: Model, precision: Precision, batch: Batch | None, holds_in_fp8: bool) -> None:
-    """Fill the parameters of `model` that are not initialised. If `batch` is given, compare the TE decoder with Hugging
-    Face's. If `holds_in_fp8`, store the weights of fp8 modules, which have no memory before, in fp8 only. Collective.
+    """Fill the parameters of `model` that are not initialised. If `batch` is set, compare the outputs of the TE decoder
+    with those of Hugging Face's. If `holds_in_fp8`, keep the weights of fp8 modules only in fp8. No memory has been
+    allocated for them before this call. Collective.
     """
     filling, shards_parameters = (plan.device, plan.config.optim.seed), plan.strategy.shards_parameters
     full_layers: Iterable[nn.Module] = model.layers
@@ -198,7 +199,7 @@ def _load_weights(plan: RunPlan, model: Model, precision: Precision, batch: Batc
 
 
 def _freed_again(layers: Iterable[nn.Module], precision: Precision) -> Iterator[nn.Module]:
-    """Yield each of `layers`. Free the memory of its fp8 modules when the next layer is requested."""
+    """Yield each of `layers`. When the next one is requested, free the memory of the fp8 modules in the last one."""
     for layer in layers:
         yield layer
         for module in precision.fp8_modules.intersection(layer.modules()):

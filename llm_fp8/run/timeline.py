@@ -39,7 +39,7 @@ SAVE_AFTER_S = 1800.0  # seconds after the last checkpoint at which the next one
 
 @dataclass
 class RunResults:
-    """Results that are collected during a run."""
+    """Results that a run collects for its records and its caller."""
 
     clock: PhaseClock = field(default_factory=PhaseClock)  # started with the script
     started_s: float = field(default_factory=time.time)
@@ -53,7 +53,7 @@ class RunResults:
 
 @dataclass
 class Timeline:
-    """Training loop that starts after `step` steps and `tokens_seen` tokens."""
+    """Training loop of a run that has already taken `step` steps and seen `tokens_seen` tokens."""
 
     stepper: Stepper
     loader: TrainLoader
@@ -88,25 +88,25 @@ class Timeline:
 
     @property
     def precision_name(self) -> str:
-        """Description of the precision of the steps so far."""
+        """The precision of the steps so far, for example 'fp8 delayed' or 'fp8 delayed until step 90, then bf16'."""
         plan = self.precision.plan
         after = f" until step {self.fp8_steps}, then {plan.compute_name}" if self.precision.has_ended else ""
         return f"{plan.name}{after}"
 
     def _next_profile_step(self) -> int:
-        """Return the number of the step to record for the current precision, or 0 if no step is recorded."""
+        """Return the number of the step whose kernels will be recorded in the current precision, or 0 for none."""
         end = self.fp8_steps if self.step < self.fp8_steps else self.total_steps
         return min(self.step + STEPS_BEFORE_PROFILE + 1, end) if self.setup.plan.certifies else 0
 
     def _end_fp8(self) -> None:
-        """Compute in bf16 from the next step on."""
+        """Switch from fp8 to bf16, in which the next step will be computed."""
         self.read_pending()  # report the fp8 steps with the figures of fp8
         self.stepper.end_fp8()
         self.profile_step = self._next_profile_step()
         self.reporter.print(f"--fp8_until: {self.precision.plan.compute_name} from step {self.step + 1} on")
 
     def train(self, stop_requested: Callable[[], bool]) -> None:
-        """Train until `total_steps`, until early stopping, or until `stop_requested()`, which also saves."""
+        """Take steps until `total_steps`, early stopping or until `stop_requested()`. In the last case, also save."""
         if self.is_complete:
             return  # the run was resumed after the last step, to evaluate and export
         config = self.setup.plan.config
@@ -175,7 +175,7 @@ class Timeline:
         return every > 0 and self.step % every == 0
 
     def read_pending(self) -> None:
-        """Copy the results of all steps since the last call to the host, and check and report them."""
+        """Copy the results of all steps since the last call from the device. Check and report them."""
         if not self._pending:
             return
         pending, self._pending = self._pending, []
@@ -225,7 +225,7 @@ class Timeline:
         return self.restart_clocks()
 
     def _take_graphs_if_idle(self, profile: StepProfile, num_micro_batches: int) -> None:
-        """Make the stepper replay graphs if they shorten steps, and print its note. Collective."""
+        """Make the stepper replay steps as CUDA graphs if this shortens them. Print what it decided. Collective."""
         if self.step == self.total_steps or not self.stepper.may_take_graphs:
             return
         # Only two steps are measured before the recorded one, so a small idle time is checked again after more steps.
@@ -282,14 +282,13 @@ class Timeline:
         return self.history.kept_step == self.step
 
     def save(self) -> None:
-        """Write a checkpoint."""
         folder = self.state.save(self.step, self.stepper.optimizer, self.history, self.tokens_seen)
         self._saved_s = time.monotonic()
         verb = "saving" if self.setup.plan.config.parallel.async_save else "saved"
         self.reporter.print(f"{verb} {folder}")
 
     def _checkpoint_due(self) -> bool:
-        """Return True if the last save is `SAVE_AFTER_S` old, or if a run with checkpoints is complete. Collective."""
+        """Return True if the last save was `SAVE_AFTER_S` ago, or if a run that has saved is complete. Collective."""
         if self.setup.plan.config.run.save_every == 0:
             return False
         is_old = time.monotonic() - self._saved_s >= SAVE_AFTER_S
@@ -311,7 +310,6 @@ class Timeline:
 
 
 def _profiled() -> contextlib.AbstractContextManager[StepProfile]:
-    """Record the kernels of the enclosed step."""
     from llm_fp8.observability.kernel_trace import profiled
 
     return profiled()

@@ -23,7 +23,7 @@ EVALUATIONS = ("last_step", "best_step", "best_loss", "num_without_improvement",
 
 @dataclass
 class EvalHistory:
-    """History of evaluations. It is stored in checkpoints and equal on all ranks."""
+    """The results of a run's evaluations. They are equal on all ranks and stored in checkpoints."""
 
     keeps_best: bool = False
     patience: int = 0  # number of evaluations without improvement that ends the run, or 0 for no limit
@@ -54,7 +54,7 @@ class EvalHistory:
         return {name: getattr(self, name) for name in EVALUATIONS}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Restore the history of a checkpoint. If its eval data differ, change nothing and return False."""
+        """Restore the history in a checkpoint's `state`. If its eval data differ, change nothing and return False."""
         if state["data"] != self.data:
             return False
         vars(self).update(state)
@@ -63,7 +63,7 @@ class EvalHistory:
 
 @dataclass(frozen=True)
 class RunState:
-    """Saves and restores the state of a run."""
+    """Saves and restores a run: weights, optimizer, scales, random states and position in the data."""
 
     setup: TrainingSetup
     data: PreparedData
@@ -73,12 +73,12 @@ class RunState:
     options: dict[str, Any]  # from `run_options`
 
     def tensors(self, optimizer: Any) -> dict[str, Tensor]:
-        """Return name -> tensor (not copied) of the state, without random states."""
+        """Return name -> tensor of weights, optimizer state and scales. The tensors are not copied."""
         scales = {f"{SCALES}{name}": tensor for name, tensor in self.setup.precision.state_tensors().items()}
         return self.setup.plan.strategy.state(self.setup.model.module, optimizer) | scales
 
     def has_the_scales(self, checkpoint: Checkpoint) -> bool:
-        """Return True if the scales and amax histories in the checkpoint can be used with this run's options."""
+        """Return True if the checkpoint's scales and amax histories have the same meaning with this run's options."""
         saved = checkpoint.meta["options"]
         return all(saved.get(name) == self.options.get(name) for name, kind in RESUME.items() if kind == "scales")
 
@@ -115,7 +115,7 @@ class RunState:
         restore_rng_state(rng)
 
     def restore_history(self, history: EvalHistory, checkpoint: Checkpoint) -> None:
-        """Restore the history of evaluations from the checkpoint, or print the reason if it cannot. Collective."""
+        """Restore `history` from the checkpoint. If a part of it cannot be used, print the reason. Collective."""
         say = self.setup.plan.say
         if not history.load_state_dict(checkpoint.meta["evaluations"]) and (history.keeps_best or history.patience):
             say("the eval data changed since this checkpoint: only later evaluations count")
@@ -131,7 +131,7 @@ class RunState:
 
 
 def rng_state(rank: int) -> dict[str, Tensor]:
-    """Return the states of torch's random generators on the CPU and the current GPU. Names include the rank."""
+    """Return name -> state of torch's random generators on the CPU and the current GPU. `rank` is in the names."""
     states = {f"rng/rank-{rank}/torch_cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states[f"rng/rank-{rank}/torch_cuda"] = torch.cuda.get_rng_state()

@@ -25,8 +25,8 @@ class FailedCheck(Exception):
 
 @contextlib.contextmanager
 def reading(flag: str, name: object, content: str = "it", advice: str = "") -> Iterator[None]:
-    """Convert an error of a library or the file system in the block to a `UserError`, "{flag} {name}: cannot read
-    {content} (error). {advice}". `UserError`, `FailedCheck`, full memory or disk, a killed worker and signals pass.
+    """Convert an error of a library or file system in the block to a `UserError`: "{flag} {name}: cannot read {content}
+    (error). {advice}". `UserError`, `FailedCheck` and errors of full memory or disk or a killed process are unchanged.
     """
     try:
         yield
@@ -54,7 +54,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def lost_worker(error: BaseException) -> str | None:
-    """Return a sentence if `error` means that a worker process of `datasets` was killed, else None."""
+    """Return a message for the user if `error` means that a worker process of `datasets` was killed, else None."""
     is_lost = "abruptly died" in str(error) or type(error).__module__ == "multiprocess.context"
     advice = "free memory, or use fewer processes (taskset -c 0-3 python ...)"
     killed = "a process that reads or tokenises the data was killed, as Linux does when memory runs out"
@@ -62,7 +62,7 @@ def lost_worker(error: BaseException) -> str | None:
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return `path` or its nearest parent that exists. A broken link exists."""
+    """Return `path` or its nearest parent that exists. A broken link counts as existing."""
     return next(part for part in (path, *path.absolute().parents) if os.path.lexists(part))
 
 
@@ -73,13 +73,13 @@ def unwritable_reason(error: OSError) -> str | None:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return text with the first four of `names` and the number of the others."""
+    """Return text that lists the first four of `names` and gives the number of the others."""
     all_names = list(names)
     return ", ".join(all_names[:4]) + (f" and {len(all_names) - 4} more" if len(all_names) > 4 else "")
 
 
 def did_you_mean(name: str, choices: Iterable[object]) -> str:
-    """Return ' (did you mean X?)' if `name` is the start of one or two choices or resembles them, else ''."""
+    """Return ' (did you mean X?)' if one or two of `choices` start with `name` or else resemble it. Otherwise ''."""
     name, by_text = name.lower(), {str(choice).lower(): choice for choice in choices}
     near = [text for text in by_text if text.startswith(name)] or [text for text in by_text if _resembles(name, text)]
     best = difflib.get_close_matches(name, near, n=1, cutoff=0) if len(near) < 3 else []
@@ -87,7 +87,7 @@ def did_you_mean(name: str, choices: Iterable[object]) -> str:
 
 
 def _resembles(name: str, choice: str) -> bool:
-    """Return True if the spelling is close, or each word of `name` starts a word of `choice` (two more at most)."""
+    """Return True if the spellings are close, or if each word of `name` starts one of the few words of `choice`."""
     words, choice_words = (re.findall(r"[a-z]+|\d+", text) for text in (name, choice))
     has_words = all(any(choice_word.startswith(word) for choice_word in choice_words) for word in words)
     is_close = difflib.SequenceMatcher(None, name, choice).ratio() > 0.85
@@ -98,7 +98,7 @@ _BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt
 
 
 def number(number_type: type, **bounds: float) -> Callable[[str], Any]:
-    """Return a parser of numbers within `bounds`, such as at_least=1. Integers are below 2^31 by default."""
+    """Return a function that parses a number within `bounds`, for example at_least=1. Integers must be below 2^31."""
 
     def read(word: str) -> Any:
         value = number_type(word)
@@ -126,7 +126,7 @@ class OneSentenceParser(argparse.ArgumentParser):
         self.register("type", Path, lambda word: Path(os.path.expanduser(word)))
 
     def error(self, message: str) -> NoReturn:
-        """Raise a `UserError` with `message` and the name that the user probably meant."""
+        """Raise a `UserError` with argparse's `message` and the name that the user probably meant."""
         if message.startswith("unrecognized arguments: "):
             words = [word.partition("=")[0] for word in message.split() if re.match("--?[a-z]", word)]
             message += "".join(dict.fromkeys(map(self.hint, words)))
@@ -137,5 +137,5 @@ class OneSentenceParser(argparse.ArgumentParser):
         raise UserError(f"{self.origin}{message}; '{self.prog} {self.full_help}' lists the options.")
 
     def hint(self, option: str) -> str:
-        """Return a hint ' (...)' for the error about an unknown `option`, or ''."""
+        """Return text that the error about an unknown `option` appends: ' (did you mean X?)' or ''."""
         return did_you_mean(option, self._option_string_actions)

@@ -27,18 +27,18 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 
 def chosen_attention(config: PretrainedConfig) -> str:
-    """Return transformers' name of the attention implementation that a built model uses."""
+    """Return transformers' name of the attention implementation that a model built from `config` uses."""
     return str(getattr(config.get_text_config(decoder=True), "_attn_implementation", "unknown"))
 
 
 def supports_flash_attention(auto_class: Any, config: PretrainedConfig) -> bool:
-    """Return True if the model class of `config` supports 'flash_attention_2'."""
+    """Return True if the model class that `auto_class` chooses for `config` supports 'flash_attention_2'."""
     model_class = auto_class._model_mapping.get(type(config), None)
     return model_class is not None and bool(model_class._supports_flash_attn)
 
 
 def runs_grouped_gemms(module: Any) -> bool:
-    """Return True if transformers computes `module` in grouped GEMMs: experts with a gate_up weight and no biases."""
+    """Return True if `module` has experts, with a gate and without biases, that transformers runs in grouped GEMMs."""
     if getattr(getattr(module, "config", None), "_experts_implementation", None) != "grouped_mm":
         return False
     is_plain = not getattr(module, "has_bias", True) and not getattr(module, "has_post_expert_norm", False)
@@ -46,8 +46,9 @@ def runs_grouped_gemms(module: Any) -> bool:
 
 
 def grouped_linear(inputs: Tensor, weights: Tensor, offsets: Tensor, is_transposed: bool) -> Tensor:
-    """Multiply each expert's group of rows in `inputs` [rows, in] by the expert's matrix in `weights` [experts, out,
-    in], or [experts, in, out] if `is_transposed`. Return [rows, out]. int32 `offsets` [experts] are the groups' ends.
+    """Multiply the rows of each expert by its matrix. Return [rows, out]. `inputs` [rows, in] are sorted by expert,
+    `weights` are [experts, out, in] ([experts, in, out] if `is_transposed`). int32 `offsets` [experts] are the index
+    after each expert's last row.
     """
     from transformers.integrations.moe import _grouped_linear
 
@@ -55,7 +56,7 @@ def grouped_linear(inputs: Tensor, weights: Tensor, offsets: Tensor, is_transpos
 
 
 def renaming_on_load(model: PreTrainedModel) -> Callable[[str], str]:
-    """Return a function that maps names in the files to names in the model, for tensors that loading only renames."""
+    """Return a function that maps a tensor's name in the files to its name in `model`, if loading only renames it."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
@@ -70,17 +71,17 @@ def renaming_on_load(model: PreTrainedModel) -> Callable[[str], str]:
 
 
 def ignored_on_save(model: PreTrainedModel) -> set[str]:
-    """Return the names of tensors that the model's files do not contain."""
+    """Return the names of tensors of `model` that its files do not contain."""
     return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
 def ignored_on_load(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return regular expressions for names in the files that loading ignores."""
+    """Return regular expressions for the names of tensors that are in the files but that loading ignores."""
     return tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
 
 
 def gated(experts: Any, hidden: Tensor) -> Tensor:
-    """Apply the activation and gate of transformers' `experts` to `hidden` [rows, 2 x intermediate]."""
+    """Apply the activation and gate of `experts` to `hidden` [rows, 2 * intermediate]. Return [rows, intermediate]."""
     return experts._apply_gate(hidden)
 
 
@@ -91,7 +92,7 @@ def fingerprint(dataset: Any) -> str:
 
 @contextlib.contextmanager
 def fresh_accelerate() -> Iterator[None]:
-    """Reset Accelerate's state in the block, as in a new process, and restore the state afterwards."""
+    """In the block, reset Accelerate's global state to that of a new process. Restore it afterwards."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     with contextlib.ExitStack() as stack:

@@ -46,13 +46,13 @@ def write_json_atomic(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, flag: str = "the file") -> dict[str, Any]:
-    """Return the object in a JSON file, with NaN and infinity as floats. Raise `UserError` that names `flag` if bad."""
+    """Return the object in a JSON file. If it cannot be read, raise a `UserError` that names `flag` and `path`."""
     with reading(flag, path, "a JSON object"):
         return with_floats({**json.loads(path.read_text(encoding="utf-8"))})
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the objects in a JSONL file, as `read_json` does. Raise `UserError` with the number of a bad line."""
+    """Return the objects in a JSONL file, one a line. Raise a `UserError` with the line's number if one is bad."""
     records = []
     with reading("the file", path), path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):

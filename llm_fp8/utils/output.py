@@ -17,8 +17,8 @@ on_closed_pipe: Callable[[], object] | None = None
 
 @contextlib.contextmanager
 def surviving_closed_output() -> Iterator[None]:
-    """Ignore a failed print in the block, and send all later output to /dev/null, if the terminal is gone. If
-    `on_closed_pipe` is set, also do so if the reader of a pipe (`| tee`) is gone or the disk of a log is full.
+    """If printing in the block fails because the terminal is gone, ignore it and send all later output to /dev/null. If
+    `on_closed_pipe` is set, do the same if the reader of a pipe (`| tee`) is gone or the disk of a log is full.
     """
     try:
         yield
@@ -34,7 +34,7 @@ def surviving_closed_output() -> Iterator[None]:
 
 
 def closed_outputs() -> list[int]:
-    """Return the descriptors (1 and 2 at most) whose terminal or reader is gone."""
+    """Return which of the descriptors 1 (stdout) and 2 (stderr) have lost their terminal or reader."""
     poll = select.poll()
     for descriptor in (1, 2):
         poll.register(descriptor, 0)
@@ -42,7 +42,7 @@ def closed_outputs() -> list[int]:
 
 
 def discard_output(descriptors: Iterable[int]) -> None:
-    """Redirect `descriptors` to /dev/null, except open terminals, so that a later flush cannot fail."""
+    """Redirect `descriptors` to /dev/null, so that a later flush cannot fail. Terminals that are open stay."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in descriptors:
         if not os.isatty(descriptor):
@@ -52,5 +52,4 @@ def discard_output(descriptors: Iterable[int]) -> None:
 
 @surviving_closed_output()
 def say(text: str) -> None:
-    """Print a line and flush it."""
     print(text, flush=True)

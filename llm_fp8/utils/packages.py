@@ -1,4 +1,4 @@
-"""Installed packages, optional packages, and the folders of this repository."""
+"""Find installed packages, import optional ones, and name the folders of this repository."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ USED = (  # packages whose versions are recorded if they are installed
 
 
 def package_version(name: str) -> str | None:
-    """Return the version of an installed distribution, without importing it, or None if it is not installed."""
+    """Return the version of the distribution `name`, without importing it, or None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -36,7 +36,7 @@ class OptionalPackage(NamedTuple):
     install: str
 
     def require(self, feature: str) -> ModuleType:
-        """Import the module. Raise `UserError` if it is missing or does not load. `feature` is what needs it."""
+        """Import and return the module. If it does not load, raise a `UserError` that `feature` (a flag) needs it."""
         try:
             return importlib.import_module(self.module)
         except (ImportError, OSError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""The rank of this process, and agreement between ranks through torchrun's store, without a process group."""
+"""Read the rank of this process, and share values with other ranks without a process group (in torchrun's store)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llm_fp8.utils.errors import UserError
 
 @dataclass(frozen=True)
 class LaunchRanks:
-    """Position of this process among the processes of a launch."""
+    """The rank of this process among all processes that a launcher started."""
 
     rank: int = 0
     world_size: int = 1
@@ -24,7 +24,7 @@ class LaunchRanks:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> LaunchRanks:
-        """Read torchrun's variables. Raise `UserError` for an impossible number, since ranks would wait forever."""
+        """Read the variables that torchrun sets. Raise `UserError` for bad numbers, since ranks would wait forever."""
 
         def read(name: str, default: int, most: int = 2**31, least: int = 0) -> int:
             text = environ.get(name, str(default))
@@ -54,7 +54,7 @@ def launcher_store():  # type: ignore[no-untyped-def]
 
 
 def agree_on(name: str, value: str) -> str:
-    """Return in every process and restart of a launch the `value` that the first process passed for `name`."""
+    """Return in all processes the `value` that the first one passed for `name`, even after restarts by the launcher."""
     store = launcher_store()
     return value if store is None else store.compare_set(f"llm_fp8/agreed/{name}", "", value).decode()
 

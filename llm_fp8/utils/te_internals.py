@@ -31,9 +31,9 @@ def require_te(feature: str) -> Any:
 
 
 def prefer_torchs_cudnn() -> None:
-    """Make Transformer Engine, if not imported yet, load torch's cuDNN instead of the system's. With two versions it
+    """Make Transformer Engine, if not imported yet, load torch's cuDNN instead of the system's. If both are loaded, it
     silently uses unfused attention (2.7 times slower on an H200). CUDNN_HOME and CUDNN_PATH take precedence. All of
-    cuDNN's libraries are loaded here, since the first would search the system's folders for the others.
+    cuDNN's libraries are loaded here, since cuDNN itself would search for them in the system's folders.
     """
     if "transformer_engine" in sys.modules or os.environ.get("CUDNN_HOME") or os.environ.get("CUDNN_PATH"):
         return
@@ -47,20 +47,20 @@ def prefer_torchs_cudnn() -> None:
 
 
 def keep_weight_casts(modules: Iterable[Any], keep: bool) -> None:
-    """Make modules keep fp8 casts of weights for later passes, or else cast in every pass as under FSDP2."""
+    """If `keep`, make `modules` keep their weights' fp8 casts for later passes. If not, they cast in each pass."""
     for module in modules:
         if hasattr(type(module), "is_fsdp2"):
             module._is_fsdp2 = not keep  # modules detect FSDP2 only once
 
 
 def forget_weight_casts(modules: Iterable[Any]) -> None:
-    """Free the fp8 casts of weights that modules keep."""
+    """Free the fp8 casts of weights that `modules` keep."""
     for module in modules:
         module._fp8_workspaces.clear()
 
 
 def add_activation(name: str, backward_and_cast: Callable[..., Any]) -> None:
-    """Add to LayerNormMLP an activation `name`: "swiglu" with a backward pass that also casts to fp8."""
+    """Add to LayerNormMLP an activation `name`. It is "swiglu", but its backward pass is `backward_and_cast` in fp8."""
     from transformer_engine.pytorch.module import layernorm_mlp
 
     # table(recipe) is a dict: name -> (forward, backward, backward with bias gradient and cast, or None).
@@ -78,7 +78,7 @@ def add_activation(name: str, backward_and_cast: Callable[..., Any]) -> None:
 
 @contextlib.contextmanager
 def defer_scale_updates() -> Iterator[None]:
-    """Make passes in the block record their amax, but leave delayed scaling's scales to `update_scales`."""
+    """In the block, let passes record their amax, but let only `update_scales` change the scales of delayed scaling."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     no_update = staticmethod(lambda forward=True: None)
@@ -87,7 +87,7 @@ def defer_scale_updates() -> Iterator[None]:
 
 
 def update_scales() -> None:
-    """Reduce each amax to its maximum over the ranks, then update scales and histories, forward and backward."""
+    """Reduce each amax to its maximum over the ranks. Then update all scales and amax histories of delayed scaling."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     for forward in (True, False):
@@ -103,5 +103,5 @@ def attention_backend() -> str | None:
 
 
 def make_rowwise_only(weight: Any) -> None:
-    """Make later casts of an fp8 weight omit the transpose."""
+    """Make later casts to the fp8 tensor `weight` leave out its transposed copy."""
     weight._quantizer.set_usage(rowwise=True, columnwise=False)

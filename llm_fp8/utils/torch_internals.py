@@ -25,15 +25,15 @@ from torch.distributed.tensor import DTensor
 
 
 def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
-    """Replace `module.forward(*args, **kwargs)` by `wrapper(old_forward, *args, **kwargs)`. Hooks cannot enclose a
-    pass, and a wrapping module would rename parameters. The last wrapper is outermost. Recomputation wraps after
-    `Precision.attach`, so it repeats the precision of the first pass. FSDP2 and torch.compile act around both.
+    """Replace `module.forward(*args, **kwargs)` by `wrapper(old_forward, *args, **kwargs)`. Hooks could not run it in a
+    context, and a module around it would rename parameters. A later wrapper encloses earlier ones: recomputation's
+    encloses precision's, so it repeats the pass in the same precision. FSDP2 and torch.compile enclose all wrappers.
     """
     module.forward = functools.partial(wrapper, module.forward)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, or the plain tensor. `to_local()` would return a view in torch 2.13."""
+    """Return this rank's shard of a DTensor (no view, as `to_local()` in torch 2.13), or any other tensor unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -85,12 +85,12 @@ def ignore_in_ddp(module: nn.Module, names: list[str]) -> None:
 
 
 def unwrapped_by_torchao(local: Any) -> Tensor:
-    """Return the fp32 tensor inside a weight that torchao casts to fp8 when FSDP2 gathers it."""
+    """Return the fp32 tensor in `local`, a rank's shard of a weight that torchao casts to fp8 to gather it."""
     return local._tensor
 
 
 def fsdp_entries(unit: Any) -> Iterator[tuple[Tensor, Any]]:
-    """Yield each sharded parameter of an FSDP2 unit, as the module has it between steps, and FSDP2's entry for it."""
+    """Yield each parameter of `unit` that FSDP2 shards, as it is between steps, and FSDP2's object for it."""
     state = unit._get_fsdp_state()
     for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
         for entry in getattr(group, "fsdp_params", ()):
@@ -99,5 +99,5 @@ def fsdp_entries(unit: Any) -> Iterator[tuple[Tensor, Any]]:
 
 
 def gathered_parameter(entry: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Return FSDP2's gathered weight (None before a forward pass) and its accumulated fp32 gradient, if any."""
+    """Return the gathered weight of an `fsdp_entries` object (None before a pass) and its fp32 gradient, or None."""
     return getattr(entry, "_unsharded_param", None), getattr(entry, "unsharded_accumulated_grad", None)
