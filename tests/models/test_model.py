@@ -152,7 +152,7 @@ def stand_in(monkeypatch):
 
 
 def te_structure(name: str, is_stored: bool = True) -> Model:
-    """Return a TE decoder of stand-in modules on the meta device, with random weights unless `is_stored`."""
+    """Return a TE decoder of stand-in modules on the meta device. Unless `is_stored`, it has no checkpoint."""
     source = ModelSource(name, name, is_random=not is_stored)
     config = load_config(source)
     model = te_llama.build_te_model(config, torch.float32, "meta", table_device=CPU)

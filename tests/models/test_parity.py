@@ -21,9 +21,10 @@ HF_ERROR = 0.01
 
 
 def verdict(**changed):
-    """Return the verdict on a model that is correct except for the numbers in `changed`, which are by (layer, tensor).
+    """Return the verdict on a model that is correct except for some invented errors.
 
-    `ratios` are TE's error divided by Hugging Face's, also by layer alone. `fp32` are TE's errors in fp32.
+    `ratios` maps a layer or (layer, tensor) to TE's error divided by Hugging Face's. `fp32` maps (layer, tensor) to
+    TE's error in fp32.
     """
     ratios = changed.get("ratios", {})
     fp32 = changed.get("fp32", {})

@@ -20,7 +20,7 @@ def small_run(tiny_model: str, rows: str) -> list[str]:
 
 @pytest.fixture
 def signal_after(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function of step and signal (default SIGTERM). It makes the process signal itself when the step ends."""
+    """Return a function of step and signal (default SIGTERM). When the step ends, the process gets the signal."""
     stops: dict[int, signal.Signals] = {}
     take_step = Timeline.take_step
 

@@ -102,7 +102,7 @@ def hub_dataset(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def hub_models(tiny_model, tmp_path_factory) -> dict[str, str]:
-    """Return the folder of a tiny model for each owner of documented models on the hub, "meta-llama" and "Qwen"."""
+    """Return the folders of tiny models that replace the documented ones, by owner on the hub: "meta-llama", "Qwen"."""
     # The tokenizer class of this model type adds a token.
     qwen = write_model(tmp_path_factory.mktemp("models") / "qwen", model_type="qwen2", vocab_size=1040)
     return {"meta-llama": tiny_model, "Qwen": qwen}

@@ -76,7 +76,7 @@ def tokens(number: int) -> torch.Tensor:
 
 
 def backward(strategy: DistributedStrategy, model: nn.Module, num_micro_batches: int) -> None:
-    """Run forward and backward for a step's micro-batches. As in training, modules know the first micro-batch."""
+    """Run a step's forward and backward passes. As in training, modules know which micro-batch is the first."""
     for number in range(num_micro_batches):
         last = number == num_micro_batches - 1
         with strategy.micro_batch(model, last), FusedWgradAccumulation(model, strategy).micro_batch(last):

@@ -83,7 +83,7 @@ SCALES = ("scaling_fwd", "scaling_bwd")
 
 @contextlib.contextmanager
 def _planted(loop: Timeline, place: str, value: float) -> Iterator[None]:
-    """For one step, put `value` into one entry of `place`: a micro-batch's embeddings, its gradient or an fp8 scale."""
+    """For one step, set one entry of `place` to `value`: a micro-batch's embeddings, their gradient or an fp8 scale."""
     if place in SCALES:
         scales = [tensor for name, tensor in loop.precision.state_tensors().items() if name.endswith(f"{place}.scale")]
         scales[0].data[0] = value  # the scale of a layer's input, or of the gradient of its output

@@ -94,7 +94,7 @@ GRADIENT_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _assert_rounding_apart(value: Tensor, reference: Tensor, pairs: Tensor) -> None:
-    """Check the error bound that `llm_fp8.kernels.rope_triton` states. `pairs` are the `_pair_sizes` of the inputs."""
+    """Check the error bound stated in `llm_fp8.kernels.rope_triton`. `pairs` are the `_pair_sizes` of the inputs."""
     assert (value.dtype, value.shape) == (reference.dtype, reference.shape)
     unit = 0.0 if value.dtype == torch.float32 else torch.finfo(value.dtype).eps
     allowed = unit * reference.float().abs() + 2.0**-21 * pairs

@@ -32,7 +32,7 @@ LONGROPE |= dict(original_max_position_embeddings=64, short_mscale=1.1, long_msc
 
 
 def tiny_config(model_type: str = "llama", **changes: Any) -> PretrainedConfig:
-    """Return a config with two layers, hidden size 32 and the embedded tokenizer's vocabulary. `changes` override."""
+    """Return a two-layer config with hidden size 32 and the embedded tokenizer's vocabulary, updated by `changes`."""
     entries: dict[str, Any] = dict(
         vocab_size=1024,
         hidden_size=32,

@@ -75,7 +75,7 @@ class _LinearModule(nn.Module):
 
     @property
     def is_fsdp2(self) -> bool:
-        """True if FSDP2 shards the parameters. It is computed once, at the first access, as in Transformer Engine."""
+        """True unless `_is_fsdp2` is set. Transformer Engine sets it once, to whether FSDP2 shards the parameters."""
         return bool(vars(self).setdefault("_is_fsdp2", True))
 
     def product(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None) -> Tensor:
