@@ -5,8 +5,8 @@
     deepspeed_3    weights are sharded too; each one is gathered when its module runs forward or backward
 
 In bf16 and fp8 runs, the parameters are bf16. DeepSpeed stores fp32 master weights of this rank's shard and updates
-them with torch's AdamW, which `prepare` returns for the schedule. Stage 1 reduces gradients in the last micro-batch of
-a step, and stages 2 and 3 in each micro-batch.
+them with torch's AdamW. `prepare` returns this optimizer, so that the schedule can change its learning rate. Stage 1
+reduces gradients in the last micro-batch of a step, and stages 2 and 3 in each micro-batch.
 
 The file of --deepspeed_config determines ZeRO's communication and memory. The scripts' options determine batch,
 precision, optimizer, schedule and clipping. The file may repeat their values or contain "auto"; others are errors.
@@ -109,8 +109,8 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
 
 
 def _completed(settings: dict[str, Any], others: dict[str, Any], origin: str = "") -> dict[str, Any]:
-    """Merge `others` into `settings`, also in nested entries, except values "auto". Return the result. If `origin`, the
-    name of the file of `settings`, is not empty, raise `UserError` for an entry with two different values.
+    """Return `settings`, updated recursively with `others` except for values "auto". If `origin`, the name of the file
+    of `settings`, is not empty, raise `UserError` for an entry with two different values.
     """
     merged = dict(settings)
     for key, value in others.items():

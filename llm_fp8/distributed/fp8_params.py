@@ -7,7 +7,7 @@ weight have the same scale:
 
     scale = largest fp8 number / amax of the master weight over all ranks
 
-It is computed after the step, with one collective for all weights. The option does not change checkpoints.
+The scales are computed after the step, with one collective for all weights. The option does not change checkpoints.
 
 The shards are `Float8Tensor`s of Transformer Engine (2.20), which FSDP2 gathers as bytes by its extension for tensor
 subclasses (`fsdp_pre_all_gather`). TE's own optimizer would use old scales, or need one collective per weight.

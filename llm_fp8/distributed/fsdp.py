@@ -7,8 +7,8 @@
     fsdp_grad        gathers once a step, and stores unsharded weights and their fp8 casts between micro-batches
 
 Embedding, final norm and lm_head form the outermost unit, since a tied matrix must not be in two units. torch's
-`fully_shard` is called directly, since `Accelerator.prepare` identifies parameters by address, and all parameters on
-"meta" have the same one. Inputs of a unit are not cast (`cast_forward_inputs`), since the rotary table must stay fp32.
+`fully_shard` is called directly, since `Accelerator.prepare` identifies parameters by address, and on "meta" all have
+the same address. Inputs of a unit are not cast (`cast_forward_inputs`), since the rotary table must stay fp32.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _reshard_without_backward(model: nn.Module, *_: Any) -> None:
 
 
 class MemorySavingReduceScatter:
-    """FSDP2's reduce-scatter of a unit's gradients, with buffers in the memory of the backward pass.
+    """FSDP2's reduce-scatter of a unit's gradients, with buffers from the memory that the backward pass uses.
 
     PyTorch's allocator has separate memory for each CUDA stream. FSDP2 allocates a rank's gradient shards (4 / N bytes
     per parameter on N ranks) on the reduce-scatter's stream. Here they are allocated on `stream()`, the stream of the

@@ -112,7 +112,7 @@ class DistributedStrategy:
         return norm
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
-        """Return the unsharded parameter, or its fp32 master weight if it has a remainder. Collective if sharded."""
+        """Return the unsharded parameter or, in adamw_master, its fp32 master weight. Collective if it is sharded."""
         remainder = remainder_of(parameter)
         return parameter.detach() if remainder is None else join_master(parameter.detach(), remainder)
 

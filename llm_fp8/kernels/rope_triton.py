@@ -58,9 +58,7 @@ def _rotate(
     BLOCK_REST: tl.constexpr,
     BACKWARD: tl.constexpr,
 ) -> None:
-    """Rotate one head from `fused` to `part`, or back if BACKWARD. `cosine` and `sine` are fp32 [tokens, BLOCK_HALF].
-    For the other arguments see `_copy`.
-    """
+    """Rotate one head from `fused` to `part` or back, like `_copy`. `cosine`, `sine`: fp32 [tokens, BLOCK_HALF]."""
     HALF: tl.constexpr = ROTARY_DIM // 2
     columns = tl.arange(0, BLOCK_HALF)[None, :]
     mask = inside & (columns < HALF)

@@ -60,14 +60,14 @@ def routed_modules(model: nn.Module) -> dict[nn.Module, Routed]:
 
 
 def experts_per_token(hf_config: PretrainedConfig | None) -> int | None:
-    """Return the number of experts per token, or None if the config is None or does not have it."""
+    """Return the number of experts per token, or None if the config is None or has no such entry."""
     decoder = None if hf_config is None else text_config(hf_config)
     entries = (getattr(decoder, entry, None) for entry in CONFIG_ENTRIES)
     return next((value for value in entries if isinstance(value, int)), None)
 
 
 def compute_experts(model: nn.Module, autocast_dtype: torch.dtype | None) -> None:
-    """Make experts with grouped GEMMs use `grouped_experts`. Under autocast, all experts use `autocast_dtype`."""
+    """Make experts with grouped GEMMs use `grouped_experts`. If given, all experts compute in `autocast_dtype`."""
     for module in filter(expert_weights, model.modules()):
         if runs_grouped_gemms(module):
             wrap_forward(module, functools.partial(grouped_experts, module))

@@ -107,7 +107,7 @@ def export_size_bytes(model: Model, dtype: torch.dtype, *, adapters_only: bool) 
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path, contents: str = "The trained model", advice: str = _ADVICE) -> Iterator[Path]:
-    """Yield a temporary folder that replaces `folder` at the end. Raise `UserError` if it cannot be written."""
+    """Yield a temporary folder, which then replaces `folder`. If writing fails, raise `UserError` about `contents`."""
     folder = folder.resolve()  # a folder cannot replace a link, so replace the link's target
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -216,7 +216,7 @@ def load_exported(folder: str | Path, base: str | None, dtype: torch.dtype | str
 
 
 def tokenizer_of(folder: str | Path, base: str | None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in `folder`. If `folder` is an adapter's and has none, load that of the model `base`."""
+    """Load the tokenizer in `folder`. If `folder` has an adapter without a tokenizer, load that of the model `base`."""
     location = folder if base is None or (Path(folder) / "tokenizer_config.json").is_file() else base
     source = ModelSource(str(folder), str(location), is_random=False)
     return load_tokenizer(ModelConfig(model_name=str(folder)), source)[0]

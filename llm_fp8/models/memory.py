@@ -17,7 +17,7 @@ FusedAttnFunc), with hidden size h, MLP size f, and q and kv the output sizes of
                     2 f        output of fc1
     fp32            1 per head attention's log-sum-exp
     GEMM inputs     2 h + f    in bf16: both norms' outputs and fc2's input
-                    3 h + q + f  in fp8, one byte each: LayerNormMLP saves both layouts; block scaling fc2's too
+                    3 h + q + f  in fp8, one byte each: LayerNormMLP's in two layouts (block scaling: fc2's too)
 
 A Hugging Face decoder layer saves at most, in bf16 elements per token, 8 h (both norms, also in fp32, and their
 outputs), 5 q (attention with repeated keys and values) and 4 f. Norms of q and k add 3 (q + kv). LoRA adds 2 h + q + kv
@@ -315,7 +315,7 @@ class RunSize:
         return MemoryEstimate({name: size / GIB for name, size in sizes.items() if size}, RESERVE_GIB + untracked / GIB)
 
     def _layer_bytes(self, spec: te_llama.DecoderSizes) -> float:
-        """Return the bytes that a layer saves per token, or a bound for Hugging Face's and for partly fp8 layers."""
+        """Return the bytes that a layer saves per token, or a bound for Hugging Face's and for partly bf16 layers."""
         lora = self.config.lora
         if self.spec is not None:
             recipes = (self.recipe, "bf16") if self.config.precision.fp8_bf16_modules else (self.recipe,)

@@ -52,8 +52,8 @@ class Model:
         """Name in `saved_tensors` -> the tensors of the model's files that this tensor consists of.
 
         transformers 5 may fuse several tensors of the files. If `stored` has the fused tensor, the layout is that one
-        tensor. Otherwise transformers' conversion for saving runs on tensors without memory, and the results, which are
-        views, determine the layout. Raises `UserError` if a result is not a view of a model's tensor.
+        tensor. Otherwise transformers' conversion for saving runs on tensors without memory, and the layout follows
+        from its results, which are views of them. Raises `UserError` if a result is not a view of a model's tensor.
         """
         if self.uses_te:
             return te_llama.parameter_map(self.module)

@@ -46,7 +46,7 @@ _ADVICE = "Report this with config.json, or train without --use_te."
 
 
 class Comparison(NamedTuple):
-    """Relative differences of a tensor, computed in three ways, from Hugging Face's result in fp32."""
+    """Distances of three versions of a tensor from Hugging Face's in fp32, as fractions of its norm."""
 
     layer: int
     tensor: str

@@ -64,7 +64,7 @@ def save_side_files(
     dtype: torch.dtype | None,
     origin: Origin = NO_SOURCE,
 ) -> None:
-    """Write all files except weights. If `dtype` is None (for an adapter), do not write config.json."""
+    """Write all files of an export except weights and model card; for an adapter (`dtype` is None) no config.json."""
     _save_tokenizer(tokenizer, folder, has_config=dtype is not None)
     _copy(origin.location, (GENERATION_CONFIG_NAME, *([] if dtype is None else [CONFIG_NAME])), folder)
     if dtype is not None:
@@ -79,7 +79,7 @@ def save_side_files(
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, has_config: bool) -> None:
-    """Write the tokenizer's files so that transformers 4 can load them too."""
+    """Write the tokenizer's files so that transformers 4 can load them. `has_config`: `folder` gets a config.json."""
     tokenizer.save_pretrained(folder)
     _copy(tokenizer.name_or_path, _OF_TOKENIZER, folder)
     if tokenizer.chat_template != tokenizer.init_kwargs.get("chat_template"):  # --chat_template

@@ -22,7 +22,7 @@ the gradient, so a gradient 1/2,500 of its block's largest would otherwise have 
 by eps alone.
 
 **Stochastic rounding** adds 16 random bits below the last bit of a bf16 number and truncates. Elements 2i and 2i + 1
-use the lower and the upper half of x, computed modulo 2^32. It is a Weyl sequence, mixed by "lowbias32" from Chris
+use the lower and the upper half of x, computed modulo 2^32. x is a Weyl sequence, mixed by "lowbias32" from Chris
 Wellons' hash-prospector (public domain) with a second key:
 
     x = i 0x9E3779B9 + key_1;   x ^= x >> 16;   x *= 0x7FEB352D;   x ^= (x >> 15) ^ key_2;   x *= 0x846CA68B;

@@ -260,7 +260,7 @@ class _Judge:
             self.remarks.append(f"{num_unknown} GEMM kernels of unknown type")
 
     def describe_unrecognised(self) -> str:
-        """Return the number of unrecognised kernels, their share of the time and the name of the longest one."""
+        """Return the number of unrecognised kernels, their share of the time, and the name of the slowest one."""
         step = self.step
         kinds = ("GEMM kernels of unknown type", "kernels that match no rule")
         counts = zip((step.num_unknown_gemm_kernels, self.num_other), kinds, strict=True)

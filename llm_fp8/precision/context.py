@@ -78,8 +78,9 @@ class Precision:
         self, model: nn.Module, decoder_layers: nn.ModuleList, converts: bool = False, fp8_params: bool = False
     ) -> dict[str, str]:
         """Choose the fp8 modules of `model`. Return name -> reason for each linear layer that does not compute in fp8.
-        If `converts`, first replace the linear layers of a Hugging Face decoder by fp8 modules. Make experts compute in
-        the compute dtype. Raise `UserError` if no linear layer would compute in fp8.
+        If `converts`, first replace the linear layers of a Hugging Face decoder by fp8 modules, which with `fp8_params`
+        let FSDP gather weights in fp8. Make experts compute in the compute dtype. Raise `UserError` if nothing would
+        run in fp8.
         """
         reasons = dict[str, str]()
         if converts and self.in_fp8:

@@ -1,8 +1,8 @@
 """In fp8 runs with adapters, store frozen weights only in fp8.
 
 Otherwise a module stores the bf16 weight (2 bytes per element) and two fp8 casts (1 byte each), since Hopper's GEMMs
-need two layouts. The casts of a frozen weight never change, so the GEMMs read the same bits. With delayed scaling, the
-scale is computed from the weight's current amax; this is also the scale of a frozen weight's second cast.
+need two layouts. The casts of a frozen weight never change, so the GEMMs read the same bits in both cases. With delayed
+scaling, the scale is computed from the weight's current amax, as it would otherwise be from the second cast on.
 
 If a tensor has one scale, the layout for dgrad is the transpose of the other layout. Transformer Engine creates a
 missing transpose in the backward pass, and we free it after dgrad. This leaves 1 byte per element.

@@ -6,7 +6,7 @@ so each decoder layer is compiled on a GPU. On a CPU the GEMMs are emulated: ope
 in high precision, which shows the effect of fp8 on the loss but not on speed.
 
 Recipes: `tensorwise` has one scale per tensor and gradients in e5m2. Only with it can FSDP2 all-gather weights in fp8.
-`rowwise` has a power of two per row as scale and only e4m3. `rowwise_with_gw_hp` is `rowwise` with wgrad in bf16.
+`rowwise` has one scale per row, a power of two, and only e4m3. `rowwise_with_gw_hp` is `rowwise` with wgrad in bf16.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class TorchaoBackend:
         return {}
 
     def compile_layers(self, layers: Iterable[nn.Module], recomputed: bool) -> None:
-        """Compile each layer in place. The compilation runs in the layer's first call."""
+        """Compile each layer in place, in its first call. `recomputed`: layers may recompute in the backward pass."""
         if self.recipe.emulate:
             return
         if recomputed:

@@ -30,14 +30,14 @@ def row_multiple(run: RunSize) -> int:
 
 
 def fits(run: RunSize, gpu_gib: float) -> bool:
-    """Return True if the estimated memory fits and fp8 GEMMs support the micro-batches."""
+    """Return True if the run fits in `gpu_gib` GiB and fp8 GEMMs support the number of tokens of a micro-batch."""
     needed = max(part.estimate().needed_gib for part in run.phases)
     return run.config.data.batch_size % row_multiple(run) == 0 and needed <= gpu_gib
 
 
 def settle_micro_batches(run: RunSize, gpu_gib: float, resumed_rows: int | None = None) -> RunSize:
-    """Return the run with as many of a step's micro-batches merged as fit in the GPU's memory with a margin, and with a
-    number for --gradient_checkpointing auto. If `resumed_rows` is given, use this number of rows if possible.
+    """Merge as many micro-batches of a step as the GPU's memory allows with a margin, and choose a number for
+    --gradient_checkpointing auto. Return the changed run. Merge to `resumed_rows` rows, if given and possible.
 
     Recomputing a layer costs a third of its time, more than merging saves. So first choose the fewest recomputed layers
     with which any micro-batch fits, then the largest micro-batches. If nothing fits, merge none and recompute all.

@@ -44,8 +44,8 @@ LIMIT = {torch.float32: 0.01, torch.bfloat16: 0.05}  # of relative differences; 
 
 
 def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> PackedForm | None:
-    """Return the form of packed documents for the model of `hf_config`, or None without --packing. `dtype` is the
-    compute dtype. Raise `UserError` if no form (or padding) separates documents, or if the loss would be wrong.
+    """Return the form in which the model of `hf_config` gets packed documents, or None without --packing. `dtype` is
+    the compute dtype. Raise `UserError` if no form (or padding) separates documents, or if the loss would be wrong.
     """
     flag = f"--model_name {config.model.model_name}"
     attention = choose_attention(config.model.attn_implementation, hf_config, device, dtype)
@@ -128,7 +128,7 @@ def small_model(
 
 
 def _numbers(like: Tensor, numbers: Tensor) -> Tensor:
-    """Return a tensor like `like` with the random `numbers`: a matrix that preserves norms, or a vector in [0.2, 0.8]."""
+    """Shape the random `numbers` like `like`: a matrix that preserves norms, or a vector with values in [0.2, 0.8]."""
     repeated = numbers.repeat(-(-like.numel() // len(numbers)))[: like.numel()].view(like.shape)
     values = repeated * like.shape[-1] ** -0.5 if like.ndim > 1 else 0.2 + 0.6 * repeated.sigmoid()
     return values.to(like.dtype)

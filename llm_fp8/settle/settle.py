@@ -161,8 +161,8 @@ def settle(
 
 
 def choose_mode(config: Config, ranks: LaunchRanks, num_parameters: int, gpu_gib: float | None) -> tuple[str, str]:
-    """Return the sharding mode and, for --sharding_mode auto, the reason, else ''. Auto selects the first mode that
-    leaves 40% of the smallest GPU's memory, `gpu_gib` (None on CPUs), for activations, fp8 casts and logits.
+    """Return the sharding mode and, for --sharding_mode auto, the reason, else ''. Auto selects the first of ddp,
+    fsdp_grad and fsdp_full that leaves 40% of `gpu_gib` (None on CPUs) for activations, fp8 casts and logits.
     """
     requested = config.parallel.sharding_mode
     if requested != "auto":

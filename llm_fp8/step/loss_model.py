@@ -97,7 +97,7 @@ class TrainingModel(nn.Module):
         return {} if self.router_loss is None else {ROUTER_LOSS: self.router_loss.coefficient}
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of the loss for the last hidden states."""
+        """Return the logits that the loss is computed from, for the last hidden states `hidden` [..., h]."""
         return cap_(self._scaled(hidden) @ self.model.get_output_embeddings().weight.to(hidden.dtype).t(), self.softcap)
 
     def _scaled(self, hidden: Tensor) -> Tensor:
@@ -157,8 +157,8 @@ def _rope_by_document(rope: Any, forward: Any, hidden: Tensor, position_ids: Ten
 @dataclass(frozen=True)
 class RouterLoss:
     """Load balancing loss of transformers, per document as in DeepSeek-V3 (arXiv 2412.19437, equation 17): the sum over
-    experts of the fraction of tokens routed to an expert times its mean probability. Computed over a micro-batch, it
-    would depend on how the batch is split.
+    experts of the fraction of tokens routed to an expert times its mean probability. If it were computed over
+    a micro-batch, it would depend on how the batch is split.
     """
 
     coefficient: float

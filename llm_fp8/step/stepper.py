@@ -57,7 +57,7 @@ class StepResult:
 
     learning_rate: float
     values: dict[str, Tensor]  # name -> 0-dim tensor on the device: metrics and `StepTokens` over all ranks
-    rank_loss: Tensor  # this rank's summand of the training loss
+    rank_loss: Tensor  # this rank's part of the training loss
     row_ids: tuple[int, ...]
     start: Any
     end: Any

@@ -43,7 +43,7 @@ class FusedWgradAccumulation:
         self._trained = [(module, weights) for module, weights in trained if weights]
 
     def weights(self) -> list[Tensor]:
-        """Return the trained weights of these modules, without duplicates."""
+        """Return the trained weights of TE's linear modules, without duplicates."""
         return list(dict.fromkeys(weight for _, weights in self._trained for weight in weights))
 
     @contextlib.contextmanager
