@@ -51,7 +51,7 @@ def build(
 
 
 def add_random_adapters_(model, lora: LoraConfig, dtype: torch.dtype) -> None:
-    """Freeze `model` and add adapters with nonzero B, with the same values in Hugging Face's and the TE decoder."""
+    """Freeze `model` and add adapters with nonzero B. Hugging Face's and the TE decoder get the same values."""
     add_adapters(Model(model), lora, dtype)
     initialize_adapters_(model, 0)
     with torch.no_grad():

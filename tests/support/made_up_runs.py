@@ -29,7 +29,7 @@ PROVENANCE = {
 
 
 def precision_of(variant: str, effective: str | None = None) -> dict[str, Any]:
-    """Return run.json's precision section for `variant`. If `effective` differs, it is the scenario of a fallback."""
+    """Return run.json's precision section for `variant`. An `effective` scenario that differs from it is a fallback."""
     shared = {"optimizer": "adamw_master", "parameter_dtype": "torch.bfloat16", "fallback_reason": None}
     if variant in ("bf16", "no"):
         return {**shared, "requested": variant, "effective": variant}

@@ -75,7 +75,8 @@ class _LinearModule(nn.Module):
 
     @property
     def is_fsdp2(self) -> bool:
-        """True unless `_is_fsdp2` is set. Transformer Engine sets it once, to whether FSDP2 shards the parameters."""
+        """Return `_is_fsdp2`, by default True. Transformer Engine sets it once, to whether FSDP2 shards the
+        parameters."""
         return bool(vars(self).setdefault("_is_fsdp2", True))
 
     def product(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None) -> Tensor:
