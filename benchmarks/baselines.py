@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Train transformers' model under Accelerate, in the usual set-ups of the documentation of both libraries.
+"""Train transformers' model under Accelerate, in the set-ups that the documentation of both libraries shows.
 
     python benchmarks/baselines.py NAME [options of the training scripts]
 
@@ -9,10 +9,10 @@
     torchao_tensorwise    torchao's fp8 training, each decoder layer compiled
     torchao_rowwise       torchao_tensorwise with torchao's rowwise recipe
 
-Options set data, run length and optimizer, as for our own runs. Rows are padded, and the output folder gets
-metrics.jsonl and summary.json with the keys of our runs. On one GPU and under DDP the weights are bf16 without master
-weights, which needs less memory than our runs. --sharding_mode fsdp_full uses Accelerate's FSDP2 plugin with fp32
-weights, and wraps each decoder layer.
+The options for the data, the length of the run and the optimizer are those of our own runs. Rows are padded. The output
+folder gets metrics.jsonl and summary.json with the keys that our runs write. On one GPU and under DDP the weights are
+bf16 without master weights, which needs less memory than our runs. --sharding_mode fsdp_full uses Accelerate's FSDP2
+plugin with fp32 weights, and wraps each decoder layer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from llm_fp8.utils.json_files import json_line, write_json_atomic, write_text_at
 
 
 def build_accelerator(name: str, config: Config) -> Accelerator:
-    """Return the `Accelerator` of the baseline `name` for the processes of this launch."""
+    """Return an `Accelerator` with the precision of the baseline `name` and the sharding mode of `config`."""
     plugin = None
     if config.parallel.sharding_mode == "fsdp_full":
         plugin = FullyShardedDataParallelPlugin(
@@ -76,7 +76,7 @@ def build_accelerator(name: str, config: Config) -> Accelerator:
 
 
 def build_model(name: str, config: Config, hf_config: Any, device: torch.device) -> Any:
-    """Return transformers' model with random weights for the baseline `name`."""
+    """Build transformers' model with random weights. Convert it to fp8 if `name` is a baseline of torchao."""
     weights = torch.float32 if config.parallel.sharding_mode == "fsdp_full" else torch.bfloat16
     with device:
         model = AutoModelForCausalLM.from_config(hf_config, dtype=weights, attn_implementation="sdpa")
@@ -87,7 +87,7 @@ def build_model(name: str, config: Config, hf_config: Any, device: torch.device)
 
 
 def hf_inputs(batch: Batch, device: torch.device) -> dict[str, Any]:
-    """Return the inputs of transformers' model for a padded micro-batch. That model shifts the labels itself."""
+    """Convert a padded micro-batch to the arguments of transformers' model, which shifts the labels itself."""
     batch = batch.to(device)
     # Rolling the labels loses none, since a row's last label is never supervised.
     return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": batch.labels.roll(1, 1)}

@@ -1,8 +1,8 @@
-"""Measure the training throughput of variants in alternating runs. A variant is a line of training options.
+"""Measure the training throughput of variants, which run in turn. A variant is a set of training options.
 
-Each measurement runs train_fp8.py or train_multi_gpu.py from random weights. Without --dataset the rows are random
-tokens, and each row is one document of --length tokens. 'baseline NAME' is a set-up of benchmarks/baselines.py with the
-same data and options. The first --warmup steps and the step whose kernels are recorded are not timed.
+Each measurement runs train_fp8.py or train_multi_gpu.py from random weights. A variant that begins with 'baseline NAME'
+runs benchmarks/baselines.py NAME instead, on the same data. Without --dataset the rows are random tokens, and each row
+is one document of --length tokens. The first --warmup steps and the step whose kernels are recorded are not timed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Workload:
         return shape + (f"@{self.dataset}" if self.dataset else "")
 
     def argv(self, dataset: str, num_steps: int) -> list[str]:
-        """Return the training options that all variants share."""
+        """Return the training options that all variants share. `dataset` is a value of --dataset_name."""
         return shlex.split(
             f"--random_init --max_seq_length {self.seq_length} --batch_size {self.batch_size} --overlong truncate "
             f"--gradient_accumulation_steps {self.micro_batches} --max_steps {num_steps} --validation_fraction 0 "
@@ -70,7 +70,7 @@ class Variant:
     baseline: str | None = None
 
     def command(self, num_gpus: int, argv: Sequence[str]) -> list[str]:
-        """Return the training command with the further options `argv`. The variant's own options override these."""
+        """Return the command that trains this variant. The variant's own options override those in `argv`."""
         if self.baseline is None:
             return training_command(num_gpus, *argv, *self.argv)
         command = [str(REPOSITORY / "benchmarks" / "baselines.py"), self.baseline, *argv, *self.argv]
@@ -78,7 +78,7 @@ class Variant:
 
 
 def parse_variants(text: str, num_gpus: int = 1) -> list[Variant]:
-    """Parse 'NAME: OPTIONS; NAME: baseline NAME OPTIONS'. Raise `UserError` for a bad value of --variants."""
+    """Parse 'NAME: OPTIONS; NAME: baseline NAME OPTIONS' for runs on `num_gpus` GPUs, or raise `UserError`."""
     variants: dict[str, Variant] = {}
     for line in filter(None, map(str.strip, text.split(";"))):
         name, _, options = map(str.strip, line.partition(":"))
@@ -97,7 +97,7 @@ def parse_variants(text: str, num_gpus: int = 1) -> list[Variant]:
 
 
 def write_random_rows(path: Path, num_rows: int, length: int) -> None:
-    """Write rows of numbers separated by spaces. Each row has at least `length` tokens with any tokenizer."""
+    """Write rows of random numbers separated by spaces. Each row has at least `length` tokens with any tokenizer."""
     numbers = random.Random(0)
     with path.open("w") as file:
         for _ in range(num_rows):
@@ -113,7 +113,7 @@ class Plan(NamedTuple):
 
 
 def measure(work: Workload, variant: Variant, dataset: str, plan: Plan) -> dict[str, Any]:
-    """Run a variant once. Return its timed steps, losses and recorded step, or {"failed": reason} if it failed."""
+    """Train a variant once. Return the timed steps, all losses and the kernels of one step, or {"failed": reason}."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "run")
@@ -129,7 +129,7 @@ def measure(work: Workload, variant: Variant, dataset: str, plan: Plan) -> dict[
 
 
 def summarise(work: Workload, variant: Variant, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the variant's row: median, 10th and 90th percentile of each speed over the timed steps of all rounds."""
+    """Combine the results of `measure`, one per round, into a row: median, 10th and 90th percentile of each speed."""
     row: dict[str, Any] = {"workload": work.name, **asdict(work), "variant": variant.name, "baseline": variant.baseline}
     row["options"] = shlex.join(variant.argv)
     measured = [result for result in rounds if result["failed"] is None]
@@ -149,7 +149,7 @@ def summarise(work: Workload, variant: Variant, rounds: Sequence[Mapping[str, An
 def measure_all(
     work: Workload, variants: Sequence[Variant], plan: Plan, output: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Measure the variants, round by round, and return their rows. Write `output` after each measurement."""
+    """Measure each variant once per round, and return a row per variant. After each measurement, write `output`."""
     rounds: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in variants}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -173,7 +173,7 @@ def measure_all(
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a line per row, with its speed and the ratio to the first row's."""
+    """Print a line per row with its speed and the ratio of this speed to that of the first row."""
     kind = "real_tokens_per_s" if rows[0]["dataset"] else "tokens_per_s"
     first = next((row for row in rows if kind in row), {})
     title = kind.replace("_per_", "/").replace("_", " ")
@@ -199,7 +199,7 @@ def add_measuring_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measuring_plan(options: argparse.Namespace) -> Plan:
-    """Return the plan in `options`. Raise `UserError` if it would time no step."""
+    """Return the `Plan` in the options that `add_measuring_options` adds. Raise `UserError` for a wrong --warmup."""
     if not MIN_WARMUP <= options.warmup < options.steps:
         raise UserError(f"--warmup must be from {MIN_WARMUP} to less than --steps {options.steps}.")
     return Plan(options.steps, options.warmup, options.rounds, options.timeout_s)

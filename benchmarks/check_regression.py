@@ -1,24 +1,24 @@
 #!/usr/bin/env python
-"""Did a change make training slower? Compare new ratios of our speed to a baseline's with recorded ratios.
+"""Did a change make training slower? Divide our speed by a baseline's, and compare with recorded ratios.
 
     python benchmarks/check_regression.py NEW.json
     python benchmarks/check_regression.py NEW.json --recorded benchmarks/results/speed_table_h200.json --minimum 0.03
 
 benchmarks/speed_table.py or scripts/benchmark.py writes NEW.json. Two GPUs of the same name differ by some per cent in
-speed, so times are not compared. Instead, the program compares the ratio of our variant's tokens/s to a baseline's in
-the same file (real tokens/s on real documents). --recorded names files of the same kind. The default is all files under
-benchmarks/results. Each ratio is compared with the newest file that has it.
+speed, so speeds are not compared directly. Instead, the program divides the tokens/s of each of our variants by those
+of a baseline in the same file. On real documents padding does not count. --recorded names files of the same kind. The
+default is all files under benchmarks/results. A ratio is compared with that in the newest file that has it.
 
 A ratio is a regression if it is lower than the recorded ratio by more than
 
     minimum + sqrt(sum of the squares of four spreads)
 
 The four spreads are those of our variant and of the baseline, in the new and in the recorded file. A spread is the
-relative distance of the 10th or 90th percentile of the steps from the median. If the root is above 0.1, a ratio within
-the tolerance counts as not compared. A recorded variant that fails now is a regression too. The output lists the ratios
-that cannot be compared.
+relative distance from the median speed of a step to the 10th or 90th percentile, whichever is farther. If the root is
+above 0.1, a ratio within the tolerance counts as not compared. A variant that was recorded and fails now is a
+regression too. The output lists the ratios that cannot be compared.
 
-The exit code is 0, or 1 with one sentence per regression, or 2 for a mistake or if nothing can be compared.
+The exit code is 0, or 1 if there is a regression, or 2 for a mistake in the options or if nothing can be compared.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Measured:
-    """A file of measurements."""
+    """The measurements in one file."""
 
     path: Path
     gpu: str
@@ -61,7 +61,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Ratio:
-    """The ratio of one of our variants to a baseline in one file."""
+    """The speed of one of our variants divided by the speed of a baseline in the same file."""
 
     value: float
     spread: float  # relative, combined over both variants
@@ -78,7 +78,7 @@ class Findings:
 
 
 def read(path: Path) -> Measured:
-    """Read the rows of a file by workload and variant. Raise `UserError` if it is not from a throughput benchmark."""
+    """Read a file of measurements. Raise `UserError` if it was not written by a throughput benchmark."""
     with reading("results", path, "the rows of a throughput benchmark"):
         record = read_json(path)
         workloads: dict[str, dict[str, Row]] = {}
@@ -93,8 +93,8 @@ def read(path: Path) -> Measured:
 
 
 def baseline_of(variant: str, baseline: str, rows: dict[str, Row]) -> str | None:
-    """Return the name of the baseline's row to compare `variant` with. A row in the same sharding mode is preferred to
-    the first one. Return None if there is no row of the baseline.
+    """Return the name of the row that measured `baseline`. If several did, prefer the sharding mode of `variant`
+    ('MODE:NAME'), else the first. Return None if there is no such row.
     """
     names = [name for name, row in rows.items() if row["baseline"] == baseline]
     mode = variant.partition(":")[0]
@@ -102,19 +102,19 @@ def baseline_of(variant: str, baseline: str, rows: dict[str, Row]) -> str | None
 
 
 def speed_key(row: Row) -> str:
-    """Return the key of the speed to compare."""
+    """Return the key of the speed that is compared. On real documents this speed does not count padding."""
     return "real_tokens_per_s" if row.get("dataset") else "tokens_per_s"
 
 
 def spread_of(row: Row) -> float:
-    """Return the relative distance of the farther of the 10th and 90th percentile from the median."""
+    """Return the relative distance from the median speed to the 10th or 90th percentile, whichever is farther."""
     key = speed_key(row)
     median = row[key]
     return float(max(row[f"{key}_p90"] - median, median - row[f"{key}_p10"]) / median)
 
 
 def ratio_in(measured: Measured, workload: str, variant: str, baseline: str) -> Ratio | None:
-    """Return a variant's ratio in a file, or None if the variant or the baseline was not measured."""
+    """Return the speed of `variant` divided by that of `baseline` in a file, or None if one of them has no speed."""
     rows = measured.workloads.get(workload, {})
     ours, base = rows.get(variant, {}), rows.get(baseline, {})
     if "tokens_per_s" not in ours or "tokens_per_s" not in base:
@@ -124,8 +124,8 @@ def ratio_in(measured: Measured, workload: str, variant: str, baseline: str) -> 
 
 
 def compare(new: Measured, recorded: Sequence[Measured], baseline: str, minimum: float) -> Findings:
-    """Compare each of our variants in `new` with the newest file in `recorded` that has the same ratio. Raise
-    `UserError` if nothing can be compared.
+    """Divide the speed of each of our variants in `new` by that of `baseline`, and compare this ratio with that in the
+    newest file in `recorded`. `minimum` is the tolerance without spread. Raise `UserError` if nothing can be compared.
     """
     findings = Findings()
     for other in recorded:

@@ -7,8 +7,8 @@
 need several GPUs run last, one at a time. CUDA_VISIBLE_DEVICES selects the GPUs. CI has no GPU, so this record shows
 that the tests ran, and where.
 
-The tests need not all run at once. An entry of --output, with its commit, is replaced only when its test file runs
-again. --missing runs only files without an entry or with a failure. The exit code is pytest's.
+The tests need not all run at once. --output has an entry for each test file, with its commit, and keeps it until this
+file runs again. --missing runs only files without an entry or with a failure. The exit code is pytest's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Entry = dict[str, Any]
 
 
 class Outcomes:
-    """A pytest plugin that records outcomes in the file `output`. Raise `UserError` if that is no such record."""
+    """A pytest plugin that records outcomes in `output`. Raise `UserError` if this file exists but is no record."""
 
     def __init__(self, output: Path) -> None:
         self._output = output
@@ -49,8 +49,8 @@ class Outcomes:
                 self.earlier = read_json(output)["files"]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Record a report. pytest sends one each for the set-up, call and tear-down of a test. The test fails if any
-        does. If its process died, there is a single report of another kind. A running test has no outcome yet.
+        """Add a report to its test's outcome. pytest reports set-up, call and tear-down, and each of them can fail the
+        test. A test whose process died has a single report, a failure. The outcome of a running test is None.
         """
         entry = self._tests.setdefault(report.nodeid, {"outcome": None, "duration_s": 0.0})
         entry["duration_s"] += report.duration
@@ -62,7 +62,7 @@ class Outcomes:
             self.write(exit_code=None)
 
     def files(self) -> dict[str, Entry]:
-        """Return outcomes, commit, GPU, duration and reasons of failures by file, for this and earlier runs."""
+        """Return the entry of each test file from this run, or else from an earlier one."""
         files: dict[str, Entry] = {}
         gpu = next((gpu["name"] for gpu in self._provenance["gpus"]), None)
         commit = self._provenance["git"]["commit"]
@@ -97,7 +97,7 @@ def gpu_files(paths: list[str]) -> list[str]:
 
 
 def run_tests(files: list[str], num_workers: int, outcomes: Outcomes, gpus: list[str]) -> int:
-    """Run the tests on `gpus` (values for CUDA_VISIBLE_DEVICES). Return pytest's exit code."""
+    """Run the test files on `gpus` (entries of CUDA_VISIBLE_DEVICES). Return pytest's exit code."""
     workers = ["-n", str(num_workers)]
     if len(gpus) > 1:
         workers = []

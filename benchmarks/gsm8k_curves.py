@@ -10,11 +10,11 @@ fp8 run has a bf16 run with the same seed. `benchmarks/plots.py curves` draws th
     python benchmarks/gsm8k_curves.py --data gsm8k_train.jsonl --num_gpus 4 --seeds 1 \\
         --output benchmarks/results/multi_gpu_curves.json
 
-Results are written after each run, and repeating the command continues from its --output. Trainings on one GPU are
-distributed over all visible GPUs.
+Results are written after each run, and repeating the command continues from its --output. Trainings that need one GPU
+run at the same time on all visible GPUs.
 
 With --num_gpus the question is whether several GPUs train like one. bf16 and delayed scaling train on one GPU, and on
-all GPUs in each of MODES (`train_multi_gpu.py`), with the same global batch, seed and optimizer.
+--num_gpus GPUs in each sharding mode of `MODES`, with the same global batch, seed and optimizer.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def plan(settings: argparse.Namespace) -> list[Job]:
 
 
 def run_job(job: Job, settings: argparse.Namespace, folder: Path, gpu: str) -> dict[str, Any]:
-    """Train, and return the evaluations and the summary. A training on one GPU uses `gpu`."""
+    """Train one job and return its evaluations and summary. A single-GPU job runs on `gpu`."""
     environment = dict(os.environ)
     if job.mode is None:
         environment["CUDA_VISIBLE_DEVICES"] = gpu
@@ -144,7 +144,7 @@ def evaluations(records: list[dict[str, Any]]) -> list[list[float]]:
 
 
 def compare(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the final eval losses of each variant, and bf16's spread over seeds."""
+    """Return the final eval losses of each variant, their mean distance from bf16's, and bf16's spread over seeds."""
     by_variant: dict[str, list[float]] = {}
     for run in runs:
         by_variant.setdefault(run["variant"], []).append(run["final_eval_loss"])
@@ -157,7 +157,7 @@ def compare(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def compare_to_one_gpu(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return by variant and seed how the losses on several GPUs differ from one GPU's in the same precision."""
+    """Return, for each variant on several GPUs, how its eval losses differ from those on one GPU with the same seed."""
     on_one_gpu = {(run["variant"], run["seed"]): run for run in runs if run["num_gpus"] == 1}
     variants: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
@@ -180,7 +180,7 @@ def compare_to_one_gpu(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def finished_runs(settings: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[list[Any], list[Any]]:
-    """Read the runs in --output from an earlier call, and their provenance. Raise `UserError` if its options differ."""
+    """Read the runs that an earlier call wrote, and their provenance. Raise `UserError` if it had other options."""
     output: Path = settings.output
     if not output.exists():
         return [], []
@@ -216,7 +216,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check(settings: argparse.Namespace) -> None:
-    """Raise `UserError` if the options would make every training, or writing the result, fail."""
+    """Raise `UserError` for an option that has no effect or would make every training fail."""
     if settings.num_gpus > 1 and settings.variants != DEFAULT_VARIANTS:
         raise UserError(f"--variants {settings.variants} has no effect with --num_gpus above 1; drop one of them.")
     parse_variants(settings.variants)

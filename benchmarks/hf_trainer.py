@@ -4,9 +4,9 @@ rows.
 
     python benchmarks/hf_trainer.py --model Llama-3.1-8B --rows 4 --length 1024 --micro_batches 4 --output out.json
 
-A bundled architecture trains from random weights. Every row of the data fills the whole sequence, so that each variant
-computes the same number of real tokens in a step. In each of --rounds rounds, every variant runs once, in its own
-process on one GPU:
+--model is a bundled architecture, which trains from random weights. Every row of the data fills the whole sequence, so
+that each variant computes the same number of real tokens in a step. In each of --rounds rounds, every variant runs
+once, in its own process on one GPU:
 
     trainer_bf16   accelerate launch --config_file configs/accelerate_bf16.yaml examples/hf_trainer_fp8.py ...
     trainer_fp8    accelerate launch --config_file configs/accelerate_fp8.yaml examples/hf_trainer_fp8.py ...
@@ -14,7 +14,7 @@ process on one GPU:
     train_bf16     train_fp8.py --use_te --mixed_precision bf16 ..., unpacked
 
 The time of a step is the time between two log entries, since every variant writes one per step. The first --warmup
-steps are not timed. The step that is recorded for the certificate is among them. See docs/multi_gpu.md.
+steps are not timed. One of them is the step whose kernels the certificate records. See docs/multi_gpu.md.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ OUR_VARIANTS = {"train_fp8": "fp8", "train_bf16": "bf16"}
 
 
 def write_inputs(work: Workload, folder: Path, num_steps: int) -> tuple[Path, Path]:
-    """Write a model folder (config and embedded tokenizer) and a file of rows that fill the sequence. Return both."""
+    """Write a model folder (config, embedded tokenizer) and a file of rows that fill the sequence. Return the paths."""
     model, rows, numbers = folder / "model", folder / "rows.jsonl", random.Random(0)
     load_config(resolve_source(ModelConfig(model_name=work.model, random_init=True))).save_pretrained(model)
     AutoTokenizer.from_pretrained(MODEL_DIR).save_pretrained(model)
@@ -63,7 +63,7 @@ def write_inputs(work: Workload, folder: Path, num_steps: int) -> tuple[Path, Pa
 
 
 def command_of(variant: str, work: Workload, model: Path, rows: Path, folder: Path, num_steps: int) -> list[str]:
-    """Return the training command of a variant."""
+    """Return the command that trains a variant with the output folder `folder`."""
     shared = [
         f"--model_name={model}", f"--dataset_name={rows}", f"--max_seq_length={work.seq_length}",
         f"--max_steps={num_steps}", f"--gradient_accumulation_steps={work.micro_batches}", "--learning_rate=1e-5",
@@ -82,8 +82,8 @@ def command_of(variant: str, work: Workload, model: Path, rows: Path, folder: Pa
 
 
 def figures(folder: Path, warmup: int) -> dict[str, Any]:
-    """Read the tokens/s of each step after `warmup`, the losses and the peak memory from our metrics.jsonl or from the
-    Trainer's trainer_state.json. The latter counts tokens and seconds from the start of training.
+    """Return the tokens/s of each step after `warmup` steps, the losses and the peak memory of a run. Read them from
+    our metrics.jsonl or the Trainer's trainer_state.json, which counts tokens and seconds since training began.
     """
     state = folder / "trainer_state.json"
     history = read_json(state)["log_history"] if state.is_file() else read_jsonl(folder / "metrics.jsonl")
@@ -98,7 +98,7 @@ def figures(folder: Path, warmup: int) -> dict[str, Any]:
 
 
 def summarise(variant: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the row of a variant, with medians over the timed steps of all rounds."""
+    """Combine the results of a variant, one per round, into a row. The speed is the median over all timed steps."""
     measured = [result for result in rounds if result["failed"] is None]
     if not measured:
         return {"variant": variant, "failed": rounds[0]["failed"]}

@@ -74,13 +74,15 @@ DRAWN = {
 
 
 def write_message(figure: Any, message: str, measured: str) -> None:
-    """Write `message` as the plot's title, and what was measured at its bottom."""
+    """Write `message` as the plot's title. At the bottom write `measured`, which describes the measurement."""
     figure.suptitle(message, x=0.01, ha="left", fontsize=12, weight="bold")
     figure.supxlabel(measured, x=0.01, ha="left", fontsize=9, color="#555555")
 
 
 def label_ends(axis: Any, x: float, ends: dict[str, tuple[float, Any]], gap: float) -> None:
-    """Write the labels of lines at their ends at `x`, at least `gap` apart. `ends`: label -> (end's height, colour)."""
+    """Label lines at their right ends, whose x coordinate is `x`. Labels are at least `gap` apart in height. `ends`
+    maps each label to the height of its line's end and to its colour.
+    """
     height = float("-inf")
     for label, (end, colour) in sorted(ends.items(), key=lambda item: item[1][0]):
         height = max(end, height + gap)
@@ -89,20 +91,20 @@ def label_ends(axis: Any, x: float, ends: dict[str, tuple[float, Any]], gap: flo
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a PNG of twice the displayed size, in 64 colours. It is white, to be readable on light and dark pages."""
+    """Write a PNG of twice the displayed size, in 64 colours. A white background suits both light and dark pages."""
     figure.savefig(path, dpi=200, facecolor="white")
     plt.close(figure)
     Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)
 
 
 def precision_of(variant: str) -> str:
-    """Return the first part of a variant's name that has a colour, or else the first part."""
+    """Return the part of a variant's name, such as 'fsdp_full:bf16', that has a colour, or else the first part."""
     parts = variant.split(":")
     return next((part for part in parts if part in COLOURS), parts[0])
 
 
 def read_rows(path: Path, row_name: str | None, variants: list[str] | None) -> list[Row]:
-    """Read the rows of one workload, in the order of `variants` or with baselines first, or raise `UserError`."""
+    """Read a workload's rows: `variants`, or else baselines and plain recipes. Raise `UserError` if one is missing."""
     with reading("results", path, "the rows of a throughput benchmark"):
         record = read_json(path)
         gpu = record["provenance"]["gpus"][0]["name"].removeprefix("NVIDIA ")
@@ -125,7 +127,7 @@ def read_rows(path: Path, row_name: str | None, variants: list[str] | None) -> l
 
 
 def speed(row: Row) -> float:
-    """Return the tokens/s per GPU (without padding for real documents), or 0 if it was not measured."""
+    """Return the tokens/s per GPU, or 0 if they were not measured. On real documents padding does not count."""
     key = "real_tokens_per_s" if row.get("dataset") else "tokens_per_s"
     return row.get(key, 0.0) / row.get("num_gpus", 1)
 
@@ -138,7 +140,7 @@ def label(row: Row) -> str:
 
 
 def describe_workload(row: Row) -> str:
-    """Describe the workload, for the bottom of a plot."""
+    """Describe model, GPUs and tokens per step, for the bottom of a plot."""
     num_gpus = row.get("num_gpus", 1)
     gpus = f"{num_gpus} {row['gpu']}s" if num_gpus > 1 else f"one {row['gpu']}"
     num_tokens = num_gpus * row["micro_batches"] * row["batch_size"] * row["seq_length"]
@@ -155,7 +157,7 @@ def finish(axis: Any) -> None:
 
 
 def draw_speed(rows: list[Row], path: Path) -> None:
-    """Draw a bar per variant with tokens/s and peak memory. The title compares our fastest with the others."""
+    """Draw a bar per variant with tokens/s and peak memory. The title compares our fastest with the baselines."""
     figure, axis = plt.subplots(figsize=(8, 1 + 0.34 * len(rows)), layout="constrained")
     best = max(map(speed, rows))
     for place, row in enumerate(rows):
@@ -180,7 +182,7 @@ def draw_speed(rows: list[Row], path: Path) -> None:
 
 
 def step_parts(row: Row) -> dict[str, float]:
-    """Return the time of each of `PARTS` in the recorded step, in ms. Time without a kernel is in "all else"."""
+    """Return the time of each of `PARTS` in the recorded step, in ms. The GPU's idle time is part of "all else"."""
     step = row["recorded_step"]
     classes = dict(step["time_s_by_class"])
     parts = {part: 1e3 * sum(classes.pop(name, 0.0) for name in names) for part, names in PARTS.items()}
@@ -189,7 +191,7 @@ def step_parts(row: Row) -> dict[str, float]:
 
 
 def draw_parts(rows: list[Row], path: Path) -> None:
-    """Draw a bar per variant, divided into `PARTS`. The title compares the last variant with the first."""
+    """Draw a bar per variant with the time of a step in `PARTS`. The title compares the last variant with the first."""
     with reading("results", path, "a recorded step of each variant"):
         parts = [step_parts(row) for row in rows]
     figure, axis = plt.subplots(figsize=(8, 1.6 + 0.55 * len(rows)), layout="constrained")
@@ -216,7 +218,7 @@ def draw_parts(rows: list[Row], path: Path) -> None:
 
 
 def draw_curves(record: Row, path: Path) -> None:
-    """Draw the second half of training on one GPU: a line per variant (mean over seeds), a band for bf16's range."""
+    """Draw eval losses in the second half of runs on one GPU: each variant's mean over seeds, and bf16's range."""
     runs = [run for run in record["runs"] if ":" not in run["variant"]]
     figure, axis = plt.subplots(figsize=(8, 4.2), layout="constrained")
     ends, finals, last = {}, {}, 0.0
@@ -246,8 +248,8 @@ def draw_curves(record: Row, path: Path) -> None:
 
 
 def draw_pretrained(record: Row, path: Path) -> None:
-    """Draw a line per variant over the learning rate: the eval loss of its bf16 export minus the loss of the bf16 run
-    with the same seed. Each point is a seed, and the line connects the means.
+    """Draw the cost of each variant against the learning rate. The cost is the eval loss of its bf16 export minus that
+    of the bf16 run with the same seed. Each point is a seed, and a line connects the means.
     """
     runs = [run for run in record["runs"] if run["seed"]]
     losses = {(run["variant"], run["learning_rate"], run["seed"]): run["bf16_eval_loss"] for run in runs}

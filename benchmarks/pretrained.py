@@ -1,22 +1,23 @@
 #!/usr/bin/env python
-"""Fine-tune pretrained weights in every precision and measure the cost of fp8 in evaluation and in the weights.
+"""Fine-tune pretrained weights in every precision and measure by how much fp8 raises the eval loss.
 
     python benchmarks/pretrained.py --model FOLDER --data gsm8k_train.jsonl --output benchmarks/results/pretrained.json
 
 Every run has the same held-out split. Each GPU executes --parallel runs at a time. The seed changes the order of the
-data, and runs with the same seed and learning rate are paired. Each model is evaluated on the held-out rows twice: by
-the run itself in its own precision, and after its export by plain transformers in bf16. The difference of both losses
-is the cost of fp8 in the evaluation. The remaining cost is in the weights. Seed 0 evaluates the untrained model.
+data. Each run is paired with the run of a reference variant that has the same seed and learning rate. Each model is
+evaluated on the held-out rows twice: by the run itself in its own precision, and after its export by plain transformers
+in bf16. The difference between the two losses is the cost of evaluating in fp8. The loss of the export minus that of
+the reference's export is the cost of training in fp8. Seed 0 evaluates the untrained model.
 
-`equal_loss_steps` is the share of the reference's steps after which it reached the loss of the variant's export, by
-interpolation between evaluations. The reference's learning rate had not decayed by then, so a shorter schedule would
+`equal_loss_steps` is the share of its steps after which the reference reached the loss of the variant's export,
+interpolated between evaluations. The reference's learning rate had not decayed by then, so a shorter schedule would
 reach this loss sooner.
 
-`NAME@SHARE` is a variant with --fp8_until SHARE. `NAME/LENGTH` has a schedule of LENGTH times --steps. bf16/0.7 shows
-the loss that bf16 reaches in the time of a variant that is 1 / 0.7 times as fast.
+`NAME@SHARE` is a variant with --fp8_until SHARE. `NAME/LENGTH` has a schedule of LENGTH times --steps. For example,
+bf16/0.7 shows the loss that bf16 reaches in the time of a variant that is 1 / 0.7 times as fast.
 
-With `--exact_match N` every export answers N held-out problems. After `--deadline_s` seconds no run starts. Repeating
-the command continues from its --output. The median step time is recorded with `--parallel 1` only.
+With `--exact_match N` every export answers N held-out problems. After `--deadline_s` seconds no further run starts.
+Repeating the command continues from its --output. The median step time is recorded with `--parallel 1` only.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ MAX_NEW_TOKENS = 256
 
 @dataclass(frozen=True)
 class Job:
-    """One training. Seed 0 is an evaluation of the untrained model instead."""
+    """One training run, or with seed 0 an evaluation of the untrained model."""
 
     variant: str
     learning_rate: float
@@ -118,7 +119,7 @@ class Job:
 
 
 def plan(settings: argparse.Namespace) -> list[Job]:
-    """List the untrained models, then all runs seed by seed, so that an early stop leaves complete pairs."""
+    """List the jobs: untrained models first, then runs seed by seed, so that an early stop leaves complete pairs."""
     variants = settings.variants.split(",")
     for name in variants:
         if (match := _VARIANT.fullmatch(name)) is None or match["base"] not in VARIANTS:
@@ -146,7 +147,7 @@ def held_out_batches(settings: argparse.Namespace) -> list[Batch]:
 
 @torch.no_grad()
 def plain_loss(model: Path, batches: list[Batch], device: str) -> float:
-    """Return the mean cross entropy of supervised tokens. transformers' model computes in bf16, with fp32 logits."""
+    """Load a model with transformers in bf16. Return its mean cross entropy per supervised token."""
     decoder: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(device).eval()
     total = torch.zeros((), dtype=torch.float64, device=device)
     count = 0
@@ -159,12 +160,12 @@ def plain_loss(model: Path, batches: list[Batch], device: str) -> float:
 
 
 def begin_worker(gpus: Queue[str]) -> None:
-    """Select a GPU for this process, before CUDA reads the environment."""
+    """Take a GPU from the queue for this worker process, before CUDA reads the environment."""
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus.get()
 
 
 def run_job(job: Job, settings: argparse.Namespace, batches: list[Batch], scratch: Path, began: float) -> Row | None:
-    """Train, evaluate the export in bf16, and return the results of both. Return None after the deadline."""
+    """Train, evaluate the export in bf16, and return both results. Return None if --deadline_s has passed."""
     if time.time() - began > settings.deadline_s:
         return None
     folder = scratch / f"{job.variant.replace('/', ':')}-{job.learning_rate}-{job.seed}"
@@ -203,14 +204,14 @@ def run_job(job: Job, settings: argparse.Namespace, batches: list[Batch], scratc
 
 
 def interval(differences: list[float]) -> dict[str, Any]:
-    """Return the mean of paired differences and its 95% interval (Student's t). One pair has no interval."""
+    """Return the mean of paired differences and its 95% interval (Student's t). A single pair has no interval."""
     mean = t_interval(differences)
     half = None if mean.low is None else mean.value - mean.low
     return {"num_pairs": len(differences), "mean": mean.value, "half_width": half, "differences": differences}
 
 
 def equal_loss_steps(run: Row, reference: Row) -> float:
-    """Return the share of the reference's steps after which it reached the loss of the exported `run` (1 if never)."""
+    """Return the share of its steps after which `reference` reached the loss of the export of `run` (1 if never)."""
     steps, losses = zip(*reference["evaluations"], strict=True)
     best = np.minimum.accumulate(losses)
     return float(np.interp(-run["bf16_eval_loss"], -best, steps)) / steps[-1]

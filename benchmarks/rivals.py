@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Compare our trainer with TRL, torchtitan 0.3, NeMo Automodel and Unsloth, each from its own package.
+"""Compare our trainer with the packages TRL, torchtitan 0.3, NeMo Automodel and Unsloth.
 
     pip install --target /tmp/rivals/trl trl         # each package with its dependencies in its own folder
     python benchmarks/rivals.py --model Llama-3.2-1B --text gsm8k.jsonl --output rivals_1b.json \\
@@ -7,11 +7,11 @@
 
 All `VARIANTS` fine-tune the same random weights on the same rows with the same number of tokens per step, one after the
 other on the same GPUs. Each runs in its own process, with the settings that its documentation recommends for speed:
-packed rows, fused AdamW, no recomputation. If a variant runs out of memory, it runs again with half the rows and twice
-the micro-batches. If a variant fails, its entry has the reason.
+packed rows, fused AdamW, no recomputation. If a variant runs out of memory, it runs again with half the rows per
+micro-batch and twice the micro-batches. If a variant fails, its entry in --output has the reason.
 
-Torch's hook after every optimizer step synchronises and reads the clock, so that no trainer is changed for the
-measurement. Padding does not count as tokens. The kernels of a warm-up step show whether fp8 ran.
+After every optimizer step a hook of torch synchronises with the GPU and reads the clock, so that no trainer is changed
+for the measurement. Padding does not count as tokens. The kernels of one warm-up step show whether fp8 ran.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ CHAT_TEMPLATE = (
 
 
 class Probe:
-    """Record times, memory and kernels of training steps. The trainer adds losses, tokens and attention."""
+    """Record times, memory and kernels of training steps. `train_ours` etc. add losses, tokens and attention."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -99,7 +99,7 @@ class Probe:
         self._counted.append(num_tokens)
 
     def figures(self, micro_batches: int) -> dict[str, Any]:
-        """Return the figures of this process. A step has `micro_batches` micro-batches."""
+        """Return speed, memory, kernels and losses of this process. A step has `micro_batches` micro-batches."""
         if self.tokens_per_step is None and self._counted:
             self.tokens_per_step = statistics.mean(self._counted) * micro_batches
         times = [end - before for before, end in itertools.pairwise(self._ends_s)][WARMUP - 1 :]
@@ -235,7 +235,8 @@ def adapt_torch() -> bool:
 
 def train_torchtitan(job: Job, probe: Probe) -> None:
     """Run torchtitan 0.3, compiled, with its llama3_8b settings and the job's model, rows and shape. Its own loader
-    packs the rows as chats and trains on the answers. 8B on one GPU uses bf16 throughout and recomputes cheap parts.
+    packs the rows as chats and trains on the answers. An 8B model on one GPU has bf16 weights and optimizer states, and
+    recomputes cheap operations.
     """
     is_old = adapt_torch()
     from torchtitan import train
@@ -355,7 +356,7 @@ def train_automodel(job: Job, probe: Probe) -> None:
 
 
 def run_job(path: Path) -> int:
-    """Run a job in this process and write the probe's figures."""
+    """Run the job in the JSON file `path` in this process, and write the probe's figures to another file."""
     job = read_json(path)
     probe = Probe()
     globals()[f"train_{job['package']}"](job, probe)
@@ -365,7 +366,7 @@ def run_job(path: Path) -> int:
 
 
 def write_model(model: str, folder: Path) -> None:
-    """Write a bundled architecture with random bf16 weights, the embedded tokenizer and a chat template."""
+    """Write a model folder: a bundled architecture with random bf16 weights, embedded tokenizer and a chat template."""
     options = ModelConfig(model_name=model, random_init=True)
     config = load_config(resolve_source(options))
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
@@ -378,7 +379,9 @@ def write_model(model: str, folder: Path) -> None:
 
 
 def write_rows(path: Path, text: Path | None, model: Path, seq_length: int, num_tokens: int) -> None:
-    """Write rows of over `num_tokens` tokens in total, each shorter than `seq_length`. Repeat the text if needed."""
+    """Write rows of `text`, which default to the embedded dataset, until they have over `num_tokens` tokens in total.
+    Leave out rows of `seq_length` or more tokens. Repeat the text if needed.
+    """
     tokenizer = AutoTokenizer.from_pretrained(model)
     sources = [text] if text is not None else sorted((DATASET_DIR / "data").glob("train-*.jsonl"))
     rows, counted = [], 0
@@ -393,7 +396,9 @@ def write_rows(path: Path, text: Path | None, model: Path, seq_length: int, num_
 
 
 def measure(job: Job, site: str | None, scratch: Path, timeout_s: float) -> dict[str, Any]:
-    """Train one variant and return its entry. If memory runs out, train again with half the rows."""
+    """Train one variant with its package in the folder `site`, and return its entry. Each time memory runs out, halve
+    the rows per micro-batch, double the number of micro-batches, and try again.
+    """
     while True:
         path = scratch / f"{job['name']}-{job['batch_size']}.json"
         job = {**job, "folder": str(path.with_suffix(""))}

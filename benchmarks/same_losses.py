@@ -2,9 +2,9 @@
 
     python benchmarks/same_losses.py OLD_REV NEW_REV        (minutes; exit code 1 at the first difference)
 
-A refactoring must not change any number. Each commit is checked out into a temporary git worktree. There `TRAININGS`
-run on the embedded model and dataset, with this interpreter and one thread per process. The last training uses emulated
-fp8, the others use fp32. `loss` and `grad_norm` are compared as written to metrics.jsonl, which loses no bit.
+A refactoring must not change any number. Each commit is checked out into a temporary git worktree, and `TRAININGS` run
+there on the embedded model and dataset, with this interpreter and one thread per process. The last training uses
+emulated fp8, the others use fp32. `loss` and `grad_norm` are read from metrics.jsonl, which has all their bits.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ the middle repeats the second half of the steps.
 
 @contextmanager
 def worktree(revision: str, folder: Path) -> Iterator[Path]:
-    """Check out the commit, and remove the checkout at the end."""
+    """Check out the commit `revision` into `folder` for the duration of the block."""
     git = ["git", "-C", str(ROOT), "worktree"]
     added = subprocess.run([*git, "add", "--detach", str(folder), revision], capture_output=True, text=True)
     if added.returncode != 0:
@@ -66,7 +66,7 @@ def worktree(revision: str, folder: Path) -> Iterator[Path]:
 
 
 def train(checkout: Path, commands: list[list[str]], run_dir: Path) -> list[tuple[int, float, float]]:
-    """Run the commands in the checkout. Return (step, loss, gradient norm) of every step."""
+    """Run the commands one after the other in the checkout. Return (step, loss, gradient norm) of every step."""
     environment = {**os.environ, "PYTHONPATH": str(checkout), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_DATASETS_CACHE=str(run_dir.parent / "datasets"))
     for template in commands:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Measure the speed table: our recipes and the baselines on every workload, with targets.
+"""Measure our recipes and the baselines on every workload of the speed table, and compare the speeds with targets.
 
     python benchmarks/speed_table.py --list
     python benchmarks/speed_table.py --output speed_table.json --rows 1b,8b
@@ -7,11 +7,11 @@
 
 The rows are in benchmarks/speed_table.json, or in the file --table. A row has these entries:
 
-    row                           its name, which ends in _xN in a row with num_gpus
+    row                           its name, which ends in _xN if num_gpus is N
     model, batch_size, seq_length, micro_batches, num_gpus, dataset     the workload (scripts/benchmark.py)
     variants                      name -> options of the training scripts, or 'baseline NAME OPTIONS'
     target_tokens_per_s_per_gpu   the target of our fastest variant (optional)
-    target_times_padded           with a dataset: target of our real tokens/s over hf_bf16's, which pads (optional)
+    target_times_padded           with a dataset: our target as a multiple of hf_bf16's real tokens/s (optional)
 
 Rows that need more GPUs than are visible are reported and left out. The output is written after every row. Repeating
 the command measures the missing rows.
@@ -66,7 +66,7 @@ def variants_of(row: Row) -> list[Variant]:
 
 
 def judge(row: Row, measured: list[Row]) -> list[str]:
-    """Return a sentence per target of a row: the measured value and whether it reaches the target."""
+    """Return a sentence for each target of `row`: the best measured value and whether it reaches the target."""
     sentences = []
     ours = [entry for entry in measured if entry["baseline"] is None and "tokens_per_s" in entry]
     target = row.get("target_tokens_per_s_per_gpu")

@@ -9,7 +9,7 @@ so this script has no code for fp8.
         --model_name Qwen/Qwen2.5-7B --dataset_name nvidia/OpenMathInstruct-2 --split_name train_1M \\
         --max_seq_length 1024 --learning_rate 1e-5
 
-This script accepts every option of transformers' TrainingArguments. Do not use --bf16 and --fp16, which would replace
+This script accepts every option of transformers' TrainingArguments. Do not use --bf16 or --fp16, which would replace
 the launcher's fp8 (docs/multi_gpu.md). CertificateCallback checks the precision of a step. It is the only part of the
 training that is not from transformers.
 """
@@ -65,7 +65,7 @@ class ExampleArguments:
 
 @contextlib.contextmanager
 def loading(flag: str, value: str) -> Iterator[None]:
-    """Raise a `UserError` about the option `flag`, instead of a library's error, if its value cannot be loaded."""
+    """Within the block, turn an error of a library that loads `value` into a `UserError` about the option `flag`."""
     try:
         yield
     except (OSError, ValueError, DatasetGenerationError) as error:
@@ -75,7 +75,7 @@ def loading(flag: str, value: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def launching() -> Iterator[None]:
-    """Raise `UserError`, instead of Accelerate's error, if the launcher's file needs a package that is missing."""
+    """Within the block, turn the ImportError for a package that the launcher's --config_file needs into `UserError`."""
     try:
         yield
     except ImportError as error:

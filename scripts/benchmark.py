@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Measure the training throughput of variants in alternating runs. A variant is a line of training options.
+"""Measure the training throughput of variants, which run in turn. A variant is a set of training options.
 
     python scripts/benchmark.py --model Llama-3.2-1B --rows 16 --length 1024 --micro_batches 4 \\
         --variants "fp8: --use_te --mixed_precision fp8; bf16: --use_te --mixed_precision bf16; hf: baseline hf_bf16"

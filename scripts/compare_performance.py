@@ -8,9 +8,9 @@ them.
     python scripts/compare_performance.py --wandb team/llm-fp8/abc123 team/llm-fp8/def456
     python scripts/compare_performance.py          (reads the runs of scripts/train_bf16.sh and scripts/train_fp8.sh)
 
-Repeating a --train command keeps finished runs and tries failed runs again. The output folder
-gets comparison.json and comparison.html. docs/tools.md explains every figure. The exit code is 0, or 1 if a run
-failed. Ctrl-C and SIGTERM let the runs save and stop first.
+Repeating a --train command keeps finished runs and tries failed runs again. The output folder gets comparison.json and
+comparison.html. docs/tools.md explains every figure. The exit code is 0, or 1 if a run failed. After Ctrl-C or SIGTERM
+the current run saves a checkpoint before it stops.
 """
 
 from __future__ import annotations

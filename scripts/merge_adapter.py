@@ -5,8 +5,7 @@
 
 adapter_config.json names the base model, unless --base_model overrides it. Weights keep the dtype of the base model's
 files. Each sum is computed in fp32 and rounded once. Tokenizer and generation settings come from the adapter if it has
-them, else from the base model.
-The merge runs on the CPU and needs memory for the whole model. See docs/lora.md.
+them, else from the base model. The merge runs on the CPU and needs memory for the whole model. See docs/lora.md.
 """
 
 from __future__ import annotations

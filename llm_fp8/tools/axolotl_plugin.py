@@ -19,5 +19,5 @@ class CertificatePlugin(BasePlugin):
     """Add `CertificateCallback` to axolotl's trainer."""
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[CertificateCallback]:
-        """Return the callback. It reads Accelerate's environment variables, which axolotl has set by now."""
+        """Return the callback, which reads Accelerate's environment variables. axolotl sets them before this call."""
         return [CertificateCallback()]

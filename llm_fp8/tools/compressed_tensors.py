@@ -129,9 +129,9 @@ def _in_fp8(tensors: Iterable[tuple[str, Tensor]], weights: set[str]) -> Iterato
 
 
 def eval_loss(folder: Path, data: PreparedData, round_inputs: bool = False) -> tuple[float, int, str]:
-    """Return the mean cross entropy per supervised token, the number of these tokens, and the compute dtype. The rows
-    are the validation split of `data`, or all its rows if it has none. `round_inputs` rounds the inputs of linear
-    layers to fp8 and back.
+    """Evaluate the model in `folder` on the validation split of `data`, or on all rows if it has none. Return the mean
+    cross entropy per supervised token, the number of these tokens, and the compute dtype. If `round_inputs`, linear
+    layers round their inputs to fp8 and back.
     """
     options, device = ModelConfig(model_name=str(folder)), device_of_process()
     source, dtype = resolve_source(options), torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -22,8 +22,8 @@ from llm_fp8.utils.ranks import LaunchRanks
 
 
 def dry_run(config: Config) -> int:
-    """Print data, steps and memory of the run without training, and return the exit code. Without a GPU, assume one if
-    the options need it. Transformer Engine is not needed. Collective.
+    """Print data, number of steps and memory of the run without training, and return the exit code. If the options need
+    a GPU and there is none, assume one. Transformer Engine need not be installed. Collective.
     """
     quiet_libraries()
     ranks = LaunchRanks.from_environment(os.environ)

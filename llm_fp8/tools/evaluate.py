@@ -1,9 +1,9 @@
 """Measure an exported model's eval loss and share of right answers, on the rows that its run held out.
 
-The run itself evaluated on these rows (`prepare_data` with the options of its run.json), and trained on none of them.
-The eval loss covers all of them. The prompt is a row up to its last supervised part, and the model answers greedily
-until an EOS token. math-verify compares its final answer with the row's: `0.5` equals `\\frac12`. If math-verify finds
-no answer, equal texts count as right. The share covers only rows that mark a final answer, which chats do not.
+`prepare_data` holds out the same rows as in the run, since it gets the options in the run's run.json. The eval loss
+covers all of these rows. A prompt is a row up to its last supervised part, and the model answers greedily until an EOS
+token. math-verify compares the final answer with the row's; for example, `0.5` equals `\\frac12`. If it finds no
+answer, equal texts count as right. Rows without a final answer, such as most chats, do not count for the share.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def data_options(options: argparse.Namespace) -> DataConfig:
-    """Return the run's data options, overridden by the command line's. Another dataset inherits only general ones."""
+    """Return the data options in the run's run.json, replaced by those of the command line. If the command line names a
+    dataset, only options that suit any dataset come from run.json.
+    """
     typed = {name: value for name, value in vars(options).items() if name in DATA_OPTIONS}
     record, recorded = Path(options.model_name).absolute().parent / "run.json", {}
     if record.is_file() and Path(options.model_name).is_dir():
@@ -63,7 +65,7 @@ def data_options(options: argparse.Namespace) -> DataConfig:
 
 
 def prompt_and_solution(input_ids: list[int], labels: list[int]) -> tuple[list[int], list[int]]:
-    """Split a row's token ids before its last supervised part. `labels[t]` is the id at t + 1, or -100."""
+    """Return a row's token ids before and in its last supervised part. `labels[t]` is the id at t + 1, or -100."""
     last = max(t for t, label in enumerate(labels) if label >= 0)
     first = next((t + 1 for t in range(last, -1, -1) if labels[t] < 0), 0)
     return input_ids[: first + 1], labels[first : last + 1]
@@ -107,7 +109,7 @@ def generate(
 
 
 def eval_loss(model: PreTrainedModel, batches: Iterable[Batch]) -> tuple[float, int]:
-    """Return the mean cross entropy per supervised token, and their number. Each batch holds one document."""
+    """Return the mean cross entropy per supervised token and the number of these. Each batch holds one document."""
     import torch
 
     from llm_fp8.models.source import require_positions

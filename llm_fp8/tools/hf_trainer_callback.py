@@ -57,9 +57,9 @@ def certify_step(
     """Call `step`, which takes one optimizer step (any but the first), and return the certificate of its kernels.
     Collective: every process returns the worst certificate of all. Raise `UserError` if there is no NVIDIA GPU.
 
-    `precision` is the requested precision. `recipe` is a value of --fp8_scenario, by default that of
-    `CertificateCallback`. The certificate fails if `optimizer` lacks a trained parameter. `num_micro_batches` is the
-    number of forward and backward passes in the step.
+    `precision` is the requested precision. `recipe` is the expected fp8 recipe (a value of --fp8_scenario); it defaults
+    to that of `CertificateCallback`. The certificate fails if `optimizer` lacks a trained parameter.
+    `num_micro_batches` is the number of forward and backward passes in the step.
     """
     _check("precision", precision, get_args(RequestedPrecision))
     _check("recipe", recipe, recipe_names())
@@ -74,9 +74,9 @@ class CertificateCallback(TrainerCallback):
     """Record and judge one optimizer step of a Trainer. Without an NVIDIA GPU, print that this is not possible.
 
     Args:
-        precision: the requested precision. None means that of `accelerate launch` when this object is created, else
-            `bf16` or `fp16` of the TrainingArguments. The expected fp8 recipe is MXFP8 if the launcher requested it,
-            else delayed scaling. torchao's layers may have any recipe, but all the same one.
+        precision: the requested precision. None means the one that `accelerate launch` has set when this object is
+            created, else `bf16` or `fp16` of the TrainingArguments. The expected fp8 recipe is MXFP8 if the launcher
+            requested it, else delayed scaling. torchao's layers may have any recipe, but all must have the same one.
         step: the optimizer step to record, counted from the start of training. A shorter run records its last step.
     """
 
@@ -94,7 +94,7 @@ class CertificateCallback(TrainerCallback):
         """The worst certificate of all processes. None until the step is recorded."""
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
-        """Warn about nn.DataParallel in fp8, since the error that Accelerate raises next does not name it."""
+        """Warn about nn.DataParallel in fp8, since the error that Accelerate raises next does not mention it."""
         if args.n_gpu > 1 and requested_precision(self._precision, self._launch, args) == "fp8":
             advice = "nn.DataParallel has no fp8; set CUDA_VISIBLE_DEVICES to one GPU, or start a process for each"
             print(f"WARNING: one process sees {args.n_gpu} GPUs, and {advice}.", flush=True)
@@ -115,7 +115,7 @@ class CertificateCallback(TrainerCallback):
         self._num_micro_batches += 1
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
-        """Judge the recorded step. Raise `SystemExit` with code 1 on every process if the certificate failed."""
+        """Judge the step if it was recorded. A failed certificate raises `SystemExit` with code 1 on every process."""
         if self._recording is None:
             return
         recording, profile = self._recording
@@ -148,7 +148,9 @@ def _judge(
     num_micro_batches: int,
     recipe: str | None = None,
 ) -> Certificate:
-    """Return the worst certificate of the recorded step over all ranks. `model` has no DDP wrapper. Collective."""
+    """Judge the kernels in `profile`, and return the worst certificate over all ranks. `model` has no DDP wrapper.
+    `launch` has the environment variables of `accelerate launch`. Collective.
+    """
     backend = backend_in(model)
     layers = list(backend.linears_of(model).values())
     state = backend.state(layers)
@@ -197,7 +199,7 @@ def _print_line(line: str, stream: TextIO) -> None:
 
 
 def requested_precision(chosen: RequestedPrecision | None, launch: Mapping[str, str], args: TrainingArguments) -> str:
-    """Return fp8, bf16, fp16 or no: `chosen` if set, else the launcher's precision, else that of the arguments."""
+    """Return 'fp8', 'bf16', 'fp16' or 'no': `chosen` if set, else the launcher's precision, else that of `args`."""
     if chosen is not None:
         return chosen
     launched = launch.get("ACCELERATE_MIXED_PRECISION", "no").lower()
@@ -207,7 +209,7 @@ def requested_precision(chosen: RequestedPrecision | None, launch: Mapping[str, 
 
 
 def _convertible(model: nn.Module) -> list[str]:
-    """List the names of torch's linear layers that could be converted to fp8, without the lm_head."""
+    """List the names of linear layers that are not in fp8 but could be converted. The lm_head never could."""
     not_convertible = linears_left(model)
     return [name for name in plain_linears(model) if name not in not_convertible]
 
@@ -215,9 +217,9 @@ def _convertible(model: nn.Module) -> list[str]:
 def _expected_in_fp8(
     model: nn.Module, layers: list[nn.Module], launch: Mapping[str, str], state: ModuleState, scenario: str | None
 ) -> ExpectedKernels:
-    """Return the kernels that one micro-batch must run. Each trained weight of a Transformer Engine layer needs three
-    fp8 GEMMs, or two if no layer below is trained, and one more if the layer is recomputed. The recipe sets the number
-    for torchao's layers. A model without either needs the recipe's number for each linear layer it could convert.
+    """Return the kernels that one micro-batch must run. A trained weight needs two or three fp8 GEMMs, as the recipe
+    says, one fewer if no layer before it is trained, and one more if a Transformer Engine layer is recomputed.
+    `layers` are the converted layers. If there are none, all layers that could be converted count instead.
     """
     is_torchao = state.library == "torchao"
     scenario = scenario or (next(iter(state.recipes), DEFAULTS["torchao"]) if is_torchao else te_recipe(launch))
@@ -240,14 +242,14 @@ def _expected_in_fp8(
 
 
 def _trained_first(model: nn.Module) -> list[nn.Module]:
-    """List the modules that may need no dgrad: all in the first trained parameter's layer (its order is unknown)."""
+    """List the modules that may need no dgrad: all in the layer of the first trained parameter, in unknown order."""
     first = next((name for name, parameter in model.named_parameters() if parameter.requires_grad), "")
     layer = re.match(r"(.+?\.)?\d+(?=\.)", first)
     return list(model.get_submodule(layer[0]).modules()) if layer else [model.get_submodule(first.rpartition(".")[0])]
 
 
 def _compare_recipe(layers: list[nn.Module], launch: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Compare fp8_config with the recipe in use. Return differences as failures, or as remarks for default values."""
+    """Compare fp8_config with the recipe in use. Return two lists of differences: failures, and remarks on defaults."""
     states = [getattr(layer, "fp8_meta", {}) for layer in layers]
     recipe = next((state["recipe"] for state in states if "recipe" in state), None)
     failures, remarks = list[str](), list[str]()

@@ -54,7 +54,7 @@ HUB_OWNERS = {"Llama-3": "meta-llama", "Qwen": "Qwen"}  # prefix of a bundled mo
 
 
 class Row(NamedTuple):
-    """A way to train in a sharding mode. `run` has the requested batch size. `fitted` has the largest one that fits."""
+    """One of `WAYS` in a sharding mode. `run` has the requested batch size, `fitted` the largest one that fits."""
 
     way: str
     run: RunSize
@@ -90,7 +90,7 @@ class Row(NamedTuple):
 
 
 def assumed_machine(gpu: str | None, num_gpus: int) -> Machine:
-    """Return a machine with `num_gpus` GPUs named `gpu` (None: this machine's). Raise `UserError` if unknown."""
+    """Return a machine with `num_gpus` GPUs. `gpu` is a name, a memory in GiB, or None for the GPU of this machine."""
     from llm_fp8.settle.machine import assumed_machine, detect_machine
 
     ranks = LaunchRanks(world_size=num_gpus, local_world_size=num_gpus)
@@ -114,7 +114,7 @@ def assumed_machine(gpu: str | None, num_gpus: int) -> Machine:
 
 
 def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
-    """Load the model's config. Return it and the training options that name the model."""
+    """Load the config of the model `name`. Return it and the options of the training scripts that name this model."""
     from llm_fp8.models.source import bundled_name, load_config, resolve_source
 
     argv = [f"--model_name={name}"]

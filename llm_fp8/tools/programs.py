@@ -20,7 +20,7 @@ from llm_fp8.utils.packages import REPOSITORY
 
 
 def wide_console(**options: Any) -> Console:
-    """Return rich's console, as wide as COLUMNS or the terminal, else 160 characters."""
+    """Return rich's console. It is as wide as COLUMNS or the terminal, or 160 characters if both are unknown."""
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
     # The datasets library replaces os.environ, and rich would read the old object.
     return Console(width=wide, highlight=False, _environ=os.environ, **options)
@@ -40,7 +40,7 @@ class Outcome:
 
     @property
     def failure(self) -> str | None:
-        """Why the program failed, in one line that ends with its own message. None if it succeeded."""
+        """Why the program failed, in one line that ends with its error message. None if it succeeded."""
         if self.exit_code == 0:
             return None
         if self.exit_code is None:
@@ -58,8 +58,8 @@ def run_program(
     cwd: Path | None = None,
     timeout_s: float | None = None,
 ) -> Outcome:
-    """Run a program until it ends, and append its output to `log`. `environ` and `cwd` default to this process's.
-    After `timeout_s`, or an exception here, send SIGTERM to the program, and 30 s later SIGKILL to its whole group.
+    """Run a program until it ends, and append its output to `log`. `environ` and `cwd` default to this process's. After
+    `timeout_s`, or if this call is interrupted, send it SIGTERM, and SIGKILL to its process group at most 30 s later.
     """
     with log.open("ab") as file:
         start_byte, started_s = file.tell(), time.monotonic()

@@ -35,7 +35,7 @@ EXIT_INTERRUPTED, EXIT_OUTPUT_CLOSED = 130, 141
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Disable garbage collection while the block imports (5 s instead of 7), and never collect the new objects."""
+    """Disable garbage collection while the block imports modules (5 s instead of 7), and never collect them later."""
     gc.disable()
     try:
         yield
@@ -84,7 +84,7 @@ def _explanation(error: Exception) -> str | None:
 
 
 def first_to_end() -> bool:
-    """Return True if this process is the first of its launch to end, which prints the reason, or if this is unknown."""
+    """Return True if this process is the first of its launch to end and so prints the reason, or if this is unknown."""
     with contextlib.suppress(RuntimeError, ValueError):  # the launcher is gone (DistError), or its port is not a number
         if (store := launcher_store()) is not None:
             return store.add(f"llm_fp8/ended/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1) == 1
@@ -92,9 +92,9 @@ def first_to_end() -> bool:
 
 
 def run_script(main: Callable[[], int]) -> None:
-    """Run `main`, which imports what it needs, and exit with its code. If `_explanation` has a sentence for an error,
-    one process of the launch prints it, and the code is 2 (1 for a `FailedCheck`). The code is 130 after Ctrl-C
-    and 141 after a closed pipe.
+    """Run `main` and exit with the code that it returns. If it raises an error for which `_explanation` has a sentence,
+    one process of the launch prints this, and the exit code is 2 (1 for a `FailedCheck`). The exit code is 130 after
+    Ctrl-C and 141 after a closed pipe.
     """
     open_missing_output()
     if not faulthandler.is_enabled():

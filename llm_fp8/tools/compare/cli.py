@@ -1,8 +1,8 @@
 """Is fp8 worth it here? Train bf16 and fp8 runs that differ only in precision, or read finished runs, and compare
 them.
 
-Runs are in OUTPUT/runs/VARIANT-seedN, their logs in OUTPUT/logs. Runs of a seed follow each other, one per variant, so
-that a slower machine affects all variants. Repeating the command keeps finished runs and resumes an interrupted one.
+Runs are in OUTPUT/runs/VARIANT-seedN, their logs in OUTPUT/logs. All variants run with one seed before the next seed
+begins, so that a slow machine affects all variants. Repeating the command keeps finished runs and resumes others.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class PlannedRun:
 
 
 def plan_runs(train: str, variants: Sequence[str], num_seeds: int, num_gpus: int, folder: Path) -> list[PlannedRun]:
-    """Plan the runs in `folder`, seed by seed. Raise `UserError` if the variants cannot share the options `train`."""
+    """Plan a run per seed and variant below `folder`. Raise `UserError` if they cannot share the options `train`."""
     with reading("--train", repr(train), "the options"):
         argv = [with_underscores(word) for word in shlex.split(train)]
     names = {word.partition("=")[0].removeprefix("--") for word in argv}
@@ -89,7 +89,7 @@ def plan_runs(train: str, variants: Sequence[str], num_seeds: int, num_gpus: int
 
 
 def _run(run: PlannedRun, num_gpus: int, console: Console) -> Failure | None:
-    """Train a run unless it has finished already. Return its failure, if any."""
+    """Start or resume a run, unless it has finished already. Return its failure, if any."""
     name, summary = run.folder.name, run.folder / "summary.json"
     if summary.is_file() and run_record.why_unfinished(read_json(summary)) is None:
         console.print(f"{name}: finished earlier ({run.folder})")

@@ -1,10 +1,11 @@
 """Compute each variant's figures from run records: speed, memory, energy, certificates, and quality relative to the
-reference runs of the same seeds. List the other differences between the runs.
+reference runs of the same seeds. List differences between the runs that could also explain a difference in the figures.
 
-Each run is one observation. The steps of a run share a machine and weights, and its answers share the problems, so that
-counting steps or answers as independent trials would reject a true null hypothesis far too often. Intervals are
-Student's t intervals: over runs for one variant, over the differences by seed between two. Rates and their ratios are
-averaged as logarithms. A single run has no interval. `tests/tools/compare/test_statistics.py` simulates the coverage.
+Each run is one observation. The steps of a run share a machine and weights, and all runs answer the same problems, so
+that counting steps or answers as independent trials would reject a true null hypothesis far too often. Intervals are
+Student's t intervals. The sample of a figure is one value per run, and that of a comparison is one difference from the
+reference per seed. Rates and their ratios are averaged as logarithms. A single run has no interval.
+`tests/tools/compare/test_statistics.py` simulates how often an interval covers the true value.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Interval:
     high: float | None
 
     def __format__(self, spec: str) -> str:
-        """Format the estimate and the ends, each with the number format `spec`."""
+        """Format the estimate and, if known, the ends, each with the number format `spec`."""
         return format(self.value, spec) + ("" if self.low is None else f" ({self.low:{spec}} to {self.high:{spec}})")
 
 
@@ -56,7 +57,7 @@ def rate_interval(rates: Sequence[float]) -> Interval:
 
 @dataclass(frozen=True)
 class Gap(Interval):
-    """A variant's figure minus the reference's of the same seed, averaged over their common seeds."""
+    """A variant's figure minus the reference's for the same seed, averaged over the seeds that both have."""
 
     by_seed: dict[int, float]
 
@@ -93,7 +94,7 @@ class VariantFigures:
 def variant_figures(
     variant: str, runs: Sequence[RunRecord], reference: Sequence[RunRecord], num_failed: int = 0
 ) -> VariantFigures:
-    """Compute the figures of the variant's `runs` relative to the `reference` runs. Both are sorted by seed."""
+    """Compute a variant's figures from its finished `runs` and the finished `reference` runs, both sorted by seed."""
     by_seed = {run.seed: run for run in reference}
     pairs = [(run, by_seed[run.seed]) for run in runs if run.seed in by_seed]
     compared = pairs if variant != REFERENCE else []
@@ -124,13 +125,13 @@ def variant_figures(
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean over runs, or None unless every run has a finite value."""
+    """Return the mean of `values`, one per run. Return None if any is unknown or not finite."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     return float(np.mean(known)) if known and len(known) == len(values) else None
 
 
 def _gap(pairs: Sequence[tuple[RunRecord, RunRecord]], figure: Callable[[RunRecord], float | None]) -> Gap | None:
-    """Subtract the reference's figure from the run's in each pair, and average the differences."""
+    """Average the differences of `figure` over pairs (run, reference run). Return None if no pair has both values."""
     by_seed = {}
     for run, base in pairs:
         value, reference = figure(run), figure(base)
@@ -144,7 +145,7 @@ def _gap(pairs: Sequence[tuple[RunRecord, RunRecord]], figure: Callable[[RunReco
 
 
 def certificate_state(summaries: Sequence[dict[str, Any]]) -> CertificateState:
-    """Return the worst verdict among the runs' certificates, including those of steps after fp8 ended."""
+    """Return the worst verdict in the runs' `summaries`. A run with --fp8_until has a second certificate, after fp8."""
     certificates = [summary.get("certificate") or {"verdict": "missing"} for summary in summaries]
     certificates += [after for summary in summaries if (after := summary.get("certificate_after_fp8"))]
     worst = max((each["verdict"] for each in certificates), key=_SEVERITY.index, default="missing")
@@ -169,7 +170,7 @@ _EFFECTS = {prefix: effect for effect, text in _FIELDS.items() for prefix in tex
 
 @dataclass(frozen=True)
 class Difference:
-    """A field of the run records in which runs differ."""
+    """A field of the run records that does not have the same value in all runs."""
 
     field: str
     effect: str  # a key of `_FIELDS`
@@ -178,7 +179,7 @@ class Difference:
 
 
 def _facts(run: RunRecord) -> dict[str, Any]:
-    """Return the facts that should be equal in all runs, without the precision options that define variants."""
+    """Return the facts about a run that should be equal in all runs. They exclude the options that define variants."""
     last = run.evaluations[-1] if run.evaluations else {}
     return {
         **{name: run.stored[name] for name in ("effective", "data", "model", "provenance")},
@@ -191,14 +192,14 @@ def _facts(run: RunRecord) -> dict[str, Any]:
 
 
 def _precision_facts(run: RunRecord) -> dict[str, Any]:
-    """Return the facts that should be equal in all runs of one variant."""
+    """Return the facts about a run that should be equal in all runs of its variant."""
     config = run.stored["config"]
     options = {**config["precision"], "fp8_params": config["parallel"]["fp8_params"]}
     return {"config.precision": options, "precision.effective": run.effective_name}
 
 
 def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
-    """List all differences among `runs`, sorted by the figures that they confound."""
+    """List the differences among `runs` that confound figures, sorted by the figures that they confound."""
     differences = _differing(runs, _facts)
     for variant in sorted({run.variant for run in runs}):  # all runs of a variant should compute in one precision
         differences += _differing([run for run in runs if run.variant == variant], _precision_facts)
@@ -232,5 +233,5 @@ def _differing(runs: Sequence[RunRecord], facts_of: Callable[[RunRecord], dict[s
 
 
 def concerning(differences: Sequence[Difference], variant: str, effect: str) -> list[str]:
-    """List the fields whose differences have this effect and concern `variant`, each once."""
+    """List the fields whose differences confound `variant`'s figures of the kind `effect` (a key of `_FIELDS`)."""
     return list(dict.fromkeys(each.field for each in differences if each.effect == effect and variant in each.variants))

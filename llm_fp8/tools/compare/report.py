@@ -33,7 +33,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The content of comparison.json. The reference variant comes first."""
+    """The content of comparison.json. The reference variant is the first of `variants`."""
 
     variants: list[VariantFigures]
     verdicts: dict[str, Verdict]
@@ -46,7 +46,7 @@ class Comparison:
 
 
 def compare(runs: Sequence[RunRecord], failures: Sequence[Failure] = (), margin: float = QUALITY_MARGIN) -> Comparison:
-    """Compare one or more finished runs. Raise `UserError` for two runs of the same variant and seed."""
+    """Compare one or more finished runs. Raise `UserError` if two runs have the same variant and seed."""
     sources: dict[str, str] = {}
     for run in runs:
         if run.label in sources:
@@ -90,7 +90,7 @@ def _text(value: Interval | float | None, spec: str) -> str:
 
 
 def figure_texts(figures: VariantFigures) -> dict[str, str]:
-    """Map the title of each figure (with its unit) to its text."""
+    """Format the figures of one variant. Map the title of each figure, with its unit, to its text."""
     certificate, time_s = figures.certificate, figures.time_to_reference_loss_s
     return {
         "ran as": " and ".join(figures.effective) if set(figures.effective) - {figures.name} else "-",
@@ -109,7 +109,7 @@ def figure_texts(figures: VariantFigures) -> dict[str, str]:
 
 
 def figure_table(comparison: Comparison) -> dict[str, list[str]]:
-    """Map the title of each figure that any variant has to the texts of all variants."""
+    """Map the title of each figure to its texts for all variants. Leave out figures that no variant has."""
     columns = [figure_texts(figures) for figures in comparison.variants]
     rows = {title: [column[title] for column in columns] for title in columns[0]}
     return {title: texts for title, texts in rows.items() if set(texts) != {"-"}}
@@ -139,8 +139,8 @@ def leading_variant(comparison: Comparison) -> str:
 
 
 def gap_chart(comparison: Comparison) -> dict[str, Any] | None:
-    """Return a chart of each run's eval loss minus bf16's at the same seed and step. If a run has fewer than three
-    evaluations, chart trailing means of the training loss instead. Return None for fewer than two steps.
+    """Return the data of a chart: each run's eval loss minus bf16's with the same seed at the same step. If any run has
+    fewer than three evaluations, use trailing means of the training loss instead. Return None for fewer than two steps.
     """
     key = "eval_loss" if min(len(curve["eval_loss"]) for curve in comparison.curves) > 2 else "loss"
     reference = {curve["seed"]: dict(curve[key]) for curve in comparison.curves if curve["variant"] == REFERENCE}

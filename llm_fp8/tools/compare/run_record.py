@@ -1,4 +1,4 @@
-"""Names and options of the variants; the record of a finished run, from its output folder or W&B's server."""
+"""Define the variants' names and options. Read the record of a finished run from its folder or W&B's server."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ VARIANT_FIELDS = ("mixed_precision", "fp8_backend", "fp8_scenario")  # the optio
 
 
 def variants() -> dict[str, tuple[str, ...]]:
-    """Map the names of variants to their options. 'fp8' is another name of the default recipe, and 'no' is fp32."""
+    """Map the name of each variant to its options. 'fp8' is another name of the default recipe, and 'no' is fp32."""
     plain = {name: ("--mixed_precision", name) for name in (REFERENCE, "no")}
     return {**plain, "fp8": recipe_argv(DEFAULTS["te"]), **{name: recipe_argv(name) for name in RECIPES}}
 
 
 def parse_variants(text: str) -> list[str]:
-    """Parse a comma-separated list of variants. Return the reference first. Raise `UserError` for a bad list."""
+    """Parse a comma-separated list of variants, and put the reference first. Raise `UserError` for a bad list."""
     names = [DEFAULTS["te"] if name == "fp8" else name for name in map(str.strip, text.split(","))]
     if len(set(names) & variants().keys()) < len(names):
         choices = ", ".join(variants())
@@ -35,7 +35,7 @@ def parse_variants(text: str) -> list[str]:
 
 
 def variant_argv(variant: str, argv: list[str]) -> list[str]:
-    """Return the variant's options: `argv` without fp8 options that it does not accept, plus its precision."""
+    """Return a variant's options: `argv` without the fp8 options that it does not accept, then those that define it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in dataclasses.fields(PrecisionConfig):
         if option.name not in VARIANT_FIELDS:
@@ -73,7 +73,7 @@ class RunRecord:
 
     @property
     def effective_name(self) -> str:
-        """The precision that ran, as 'bf16', 'fp8 delayed' or 'fp8 rowwise, EMULATED'."""
+        """The precision that ran, for example 'bf16', 'fp8 delayed' or 'fp8 rowwise, EMULATED'."""
         name = precision_name(self.precision["effective"], self.precision.get("effective_scenario"))
         return f"{name}, EMULATED" if self.precision.get("emulated") else name
 
@@ -124,7 +124,7 @@ def why_unfinished(summary: dict[str, Any]) -> str | None:
 def _record(
     source: str, run: dict[str, Any], metrics: list[dict[str, Any]], summary: dict[str, Any], *answers: bool
 ) -> RunRecord:
-    """Build the record of a run from the contents of its files. Raise `UserError` if the run did not finish."""
+    """Build the record of a run from run.json (`run`) and the other files. Raise `UserError` if it did not finish."""
     if reason := why_unfinished(summary):
         raise UserError(f"{source}: the run did not finish, {reason}; finish it with --resume_from latest.")
     steps, evaluations = ([each for each in metrics if kind in each] for kind in ("loss", "eval_loss"))
@@ -146,7 +146,7 @@ def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
 
 
 def read_wandb(path: str, api: Any = None) -> RunRecord:
-    """Read the finished run ENTITY/PROJECT/RUNID through `api` (default: `wandb.Api`), or raise `UserError`."""
+    """Read a finished run from W&B's server, or raise `UserError`. `path` is ENTITY/PROJECT/RUNID."""
     import wandb
 
     advice = "Give ENTITY/PROJECT/RUNID, and run 'wandb login'; for runs on this machine use --runs FOLDER."

@@ -1,4 +1,4 @@
-"""Measure the steps of a run for `llm-fp8 diagnose`. The run is built as for training.
+"""Measure the steps of a run for `llm-fp8 diagnose`. The run is built in the same way as for training.
 
 **A step** is described by its fp8 coverage, its certificate, the time of each class of kernels, and its memory by kind.
 Recording slows the host but not the kernels, so the GPU's idle time is the time of an unrecorded step minus the time of
@@ -61,7 +61,7 @@ _CHUNK = 512  # number of tokens whose logits are in memory at a time
 
 
 def plan_without_output(config: Config) -> RunPlan:
-    """Plan the run of the checked `config`, without an output folder or trackers."""
+    """Plan a run for `config`, which must already be validated, with no output folder or trackers."""
     ranks = LaunchRanks.from_environment(os.environ)
     start_process_group(ranks)
     quiet_libraries()
@@ -71,7 +71,7 @@ def plan_without_output(config: Config) -> RunPlan:
 
 
 def diagnose(config: Config, trace: Path | None = None) -> dict[str, Any]:
-    """Build the run of `config`, measure it and return the findings. Write a trace of a step to `trace`, if set."""
+    """Build the run of `config`, measure it and return the findings. Write a trace of one step to the file `trace`."""
     plan = plan_without_output(config)
     set_seed(plan.config.optim.seed)
     tokenizer, _ = load_tokenizer(plan.config.model, plan.source)
@@ -85,7 +85,7 @@ def diagnose(config: Config, trace: Path | None = None) -> dict[str, Any]:
 
 
 def measure(setup: TrainingSetup, stepper: Stepper, loader: TrainLoader, trace: Path | None) -> dict[str, Any]:
-    """Measure steps after a warm-up: first their time, then one step's memory, then one step's kernels."""
+    """Return the findings about steps after a warm-up: their time, one step's memory, and another step's kernels."""
     plan, steps = setup.plan, iter(loader)
     stepper.model.train()
 
@@ -138,7 +138,7 @@ def gpu_gib(tensors: Iterable[Any]) -> float:
 
 
 def memory_by_kind(stepper: Stepper, take_step: Callable[[], object]) -> dict[str, float]:
-    """Return the peak memory of one step in GiB, by kind (see the module's docstring)."""
+    """Call `take_step` once. Return its peak memory in GiB, by kind (see the module's docstring)."""
     parameters = list(stepper.model.parameters())
     marks: list[tuple[float, float]] = []
 
@@ -168,7 +168,7 @@ def memory_by_kind(stepper: Stepper, take_step: Callable[[], object]) -> dict[st
 
 
 def problems(findings: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each difference from the requested run. If there is any, the exit code is 1."""
+    """Return a sentence for each difference from the requested run, and for unfused attention."""
     precision, certificate = findings["precision"], findings["certificate"]
     sentences = list(certificate["reasons"]) if certificate["verdict"] == "failed" else []
     if precision["fallback_reason"]:
@@ -196,7 +196,7 @@ def measure_quality(config: Config) -> dict[str, Any]:
 
 
 class _Comparison:
-    """Compare the predictions of a model in fp8, except for chosen modules, with those of the same model in bf16."""
+    """Compare a model's predictions in bf16 with its predictions when all but chosen modules compute in fp8."""
 
     def __init__(self, setup: TrainingSetup, batches: list[Batch]) -> None:
         self.setup, self.batches = setup, batches
@@ -210,7 +210,7 @@ class _Comparison:
         self.num_tokens = sum(map(len, self.reference))
 
     def findings(self) -> dict[str, Any]:
-        """Return divergences and loss differences by kind of module and in total, and errors of single modules."""
+        """Return the cost (see `cost`) of each kind of module and of all, and the output error of each module."""
 
         def num_weights(modules: Iterable[nn.Module]) -> int:
             return sum(weight.numel() for module in modules for weight in linear_weights(module))
@@ -234,7 +234,7 @@ class _Comparison:
         }
 
     def cost(self, in_bf16: Collection[nn.Module]) -> dict[str, float]:
-        """Return the divergence and loss difference from bf16, in nats per token, if modules `in_bf16` stay in bf16."""
+        """Return divergence and loss difference from bf16, in nats per token, if only modules `in_bf16` are in bf16."""
         self._in_bf16 = in_bf16
         sums = torch.zeros(2, dtype=torch.float64, device=self.setup.plan.device)
         for batch, reference in zip(self.batches, self.reference, strict=True):
@@ -266,7 +266,7 @@ class _Comparison:
 
 
 def describe_quality(findings: dict[str, Any]) -> str:
-    """Describe the findings. Name the kind of module for which bf16 lowers the divergence most per FLOP."""
+    """Format the findings as text. Name the kind of module for which bf16 lowers the divergence most per FLOP."""
     total, kinds = findings["all_in_fp8"]["divergence"], findings["kinds"]
     saved = {kind: total - cost["without"]["divergence"] for kind, cost in kinds.items()}
     shares = {kind: cost["linear_flop_share"] for kind, cost in kinds.items()}

@@ -79,7 +79,7 @@ class Result:
 
 @dataclass
 class Setup:
-    """The input of all checks: the model and shape to train, and the environment at the start."""
+    """The input of all checks: model, sequence length and batch size of the trainings, and environment variables."""
 
     model_name: str
     max_seq_length: int
@@ -107,7 +107,7 @@ def pins_of(text: str) -> list[Requirement]:
 
 
 def read_pins(has_gpu: bool) -> list[Requirement]:
-    """Return the pinned requirements of this machine. With a GPU, the pins for GPUs replace others."""
+    """Return the pinned requirements of this machine. With a GPU, the pins for GPUs replace those of the same name."""
     files = (*REQUIREMENTS, GPU_REQUIREMENTS) if has_gpu else REQUIREMENTS
     return list({pin.name: pin for file in files for pin in pins_of((SHIPPED / file).read_text())}.values())
 
@@ -155,7 +155,7 @@ def check_packages(setup: Setup) -> Result:
 
 
 class Rule(NamedTuple):
-    """A setting to report. A finding is a copy in which `name` and `value` are the variable's, not patterns."""
+    """Patterns of a variable to report. In a finding, `name` and `value` are those of the variable that matched."""
 
     name: str  # a regular expression for the whole name
     value: str  # a regular expression for the whole value, ignoring case
@@ -189,7 +189,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def judge_variables(environ: Mapping[str, str]) -> list[Rule]:
-    """List the settings in a shell's `environ` that a run should not start with. Harmful ones come first."""
+    """List the variables in a shell's `environ` that match one of `RULES`. Harmful ones come first."""
     findings: dict[str, Rule] = {}
     for rule, (name, value) in itertools.product(RULES, environ.items()):
         if re.fullmatch(rule.name, name) and re.fullmatch(rule.value, value.strip(), re.I | re.S):
@@ -209,7 +209,7 @@ def check_variables(setup: Setup) -> Result:
 
 
 def check_gpu(setup: Setup) -> Result:
-    """Fail if torch cannot use the driver's GPUs. A machine without a GPU skips the check."""
+    """Fail if torch cannot use the driver's GPUs. On a machine without a GPU the check is skipped."""
     import torch
 
     from llm_fp8.observability.provenance import output_of
@@ -261,7 +261,7 @@ def measure_tflops(device: torch.device) -> dict[str, float]:
 
 
 def judge_tflops(measured: dict[str, float], gpu_name: str) -> Result:
-    """Warn about a rate below `MIN_SHARE` of the recorded one."""
+    """Warn if a measured rate is below `MIN_SHARE` of the rate in `KNOWN_TFLOPS`."""
     recorded = KNOWN_TFLOPS.get(gpu_name, measured)
     share = min(value / recorded[name] for name, value in measured.items())
     result = Result(", ".join(f"{name} {value:,.0f} TFLOP/s" for name, value in measured.items()))

@@ -1,4 +1,4 @@
-"""Check the hosts of a launch together before a run, with the run's own options.
+"""Check that the hosts of a launch can train together, with the options of the planned run.
 
 Every check is collective and has the same result on every rank. An error on a single rank, or a check that takes longer
 than `LIMIT_S`, ends the launch with a message that names the host.
@@ -75,7 +75,7 @@ def _within_limit(name: str, check: Callable[[], Result]) -> Result:
 
 
 def _end(name: str, reason: str) -> NoReturn:
-    """End this process at once, since its collectives may hang. The first rank to end prints `reason`."""
+    """End this process at once, since its collectives may hang. The first rank to end prints the check and `reason`."""
     try:
         if first_to_end():
             print(f"error: {platform.node()}: {name}: {reason}", file=sys.stderr, flush=True)
@@ -107,7 +107,7 @@ def check_versions(ranks: LaunchRanks) -> Result:
 
 
 def check_network() -> Result:
-    """Sum a tensor over all ranks, with NCCL on GPUs and with gloo on CPUs."""
+    """Sum a tensor over all ranks, with NCCL on GPUs or gloo on CPUs. Measure NCCL's bandwidth."""
     device, size = device_of_process(), dist.get_world_size()
     tensor = torch.full((2**26 if device.type == "cuda" else 2**16,), float(dist.get_rank()), device=device)
     dist.all_reduce(tensor)

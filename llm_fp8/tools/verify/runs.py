@@ -1,4 +1,4 @@
-"""Start short training runs as a user starts them, and read the results from their run folders.
+"""Start short training runs by a user's commands, and read the results from their run folders.
 
 On a GPU, two decoder layers of --model_name train from random weights on the embedded dataset, in bf16 and in each fp8
 recipe. A recipe is judged by its certificate, its attention backend and the distance of its losses from bf16's. Without
@@ -77,7 +77,7 @@ def train(setup: Setup, name: str, *argv: str, num_processes: int = 1) -> Run:
 
 
 def judge(result: Result, run: Run, baseline: Run | None = None) -> None:
-    """Judge a run. It must succeed, be certified, use fast attention, lower its loss and stay near `baseline`."""
+    """Add a run to `result`. It must succeed, be certified, use fast attention, learn, and stay near `baseline`."""
     name, losses, rerun = run.name, run.losses, shlex.join(run.command)
     result.facts[name] = {"wall_s": run.outcome.wall_s, "losses": losses, "summary": run.summary}
     if run.outcome.failure is not None:
@@ -103,7 +103,7 @@ def judge(result: Result, run: Run, baseline: Run | None = None) -> None:
 
 
 def train_all(setup: Setup, recipes: Iterable[str], *argv: str) -> Result:
-    """Train in bf16, then in each of `recipes`, without a fallback."""
+    """Train in bf16 and in each of `recipes`, with the options `argv`, and judge the runs. No recipe may fall back."""
     result = Result()
     baseline = train(setup, "bf16", "--mixed_precision", "bf16", *argv)
     judge(result, baseline)
