@@ -19,7 +19,7 @@ from tests.support.small import length_config
 pytestmark = pytest.mark.gpu
 
 FP32_TOLERANCE = 2e-5
-"""Allowed relative difference. The decoders round differently (fused QKV, order of summation) in each of three layers."""
+"""Allowed relative difference. The decoders round differently (fused QKV, order of summation) in three layers."""
 
 BF16_EXCESS = 3.0
 """Largest allowed ratio of a tensor's bf16 error in TE to that in Hugging Face. A fixed tolerance does not work,

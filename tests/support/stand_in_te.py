@@ -75,8 +75,7 @@ class _LinearModule(nn.Module):
 
     @property
     def is_fsdp2(self) -> bool:
-        """Return `_is_fsdp2`, by default True. Transformer Engine sets it once, to whether FSDP2 shards the
-        parameters."""
+        """Return `_is_fsdp2`, by default True. Transformer Engine sets it once: True if FSDP2 shards the module."""
         return bool(vars(self).setdefault("_is_fsdp2", True))
 
     def product(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None) -> Tensor:
