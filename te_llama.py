@@ -249,7 +249,7 @@ FAMILIES: dict[str, Callable[[Any], LayerSpecs]] = {
 
 
 def layer_specs(config: PretrainedConfig, unfused_mlp: bool = False) -> LayerSpecs:
-    """Return the layers of a Hugging Face config. Raise `UnsupportedArchitecture` if TE does not support them."""
+    """Return the `LayerSpecs` for a Hugging Face config. Raise `UnsupportedArchitecture` if TE does not support it."""
     if config.model_type not in FAMILIES:
         raise UnsupportedArchitecture(
             f"model_type '{config.model_type}' has no TE decoder (supported: {', '.join(FAMILIES)})"

@@ -44,7 +44,7 @@ _SET_ELSEWHERE = {
     "optimizer": "--learning_rate and --weight_decay",
     "scheduler": "--lr_scheduler and --num_warmup_steps",
 }
-"""Entry of the file that has no effect or a harmful one -> options to use instead."""
+"""Entry of the file that would have no effect, or a harmful effect -> options to use instead."""
 
 
 class _Plugin(DeepSpeedPlugin):

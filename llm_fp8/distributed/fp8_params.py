@@ -77,7 +77,7 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision) -> Sequence[Fp8W
 
     All ranks must call it before the first forward pass, in which FSDP2 reads its parameters.
     """
-    # In the order of `modules()`, which is the same on every rank, without modules already in fp8, such as frozen ones.
+    # Every rank has the same order of `modules()`. Modules that are already in fp8, such as frozen ones, are skipped.
     modules: list[Any] = [module for module in model.modules() if module in precision.fp8_modules]
     modules = [module for module in modules if not getattr(module, "primary_weights_in_fp8", True)]
     places = [(module, name) for module in modules for name in prepare_module(module, precision.plan.recipe)]
@@ -90,7 +90,7 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision) -> Sequence[Fp8W
         master, recipe_quantizer = getattr(module, name), quantizer_of(module, name)
         parameter = _fp8_parameter(master, recipe_quantizer)
         setattr(module, name, parameter)
-        # In both recipes this quantizer casts with a given scale. With delayed scaling, its amax enters the history.
+        # This quantizer casts with a given scale in every recipe. With delayed scaling, its amax enters the history.
         scale, unused = (torch.ones(1, dtype=torch.float32, device=master.device) for _ in range(2))
         amax = recipe_quantizer.amax if isinstance(recipe_quantizer, Float8Quantizer) else unused
         quantizer = Float8Quantizer(scale, amax, recipe_quantizer.dtype, rowwise=True, columnwise=False)

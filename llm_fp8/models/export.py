@@ -150,7 +150,7 @@ def hf_tensors(model: Model, dtype: torch.dtype | None) -> Iterator[tuple[str, T
 
 
 def planned_tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors of an export on "meta", by name in the order of `hf_tensors`, with parameters as `dtype`."""
+    """Return the tensors of an export on "meta", by name in the order of `hf_tensors`, with parameters in `dtype`."""
     tensors, ignored = saved_tensors(model.module), ignored_on_save(model.module)
     dtypes = {name: dtype if isinstance(t, nn.Parameter) else t.dtype for name, t in tensors.items()}
     trained = {

@@ -315,7 +315,7 @@ class RunSize:
         return MemoryEstimate({name: size / GIB for name, size in sizes.items() if size}, RESERVE_GIB + untracked / GIB)
 
     def _layer_bytes(self, spec: te_llama.DecoderSizes) -> float:
-        """Return the bytes that a layer saves per token, or a bound for Hugging Face's and for partly bf16 layers."""
+        """Return the bytes that a layer saves per token: exact for a TE layer in one precision, else an upper bound."""
         lora = self.config.lora
         if self.spec is not None:
             recipes = (self.recipe, "bf16") if self.config.precision.fp8_bf16_modules else (self.recipe,)

@@ -53,7 +53,7 @@ class Model:
 
         transformers 5 may fuse several tensors of the files. If `stored` has the fused tensor, the layout is that one
         tensor. Otherwise transformers' conversion for saving runs on tensors without memory, and the layout follows
-        from its results, which are views of them. Raises `UserError` if a result is not a view of a model's tensor.
+        from its results, which are views of these. Raises `UserError` if a result is not a view of a model's tensor.
         """
         if self.uses_te:
             return te_llama.parameter_map(self.module)
@@ -132,7 +132,7 @@ class Model:
         return {part.hf_name: name for name, (_, part) in self.targets.items()}
 
     def file_name(self, hf_name: str) -> str:
-        """Return a tensor's name in an export: transformers', or the one in the source if modules were left out."""
+        """Return the name of a tensor in an export: the source's if modules were left out, else transformers'."""
         return self.source_names.get(hf_name, hf_name) if self.left_out else hf_name
 
     def read(self, hf_name: str, device: torch.device) -> Any:

@@ -64,7 +64,7 @@ def code_limits(values: Tensor) -> Tensor:
     """Return the smallest number that is encoded as each code: fp32 [256], -inf for code 0.
 
     As in torchao, x gets the upper of two neighbouring codes if its distance from the lower one is at least half of
-    their spacing, both rounded to fp32. The limit is at most 8 units in the last place away from the codes' mean.
+    their spacing, both rounded to fp32. The limit is at most 8 units in the last place away from the two codes' mean.
     """
     lower, upper = values[:-1], values[1:]
     steps = torch.arange(-8, 9, dtype=torch.int32, device="cpu")

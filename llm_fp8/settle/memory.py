@@ -24,7 +24,7 @@ EIGHT_BIT = {"optimizer": "adamw_8bit"}
 
 
 def row_multiple(run: RunSize) -> int:
-    """Return the number of which a micro-batch's rows must be a multiple, so that fp8 GEMMs support its token count."""
+    """Return n such that fp8 GEMMs support a micro-batch if its number of rows is a multiple of n."""
     multiple = max(row_of(run.recipe).token_multiple, FP8_SIZE_MULTIPLE)
     return multiple // math.gcd(run.config.data.max_seq_length, multiple)
 
