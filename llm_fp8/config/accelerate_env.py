@@ -108,7 +108,7 @@ def apply_launch_settings(config: Config, environ: MutableMapping[str, str], use
 
 
 def _pop_requests(environ: MutableMapping[str, str]) -> dict[str, str]:
-    """Remove the launcher's variables from `environ`. Return those that set options. Refuse unsupported ones."""
+    """Remove the launcher's variables from `environ`. Return those that set options, or raise `UserError`."""
     environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # a list of keys, for Accelerate's own checks
     requests = {"precision": environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower()}
     for engine in ("MEGATRON_LM", "PARALLELISM_CONFIG"):
@@ -134,7 +134,7 @@ def te_recipe(environ: Mapping[str, str]) -> str:
 
 
 def _precision(requests: Mapping[str, str], mode: str | None, scenario: str, ignored: list[str]) -> dict[str, Any]:
-    """Return options from variables in `requests`. Append to `ignored` the keys without effect on this recipe."""
+    """Return the precision options for these variables, sharding mode and recipe. Add unused keys to `ignored`."""
     values = {**DEFAULTS, **requests}
     if values["precision"] != "fp8":
         return {} if values["precision"] == "no" else {"mixed_precision": values["precision"]}

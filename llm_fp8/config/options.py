@@ -47,14 +47,14 @@ def option(
 ) -> Any:
     """Declare a dataclass field that becomes a command-line option.
 
-    `needs` are conditions without which the option has no effect. `excludes` maps conditions under which the option is
-    an error to the reason. The condition NAME means that this option is on, and NAME=PATTERN|PATTERN that its value
+    `needs` are conditions without which the option has no effect. `excludes` maps a condition, with which the option is
+    an error, to the reason. The condition NAME means that this option is on, and NAME=PATTERN|PATTERN that its value
     matches a pattern with wildcards. NAME may be the option itself. sharding_mode is 'single' on one GPU. ` and ` or
     ` or ` joins conditions. `alias` is the option's name in transformers, if the meaning is exactly the same. `bare` is
     the value of a numeric option if the flag has no number. `bounds` are at_least, at_most, above and below.
     `resume` says what a changed option means for a resumed run. It is an error unless --allow_changed names the option,
     because the result changes ('same') or also the meaning of delayed scaling's histories ('scales'). For 'evaluation'
-    the change is only reported. Otherwise `resume` names a setting that the option helps to decide, to compare instead.
+    the change is only reported. Other values name a setting, which the run compares and which the option helps decide.
     """
     declared = {"help": help, "aliases": [f"--{alias}"] if alias else [], "bare": bare, "bounds": bounds}
     return field(default=default, metadata={**declared, "needs": needs, "excludes": excludes or {}, "resume": resume})
@@ -332,9 +332,9 @@ ShardingMode = Literal[
 @dataclass(frozen=True)
 class Mode:
     """Properties of a sharding mode, which distributes a model over N GPUs. The fields with bytes count weights,
-    gradients and optimizer state per parameter on one GPU between micro-batches. For example, `adamw_master` needs 12
-    in ddp, 12 / N + 2 (for unsharded bf16 weights) in fsdp_grad and 12 / N in fsdp_full. The fsdp modes need 4 more
-    while gradients accumulate, unless --sync_every_micro_batch reduces them immediately.
+    gradients and optimizer state per parameter on one GPU between micro-batches. For example, `adamw_master` needs
+    12 bytes in ddp, 12 / N + 2 (for unsharded bf16 weights) in fsdp_grad and 12 / N in fsdp_full. The fsdp modes need 4
+    more while gradients accumulate, unless --sync_every_micro_batch reduces them immediately.
     """
 
     engine: Literal["copies", "fsdp", "deepspeed"]  # copies: every GPU has the whole model

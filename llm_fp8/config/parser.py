@@ -59,7 +59,7 @@ def true_or_false(word: str) -> bool:
 
 
 def true_or_false_or_auto(word: str) -> bool | None:
-    """Parse a boolean or 'auto'. The latter becomes None, with which the run decides itself."""
+    """Parse a boolean or 'auto'. For 'auto' return None, which lets the run decide."""
     return None if word == "auto" else true_or_false(word)
 
 
@@ -70,7 +70,7 @@ def with_underscores(word: str) -> str:
 
 
 def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hint: Any) -> None:
-    """Add `--name value`, and an alias, for a `field` of type `hint`. A boolean is also --name or --no_name alone."""
+    """Add `--name value`, and an alias, for a `field` of type `hint`. A boolean also gets --name and --no_name."""
     kind = next(each for each in get_args(hint) if each is not NoneType) if NoneType in get_args(hint) else hint
     text, bare, bounds = (field.metadata[key] for key in ("help", "bare", "bounds"))
     if field.default is not None and "(default:" not in text:
@@ -163,8 +163,8 @@ def parse_config(argv: list[str], prog: str = "train_fp8.py", parallel: bool = F
 def parse_launch(
     argv: list[str], environ: MutableMapping[str, str], description: str | None = None, parallel: bool = False
 ) -> Config:
-    """Parse a command line like `parse_config`, and apply the settings of `accelerate launch`. Remove its variables and
-    those left by an earlier torchrun, from `environ`. Raise `UserError` if the launch needs the other script.
+    """Parse a command line like `parse_config` and apply the settings of `accelerate launch`. Remove from `environ` its
+    variables and those that an earlier torchrun left. Raise `UserError` if the launch needs the other script.
     """
     parser = OptionsParser(parallel, description=description)
     typed, names = _read(argv, parser)
@@ -188,7 +188,7 @@ def parse_launch(
 
 
 def _read(argv: list[str], parser: OptionsParser) -> tuple[Config, frozenset[str]]:
-    """Parse options, but do not check combinations. Return them, and the names of those that the user set."""
+    """Parse options, but do not check combinations. Return them and the names of the options that the user set."""
     path = parser.parse_known_args(argv)[0].config
     file_argv, names = list[str](), list[str]()
     if path:

@@ -182,7 +182,7 @@ def _convert_for_template(conversation: Conversation, tokenizer: PreTrainedToken
 
 
 def _check_shown(message: Mapping[str, Any], shown: str, template: str, unused: Unused) -> None:
-    """Raise `UserError` unless `shown` has the message's calls and answer. An answer beside a call is only counted."""
+    """Raise `UserError` unless `shown` has all calls and the answer. An answer beside calls only counts as unused."""
     calls = called(message)
     if calls and ("tool_calls" not in template or any(call not in shown for call in calls)):
         raise UserError(f"--dataset_name: the chat template does not show an assistant's 'tool_calls' {calls}.")
@@ -293,7 +293,7 @@ def _tokenise(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list
 
 def _continue(before: str, text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokenise `text` as the continuation of `before`: tokenise it after a single character, then remove the tokens of
-    this character. It is the last one of `before` or, if that one shares a token with `text`, another.
+    this character. The character is the last one of `before` or, if that shares a token with `text`, another one.
     """
     for anchor in (before[-1], *"0a\n."):
         alone, both = _tokenise([anchor, anchor + text], tokenizer)

@@ -67,7 +67,7 @@ class DatasetSource:
     left_out: tuple[str, ...] = ()  # names of files that look like data but are not read
 
     def with_split(self, requested: str | None, flag: str, defaults: Sequence[str]) -> DatasetSource:
-        """Choose the split `requested` (the value of `flag`) or, if it is None, the first of `defaults` that exists."""
+        """Return a copy with the split `requested` (value of `flag`) or, if None, the first existing default."""
         for split in defaults if requested is None else (requested,):
             if split in self.files:
                 return dataclasses.replace(self, split=split)
@@ -215,7 +215,7 @@ def _as_text(file: str) -> dict[str, Any]:
 
 
 def first_row(source: DatasetSource, dataset: Any) -> dict[str, Any]:
-    """Return the first row of `dataset`, with None for columns that only later rows have. Without rows: `UserError`."""
+    """Return the first row of `dataset`. Columns that only later rows have are None. Raise `UserError` without rows."""
     number, features = FIRST_ROWS if source.is_json else 1, dataset.features or {}
     with reading_of(source):
         table = next(dataset.with_format("arrow").iter(number), None)  # Arrow does not decode images

@@ -62,7 +62,7 @@ class Sequences:
         return np.random.default_rng([self.seed, buffer]).permutation(num_sequences)
 
     def global_batches(self, position: Position, size: int) -> Iterator[tuple[list[Reader], Position]]:
-        """Yield, from `position` on, readers of the `size` sequences of an optimizer step and the position after it."""
+        """For each optimizer step from `position` on, yield readers of its `size` sequences and the next position."""
         batch, next_row = list[Reader](), position["next_row"]
         for plan, read, begin, after in self.buffers(position):
             order = self.order(begin["buffer"], len(plan))
@@ -126,7 +126,7 @@ class DataRank:
     world_size: int = 1
 
     def micro_batches(self, rows: Sequence[T], batch_size: int) -> list[Sequence[T]]:
-        """Return this rank's micro-batches of up to `batch_size` rows. Empty ones make all ranks have equally many."""
+        """Return this rank's micro-batches of up to `batch_size` rows. All ranks get equally many, some empty."""
         chunks = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
         rounds = -(-len(chunks) // self.world_size)
         mine = chunks[self.rank :: self.world_size]
@@ -150,7 +150,7 @@ class TrainLoader:
     """Endless iterable over optimizer steps. Each item is the list of this rank's micro-batches (`list[Batch]`).
 
     `state_dict()` returns the position after the last yielded step, regardless of prefetching. A loader that loads this
-    state yields exactly the steps that would have followed, even if micro-batches or ranks are more or fewer now.
+    state yields exactly the steps that would have followed, even if the number of micro-batches or ranks differs.
     """
 
     def __init__(self, sequences: Sequences, layout: Layout, num_micro_batches: int, data_rank: DataRank) -> None:

@@ -107,7 +107,7 @@ def detect_columns(row: Mapping[str, Any], mapped: Collection[str] = (), dataset
 
 
 def _mapping(row: Mapping[str, Any]) -> str:
-    """Return a suggestion for --columns if `row` has columns with other names that are common, else ''."""
+    """Return a value for --columns if `row` has columns under names in `QUESTIONS` and `ANSWERS`, else ''."""
     names = {name.lower(): name for name in row}
     question, answer = (next((names[name] for name in each if name in names), "") for each in (QUESTIONS, ANSWERS))
     turn = row[answer][0] if isinstance(row.get(answer), list) and row[answer] else None

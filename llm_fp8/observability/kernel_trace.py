@@ -134,7 +134,7 @@ def record_kernels() -> Iterator[profile]:
 
 
 def kernel_intervals(recorded: Any) -> list[tuple[str, Interval]]:
-    """Return (name, (start, end)), in s since recording began, for each kernel and copy in the finished `recorded`."""
+    """Return (name, (start, end)), in s since recording began, for each kernel and copy in a finished profile."""
     # Read the profiler's raw events: building `recorded.events()` takes longer than the recorded step.
     results = recorded.profiler.kineto_results
     started_ns = results.trace_start_ns()
@@ -165,7 +165,7 @@ def gemm_kernels(times: KernelTimes) -> dict[GemmKind, KernelTime]:
 
 
 def _grouped(times: KernelTimes, group_of: Callable[[str], Any]) -> dict[Any, KernelTime]:
-    """Sum the kernels of each `group_of(name)` except None. The group with the longest time comes first."""
+    """Sum kernels by `group_of(name)`. Leave out those for which it is None. The longest time comes first."""
     groups: dict[Any, KernelTime] = {}
     for name, (count, time_s) in sorted(times.items(), key=lambda kernel: -kernel[1][1]):
         if (group := group_of(name)) is not None:
@@ -256,7 +256,7 @@ def profiled(trace: Path | None = None) -> Iterator[StepProfile]:
 
 
 def describe_gpu_idle(idle: dict[str, Any] | None, mode: str) -> str | None:
-    """Return a warning about `idle` (from `gpu_idle`) with advice for the sharding `mode`, or None if it is small."""
+    """Return a warning about `idle` (of `gpu_idle`) with advice for the sharding `mode`, or None if idling is short."""
     if idle is None or idle["share"] < MIN_REPORTED_IDLE:
         return None
     sharding = "" if mode in ("single", "ddp") else ", or try --sharding_mode fsdp_grad or ddp"

@@ -40,7 +40,7 @@ _EVALUATION = {"eval_loss": "loss {:.4f}", "eval_perplexity": "perplexity {:.4g}
 
 
 def quiet_libraries() -> None:
-    """Turn off the libraries' messages. On a terminal, progress bars of downloads and tokenisation are still shown."""
+    """Turn off messages of Hugging Face's libraries. On a terminal, keep bars for downloads and tokenisation."""
     import datasets
     import huggingface_hub
     import transformers
@@ -165,7 +165,7 @@ class RunReporter:
             self._require_metrics()
 
     def _require_metrics(self) -> None:
-        """Raise `UserError` if metrics.jsonl is no longer the open file."""
+        """Raise `UserError` if metrics.jsonl in the folder is no longer the file that the run has open."""
         path = self._folder / "metrics.jsonl"
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if os.path.samestat(os.stat(path), os.fstat(self._file.fileno())):
@@ -225,7 +225,7 @@ class RunReporter:
         return [step for step in self._records() if step["step"] > self._resume_step and "eval_loss" not in step]
 
     def _records(self) -> Iterator[dict[str, float]]:
-        """Yield all records of metrics.jsonl, of earlier processes too. Yield nothing on other ranks than the main."""
+        """Yield all records of metrics.jsonl, also of earlier processes. On ranks other than the main, yield none."""
         if self._is_main:
             self._file.seek(0)
             yield from map(json.loads, self._file)

@@ -49,8 +49,8 @@ def flattened(tree: dict[str, Any], separator: str = ".", prefix: str = "") -> I
 def start_tracker(
     name: str, options: RunConfig, folder: Path, record: dict[str, Any], run_id: str | None
 ) -> tuple[GeneralTracker, str | None]:
-    """Start the tracker `name` with the options and labels from `record`, the content of run.json. On W&B,
-    continue the run `run_id` if it is set. Return the tracker and the id of the run on W&B (None for other trackers).
+    """Start the tracker `name` with the options and labels from `record`, the content of run.json. On W&B, continue the
+    run `run_id` if it is set. Return the tracker and the id of the run on W&B (None for other trackers).
     """
     labels = {label: read(record) for label, read in LABELS.items()}
     config = dict(flattened(record["config"])) | labels

@@ -32,7 +32,7 @@ NUM_MEASURED = 2  # micro-batches of each precision, after one that is not measu
 
 
 def choose_precision(requested: Config, plan: RunPlan, data: PreparedData) -> tuple[RunPlan, dict[str, float]]:
-    """Return `plan` with the precision that is faster on rank 0, and precision -> tokens/s there. Collective."""
+    """Return `plan` with the precision that is faster on rank 0, and the tokens/s of both there. Collective."""
     tokens_per_s = gathered(measure_precisions(plan, data))[0]
     fastest = max(tokens_per_s, key=tokens_per_s.__getitem__)
     figures = ", ".join(f"{name} {figure:,.0f} tokens/s" for name, figure in tokens_per_s.items())

@@ -93,7 +93,7 @@ def record_run(timeline: Timeline) -> None:
 
 
 def record_stream(timeline: Timeline) -> None:
-    """If the run reads a stream, print the counts of its rows and write them to the last entry of run.json."""
+    """If the run reads a stream, print the counts of its rows and add them to this process's entry in run.json."""
     report, plan = timeline.state.data.report, timeline.setup.plan
     if timeline.loader.steps_per_epoch is None and plan.accelerator.is_main_process:
         plan.say("\n".join(["data read from the stream:", *report.describe()]))
@@ -119,7 +119,7 @@ def check_export(setup: TrainingSetup, folder: Path, data: PreparedData, tokeniz
 
 
 def export_final(timeline: Timeline, tokenizer: PreTrainedTokenizerBase, step: int, tokens_seen: int) -> Path:
-    """Write final/, a Hugging Face checkpoint or a PEFT adapter with tokenizer and model card. Collective."""
+    """Write the folder final/ with a Hugging Face checkpoint or PEFT adapter of `step`, and return it. Collective."""
     setup, results = timeline.setup, timeline.results
     plan, config, folder = setup.plan, setup.plan.config, timeline.state.folder / "final"
     certificates = (result.describe().removeprefix("certificate: ") for result in results.certificates.values())

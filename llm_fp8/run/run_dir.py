@@ -67,7 +67,7 @@ def _claimed(run: RunConfig, ranks: LaunchRanks, stack: contextlib.ExitStack) ->
 
 
 def default_folder(plan: RunPlan, stack: contextlib.ExitStack) -> Path:
-    """Create a folder named after time, model and precision, and lock it until `stack` closes. Collective."""
+    """Create and return a folder named after time, model and precision, locked until `stack` closes. Collective."""
     slug = re.sub(r"[^A-Za-z0-9.]+", "-", f"{plan.config.model.model_name} {plan.precision.name}").strip("-")
     name = str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{slug}")
     return decided_by_main(lambda: stack.enter_context(run_lock(Path(agree_on("output_dir", name)))))
@@ -104,7 +104,7 @@ def _refuse_other_run(folder: Path, resume_from: str | None) -> None:
 
 @contextlib.contextmanager
 def run_lock(folder: Path) -> Iterator[Path]:
-    """Lock an output folder in the block, or raise `UserError` if it is in use. Delete it if no run began in it."""
+    """Lock `folder` in the block, or raise `UserError` if it is in use. If no run began, delete new folders."""
     existing, path = nearest_existing(folder), folder / LOCK
     folder.mkdir(parents=True, exist_ok=True)
     with open(path, "a+") as lock:

@@ -43,7 +43,7 @@ class TrainingSetup:
 
     @property
     def exports_adapter(self) -> bool:
-        """True if final/ will contain only adapters, which would be useless without the weights if those are random."""
+        """True if final/ will contain adapters alone. For random weights, adapters without them would be useless."""
         return self.plan.config.trains_adapters and self.plan.stored is not None
 
 
@@ -153,7 +153,7 @@ def _decoder_with_adapters(plan: RunPlan, on_meta: bool) -> Model:
 
 
 def _describe_rounding(plan: RunPlan, fp8: Any) -> str:
-    """Describe how stored weights become the model's. `fp8` is their format if they are stored in fp8, else None."""
+    """Describe how stored weights are rounded to the model's dtype. `fp8` is their format if it is fp8, or None."""
     if fp8 is not None:
         rounded = ", rounded to bfloat16" if plan.rounds_weights and not plan.keeps_lower_bits else ""
         return f"stored weights are {fp8.describe()}: training starts from value times scale{rounded}"

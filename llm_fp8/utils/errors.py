@@ -26,7 +26,7 @@ class FailedCheck(Exception):
 @contextlib.contextmanager
 def reading(flag: str, name: object, content: str = "it", advice: str = "") -> Iterator[None]:
     """Convert an error of a library or file system in the block to a `UserError`: "{flag} {name}: cannot read {content}
-    (error). {advice}". `UserError`, `FailedCheck` and errors of full memory or disk or a killed process are unchanged.
+    (error). {advice}". Do not convert `UserError`, `FailedCheck`, or errors that memory or disk is full.
     """
     try:
         yield
@@ -79,7 +79,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def did_you_mean(name: str, choices: Iterable[object]) -> str:
-    """Return ' (did you mean X?)' if one or two of `choices` start with `name` or else resemble it. Otherwise ''."""
+    """Return ' (did you mean X?)' if one or two of `choices` start with `name` or else resemble it. Else return ''."""
     name, by_text = name.lower(), {str(choice).lower(): choice for choice in choices}
     near = [text for text in by_text if text.startswith(name)] or [text for text in by_text if _resembles(name, text)]
     best = difflib.get_close_matches(name, near, n=1, cutoff=0) if len(near) < 3 else []
@@ -87,7 +87,7 @@ def did_you_mean(name: str, choices: Iterable[object]) -> str:
 
 
 def _resembles(name: str, choice: str) -> bool:
-    """Return True if the spellings are close, or if each word of `name` starts one of the few words of `choice`."""
+    """Return True for a similar spelling, or if each word of `name` starts one of `choice`, with at most 2 more."""
     words, choice_words = (re.findall(r"[a-z]+|\d+", text) for text in (name, choice))
     has_words = all(any(choice_word.startswith(word) for choice_word in choice_words) for word in words)
     is_close = difflib.SequenceMatcher(None, name, choice).ratio() > 0.85

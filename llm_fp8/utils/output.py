@@ -42,7 +42,7 @@ def closed_outputs() -> list[int]:
 
 
 def discard_output(descriptors: Iterable[int]) -> None:
-    """Redirect `descriptors` to /dev/null, so that a later flush cannot fail. Terminals that are open stay."""
+    """Redirect `descriptors` to /dev/null, so that a later flush cannot fail. Keep terminals that are open."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in descriptors:
         if not os.isatty(descriptor):

@@ -1,4 +1,4 @@
-"""Read the rank of this process, and share values with other ranks without a process group (in torchrun's store)."""
+"""Read the rank of this process. Share values between ranks through torchrun's store, without a process group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llm_fp8.utils.errors import UserError
 
 @dataclass(frozen=True)
 class LaunchRanks:
-    """The rank of this process among all processes that a launcher started."""
+    """The rank of this process, and the number of processes that the launcher started."""
 
     rank: int = 0
     world_size: int = 1

@@ -60,7 +60,7 @@ def forget_weight_casts(modules: Iterable[Any]) -> None:
 
 
 def add_activation(name: str, backward_and_cast: Callable[..., Any]) -> None:
-    """Add to LayerNormMLP an activation `name`. It is "swiglu", but its backward pass is `backward_and_cast` in fp8."""
+    """Add to LayerNormMLP an activation `name`. It is "swiglu", but in fp8 its backward pass is `backward_and_cast`."""
     from transformer_engine.pytorch.module import layernorm_mlp
 
     # table(recipe) is a dict: name -> (forward, backward, backward with bias gradient and cast, or None).
@@ -78,7 +78,7 @@ def add_activation(name: str, backward_and_cast: Callable[..., Any]) -> None:
 
 @contextlib.contextmanager
 def defer_scale_updates() -> Iterator[None]:
-    """In the block, let passes record their amax, but let only `update_scales` change the scales of delayed scaling."""
+    """In the block, make passes record their amax, but leave delayed scaling's scales to `update_scales`."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     no_update = staticmethod(lambda forward=True: None)
@@ -95,7 +95,7 @@ def update_scales() -> None:
 
 
 def attention_backend() -> str | None:
-    """Return the attention kernels that Transformer Engine chose last, or None before the first call."""
+    """Return the name of the attention kernels that Transformer Engine chose last, or None before the first call."""
     from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
 
     names = {"fused": "fused (cuDNN)", "flash": "flash-attn", "unfused": "unfused"}

@@ -26,14 +26,14 @@ from torch.distributed.tensor import DTensor
 
 def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
     """Replace `module.forward(*args, **kwargs)` by `wrapper(old_forward, *args, **kwargs)`. Hooks could not run it in a
-    context, and a module around it would rename parameters. A later wrapper encloses earlier ones: recomputation's
-    encloses precision's, so it repeats the pass in the same precision. FSDP2 and torch.compile enclose all wrappers.
+    context, and a module around it would rename parameters. A later wrapper encloses earlier ones. Recomputation wraps
+    later than precision, so it repeats a pass in the same precision. FSDP2 and torch.compile enclose all wrappers.
     """
     module.forward = functools.partial(wrapper, module.forward)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor (no view, as `to_local()` in torch 2.13), or any other tensor unchanged."""
+    """Return this rank's shard of a DTensor, or a plain tensor as it is. In torch 2.13 `to_local` returns a view."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -99,5 +99,5 @@ def fsdp_entries(unit: Any) -> Iterator[tuple[Tensor, Any]]:
 
 
 def gathered_parameter(entry: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gathered weight of an `fsdp_entries` object (None before a pass) and its fp32 gradient, or None."""
+    """Return the gathered weight (None before a forward pass) and the fp32 gradient (or None) of FSDP2's `entry`."""
     return getattr(entry, "_unsharded_param", None), getattr(entry, "unsharded_accumulated_grad", None)
