@@ -67,7 +67,7 @@ class DatasetSource:
     left_out: tuple[str, ...] = ()  # names of files that look like data but are not read
 
     def with_split(self, requested: str | None, flag: str, defaults: Sequence[str]) -> DatasetSource:
-        """Return a copy with the split `requested` (value of `flag`) or, if None, the first existing default."""
+        """Return a copy with the split `requested`, which `flag` sets, or with the first of `defaults` that exists."""
         for split in defaults if requested is None else (requested,):
             if split in self.files:
                 return dataclasses.replace(self, split=split)

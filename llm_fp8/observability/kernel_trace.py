@@ -196,7 +196,7 @@ class StepProfile:
     kernels: KernelTimes = field(default_factory=dict)
 
     def figures(self) -> dict[str, float]:
-        """Return key of metrics.jsonl -> value. Shares of GEMMs or communication are missing if the step has none."""
+        """Return the step's metrics by key of metrics.jsonl. A share of GEMMs or communication needs such kernels."""
         gemms = gemm_kernels(self.kernels)
         in_fp8 = [times for kind, times in gemms.items() if kind in LOW_PRECISION]
         figures: dict[str, float] = {
@@ -256,7 +256,7 @@ def profiled(trace: Path | None = None) -> Iterator[StepProfile]:
 
 
 def describe_gpu_idle(idle: dict[str, Any] | None, mode: str) -> str | None:
-    """Return a warning about `idle` (of `gpu_idle`) with advice for the sharding `mode`, or None if idling is short."""
+    """Return a warning with advice for the sharding `mode`, or None if `idle` (of `gpu_idle`) is small or unknown."""
     if idle is None or idle["share"] < MIN_REPORTED_IDLE:
         return None
     sharding = "" if mode in ("single", "ddp") else ", or try --sharding_mode fsdp_grad or ddp"

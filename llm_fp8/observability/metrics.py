@@ -7,8 +7,8 @@ for the values, and twice as much in the backward pass. Each layer thus costs `6
 
     6 P num_tokens  +  6 L h sum(l**2 over documents)
 
-`P` is the number of linear weights that compute a token. It includes the lm_head, and of routed weights only those that
-the router selects. Embedding look-up, norms, softmax and RoPE are left out, as usual. `L` is the number of layers with
+`P` is the number of linear weights that process a token, with the lm_head. Of all experts' weights, only those of the
+selected ones count. Embedding look-up, norms, softmax and RoPE are left out, as usual. `L` is the number of layers with
 attention, and `h` is `num_attention_heads * head_dim`. An unpacked sequence of `S` positions is one document, which
 gives the familiar `num_tokens * (6 P + 6 L S h)`. These are *model* FLOPs as in PaLM (Chowdhery et al. 2022,
 arXiv:2204.02311, appendix B), but with only the causal half of attention. Padding is counted, recomputation is not.
@@ -117,7 +117,7 @@ RECORDED_STEP = "num_gemm_kernels"  # a key that only the recorded step has
 def speed_metrics(
     tokens: StepTokens, step_time_s: float, size: DecoderSize, num_gpus: int, peak: PeakTflops | None, fp8: bool
 ) -> dict[str, float]:
-    """Return key of metrics.jsonl -> throughput of one step. If `fp8`, also compute the MFU of the fp8 peak."""
+    """Return throughput metrics of one step by key of metrics.jsonl. If `fp8`, also return the MFU of the fp8 peak."""
     tflops = step_flops(size, tokens) / step_time_s / num_gpus / 1e12
     figures = {
         "step_time_s": step_time_s,
@@ -170,7 +170,7 @@ def throughput_summary(steps: list[dict[str, float]]) -> dict[str, float]:
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Return key of metrics.jsonl -> this process's peak memory on `device`. For a CPU the result is empty."""
+    """Return this process's peak memory on `device` by key of metrics.jsonl. For a CPU the result is empty."""
     if device.type != "cuda":
         return {}
     return {

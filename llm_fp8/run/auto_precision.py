@@ -32,7 +32,9 @@ NUM_MEASURED = 2  # micro-batches of each precision, after one that is not measu
 
 
 def choose_precision(requested: Config, plan: RunPlan, data: PreparedData) -> tuple[RunPlan, dict[str, float]]:
-    """Return `plan` with the precision that is faster on rank 0, and the tokens/s of both there. Collective."""
+    """Measure both precisions. Return `plan`, settled again from the options `requested` for the precision that is
+    faster on rank 0, and a dict: precision -> tokens/s on rank 0. Collective.
+    """
     tokens_per_s = gathered(measure_precisions(plan, data))[0]
     fastest = max(tokens_per_s, key=tokens_per_s.__getitem__)
     figures = ", ".join(f"{name} {figure:,.0f} tokens/s" for name, figure in tokens_per_s.items())
@@ -43,7 +45,7 @@ def choose_precision(requested: Config, plan: RunPlan, data: PreparedData) -> tu
 
 
 def measure_precisions(plan: RunPlan, data: PreparedData) -> dict[str, float]:
-    """Measure forward and backward passes of this process. Return 'fp8' and 'bf16' -> tokens per second. Collective."""
+    """Measure forward and backward passes in this process. Return a dict: precision -> tokens/s. Collective."""
     random_states = rng_state(plan.accelerator.process_index)
     setup = build_setup(dataclasses.replace(plan, say=lambda text: None), in_bf16=True)
     batches = data.train.first_step()

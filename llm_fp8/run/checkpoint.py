@@ -214,8 +214,8 @@ class CheckpointManager:
         return sorted(complete, key=lambda checkpoint: checkpoint.save_number, reverse=True)
 
     def find(self, resume_from: str | None) -> Checkpoint | None:
-        """Return the checkpoint in the folder `resume_from`, or the last one if it is 'latest'. Return None if it is
-        None, or 'latest' and there is no checkpoint. Raise `UserError` if that checkpoint, or every one, is damaged.
+        """Return the checkpoint in the folder `resume_from`, or the last one for 'latest'. Return None for None, or if
+        there is no last one. Raise `UserError` if the folder's checkpoint or, for 'latest', every one is damaged.
         """
         if resume_from not in (None, LATEST):
             return Checkpoint.open(Path(resume_from))

@@ -33,7 +33,7 @@ def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, or a plain tensor as it is. In torch 2.13 `to_local` returns a view."""
+    """Return this rank's shard of a DTensor (`to_local` makes a view in torch 2.13), or any other tensor unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -99,5 +99,5 @@ def fsdp_entries(unit: Any) -> Iterator[tuple[Tensor, Any]]:
 
 
 def gathered_parameter(entry: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gathered weight (None before a forward pass) and the fp32 gradient (or None) of FSDP2's `entry`."""
+    """Return the gathered weight (None before a forward pass) and fp32 gradient (or None) of FSDP2's object `entry`."""
     return getattr(entry, "_unsharded_param", None), getattr(entry, "unsharded_accumulated_grad", None)
