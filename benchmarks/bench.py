@@ -199,7 +199,7 @@ def add_measuring_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measuring_plan(options: argparse.Namespace) -> Plan:
-    """Return the `Plan` in the options that `add_measuring_options` adds. Raise `UserError` for a wrong --warmup."""
+    """Return the `Plan` that the command line's `options` describe. Raise `UserError` for a wrong --warmup."""
     if not MIN_WARMUP <= options.warmup < options.steps:
         raise UserError(f"--warmup must be from {MIN_WARMUP} to less than --steps {options.steps}.")
     return Plan(options.steps, options.warmup, options.rounds, options.timeout_s)

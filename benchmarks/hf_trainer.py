@@ -1,12 +1,11 @@
 #!/usr/bin/env python
-"""Measure speed and memory of transformers' Trainer in bf16 and in Accelerate's fp8, and of train_fp8.py on the same
-rows.
+"""Measure speed and memory of transformers' Trainer in bf16 and fp8, and of train_fp8.py on the same rows.
 
     python benchmarks/hf_trainer.py --model Llama-3.1-8B --rows 4 --length 1024 --micro_batches 4 --output out.json
 
 --model is a bundled architecture, which trains from random weights. Every row of the data fills the whole sequence, so
 that each variant computes the same number of real tokens in a step. In each of --rounds rounds, every variant runs
-once, in its own process on one GPU:
+once, in its own process on one GPU (the fp8 of the Trainer is that of Accelerate):
 
     trainer_bf16   accelerate launch --config_file configs/accelerate_bf16.yaml examples/hf_trainer_fp8.py ...
     trainer_fp8    accelerate launch --config_file configs/accelerate_fp8.yaml examples/hf_trainer_fp8.py ...

@@ -211,14 +211,14 @@ def interval(differences: list[float]) -> dict[str, Any]:
 
 
 def equal_loss_steps(run: Row, reference: Row) -> float:
-    """Return the share of its steps after which `reference` reached the loss of the export of `run` (1 if never)."""
+    """Return the share of its steps that `reference` needed to reach the loss of the export of `run`, or 1 if never."""
     steps, losses = zip(*reference["evaluations"], strict=True)
     best = np.minimum.accumulate(losses)
     return float(np.interp(-run["bf16_eval_loss"], -best, steps)) / steps[-1]
 
 
 def compare(runs: list[Row]) -> list[Row]:
-    """Return the paired differences of each variant from its reference, by learning rate (0 means untrained)."""
+    """Return the differences between paired runs of a variant and its reference, by learning rate (0: untrained)."""
     losses = {(run["variant"], run["learning_rate"], run["seed"]): run for run in runs if "eval_loss" in run}
     comparisons = []
     for variant in dict.fromkeys(run["variant"] for run in runs):

@@ -205,7 +205,7 @@ def train_trl(job: Job, probe: Probe) -> None:
     installed = [number for number in (3, 4, 2) if getattr(import_utils, f"is_flash_attn_{number}_available")()]
     probe.attention = f"flash_attention_{installed[0]}" if installed else "sdpa"
     options = {name: value for name, value in job["options"].items() if name != "launch"}
-    options["pad_to_multiple_of"] = job["batch_size"] * job["seq_length"]  # fp8 needs one size
+    options["pad_to_multiple_of"] = job["batch_size"] * job["seq_length"]  # fp8 needs batches of one size
     options["model_init_kwargs"] = {"attn_implementation": probe.attention, "dtype": "float32"}
     train_sft(job, probe, job["model"], options)
 
@@ -396,8 +396,8 @@ def write_rows(path: Path, text: Path | None, model: Path, seq_length: int, num_
 
 
 def measure(job: Job, site: str | None, scratch: Path, timeout_s: float) -> dict[str, Any]:
-    """Train one variant with its package in the folder `site`, and return its entry. Each time memory runs out, halve
-    the rows per micro-batch, double the number of micro-batches, and try again.
+    """Train one variant and return its entry. Each time memory runs out, halve the rows per micro-batch, double the
+    number of micro-batches, and try again. `site` is the folder of the variant's package, if that is not installed.
     """
     while True:
         path = scratch / f"{job['name']}-{job['batch_size']}.json"

@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""Is fp8 worth it here? Train bf16 and fp8 runs that differ only in precision, or read finished runs, and compare
-them.
+"""Is fp8 worth it here? Train runs that differ only in precision, or read finished runs, and compare them.
 
     python scripts/compare_performance.py --train "--model_name meta-llama/Llama-3.2-1B --use_te \\
         --max_steps 300 --eval_every 50" --variants bf16,fp8,current --seeds 3

@@ -51,8 +51,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def data_options(options: argparse.Namespace) -> DataConfig:
-    """Return the data options in the run's run.json, replaced by those of the command line. If the command line names a
-    dataset, only options that suit any dataset come from run.json.
+    """Return the data options in the run.json beside the model, replaced by those of the command line. If the command
+    line names a dataset, only options that suit any dataset come from run.json.
     """
     typed = {name: value for name, value in vars(options).items() if name in DATA_OPTIONS}
     record, recorded = Path(options.model_name).absolute().parent / "run.json", {}
@@ -65,7 +65,9 @@ def data_options(options: argparse.Namespace) -> DataConfig:
 
 
 def prompt_and_solution(input_ids: list[int], labels: list[int]) -> tuple[list[int], list[int]]:
-    """Return a row's token ids before and in its last supervised part. `labels[t]` is the id at t + 1, or -100."""
+    """Split a row before its last supervised part. Return the token ids before this part, and those of this part.
+    `labels[t]` is the id at t + 1 if that is supervised, else -100.
+    """
     last = max(t for t, label in enumerate(labels) if label >= 0)
     first = next((t + 1 for t in range(last, -1, -1) if labels[t] < 0), 0)
     return input_ids[: first + 1], labels[first : last + 1]

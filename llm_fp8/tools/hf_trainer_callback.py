@@ -234,7 +234,7 @@ def _expected_in_fp8(
     coverage = measure_coverage(model, layers, "bf16", {}, most_in_fp8=row_of(scenario).gemms_in_fp8)
     return ExpectedKernels(
         precision=f"fp8 {scenario}",
-        compute="bf16",  # Accelerate's autocast computes in bf16 whatever is not in fp8
+        compute="bf16",  # Accelerate's autocast computes everything that is not in fp8 in bf16
         scenario=scenario,
         num_fp8_gemms=row_of(scenario).gemms_in_fp8 * num_weights + num_recomputed - num_spared,
         fp8_linear_flop_share=coverage.fp8_linear_flop_share,
@@ -242,7 +242,7 @@ def _expected_in_fp8(
 
 
 def _trained_first(model: nn.Module) -> list[nn.Module]:
-    """List the modules that may need no dgrad: all in the layer of the first trained parameter, in unknown order."""
+    """List the modules of the layer with the first trained parameter. Some need no dgrad, and it is unknown which."""
     first = next((name for name, parameter in model.named_parameters() if parameter.requires_grad), "")
     layer = re.match(r"(.+?\.)?\d+(?=\.)", first)
     return list(model.get_submodule(layer[0]).modules()) if layer else [model.get_submodule(first.rpartition(".")[0])]

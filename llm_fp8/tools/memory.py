@@ -141,7 +141,7 @@ def rows_of(config: Config, hf_config: PretrainedConfig, machine: Machine) -> li
     num_parameters, rows = count_parameters(hf_config), []
     for (way, changes), mode in itertools.product(WAYS.items(), modes):
         run = RunSize(config, hf_config, recipe, mode, num_gpus, num_parameters).changed(**changes)
-        if not is_consistent(run.config, mode):  # such as --fp8_recast_weights in a bf16 run
+        if not is_consistent(run.config, mode):  # for example --fp8_recast_weights in a bf16 run
             continue
         if run.spec is None:  # there is no TE decoder for this model, so its activations are not counted
             if "gradient_checkpointing" in changes:
@@ -162,7 +162,7 @@ def rows_of(config: Config, hf_config: PretrainedConfig, machine: Machine) -> li
 
 
 def main() -> int:
-    """Print and write the rows. Training options have the names and defaults of train_fp8.py."""
+    """Print a table of the rows, and write them as JSON. Options have the names and defaults of train_fp8.py."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     add, defaults = parser.add_argument, Config().options
     names = f"hub id, folder, or bundled name: {', '.join(BUNDLED)}"

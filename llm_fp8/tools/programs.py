@@ -59,7 +59,7 @@ def run_program(
     timeout_s: float | None = None,
 ) -> Outcome:
     """Run a program until it ends, and append its output to `log`. `environ` and `cwd` default to this process's. After
-    `timeout_s`, or if this call is interrupted, send it SIGTERM, and SIGKILL to its process group at most 30 s later.
+    `timeout_s`, or if this call is interrupted, send SIGTERM to the program and, within 30 s, SIGKILL to its group.
     """
     with log.open("ab") as file:
         start_byte, started_s = file.tell(), time.monotonic()

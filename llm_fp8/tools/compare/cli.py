@@ -1,5 +1,4 @@
-"""Is fp8 worth it here? Train bf16 and fp8 runs that differ only in precision, or read finished runs, and compare
-them.
+"""Is fp8 worth it here? Train runs that differ only in precision, or read finished runs, and compare them.
 
 Runs are in OUTPUT/runs/VARIANT-seedN, their logs in OUTPUT/logs. All variants run with one seed before the next seed
 begins, so that a slow machine affects all variants. Repeating the command keeps finished runs and resumes others.

@@ -145,7 +145,7 @@ def _gap(pairs: Sequence[tuple[RunRecord, RunRecord]], figure: Callable[[RunReco
 
 
 def certificate_state(summaries: Sequence[dict[str, Any]]) -> CertificateState:
-    """Return the worst verdict in the runs' `summaries`. A run with --fp8_until has a second certificate, after fp8."""
+    """Return the worst verdict in the runs' `summaries`. A run with --fp8_until has a second verdict, for bf16."""
     certificates = [summary.get("certificate") or {"verdict": "missing"} for summary in summaries]
     certificates += [after for summary in summaries if (after := summary.get("certificate_after_fp8"))]
     worst = max((each["verdict"] for each in certificates), key=_SEVERITY.index, default="missing")
@@ -164,7 +164,7 @@ _FIELDS = {
     " config.data.batch_size config.optim.gradient_accumulation_steps effective.num_requested_micro_batches"
     " provenance.environment.CUDA_VISIBLE_DEVICES",
 }
-"""Figures that a difference confounds ("" means none) -> prefixes of the fields. A field's longest prefix decides."""
+"""Kind of figures ("": none) that a difference confounds -> prefixes of the fields. The longest match decides."""
 _EFFECTS = {prefix: effect for effect, text in _FIELDS.items() for prefix in text.split()}
 
 

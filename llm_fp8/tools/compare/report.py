@@ -46,7 +46,7 @@ class Comparison:
 
 
 def compare(runs: Sequence[RunRecord], failures: Sequence[Failure] = (), margin: float = QUALITY_MARGIN) -> Comparison:
-    """Compare one or more finished runs. Raise `UserError` if two runs have the same variant and seed."""
+    """Compare finished runs (at least one). `margin` is --quality_margin. Two runs of a variant and seed are an error."""
     sources: dict[str, str] = {}
     for run in runs:
         if run.label in sources:

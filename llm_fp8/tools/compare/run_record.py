@@ -136,7 +136,7 @@ def _record(
 
 
 def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
-    """Read the record of the finished run in `folder`. Raise `UserError` if there is none."""
+    """Read the record of the finished run in `folder`. Raise a `UserError` about the option `flag` if there is none."""
     with reading(flag, folder, "a finished run there", "Give the --output_dir of a finished run."):
         run = read_json(folder / "run.json", flag)
         summary = read_json(folder / "summary.json", flag)

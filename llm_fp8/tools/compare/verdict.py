@@ -40,7 +40,7 @@ class Verdict:
 def judge(
     figures: VariantFigures, reference: VariantFigures | None, differences: Sequence[Difference], margin: float
 ) -> Verdict:
-    """Judge a variant against the baseline `reference`, which is None if no run of the baseline finished."""
+    """Judge a variant against the baseline `reference`, None if no run of it finished. `margin` is --quality_margin."""
     name, state, reasons = figures.name, figures.certificate.state, "; ".join(figures.certificate.reasons)
     if not figures.seeds:
         return Verdict("failed", [f"{name}: no run finished, so there is nothing to compare."])

@@ -10,7 +10,7 @@ includes the gradients.
 **Quality** (--quality) is the cost of fp8's forward pass before any training, by kind of module. The model predicts the
 same text in bf16, in fp8, with only one kind of module in fp8, and with all other kinds in fp8. The measure is the
 Kullback-Leibler divergence from bf16's next-token distributions, in nats per supervised token. Rounding to bf16 alone
-causes a divergence of about 0.001. The loss is no measure, since a disturbance may also lower the loss of new text.
+causes a divergence of about 0.001. The loss is no measure, since a disturbance may also lower the loss on new text.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def diagnose(config: Config, trace: Path | None = None) -> dict[str, Any]:
 
 
 def measure(setup: TrainingSetup, stepper: Stepper, loader: TrainLoader, trace: Path | None) -> dict[str, Any]:
-    """Return the findings about steps after a warm-up: their time, one step's memory, and another step's kernels."""
+    """Return the findings about steps after a warm-up: time, memory and kernels. Write one step's trace to `trace`."""
     plan, steps = setup.plan, iter(loader)
     stepper.model.train()
 
@@ -180,7 +180,7 @@ def problems(findings: Mapping[str, Any]) -> list[str]:
 
 
 def measure_quality(config: Config) -> dict[str, Any]:
-    """Measure fp8's quality cost for the model and recipe of `config`, on its eval text or else its training text."""
+    """Measure how much quality fp8 costs the model of `config`, on the eval data or else the training data."""
     plan = plan_without_output(config)
     if plan.precision.recipe is None:
         raise UserError("--quality compares fp8 with bf16; add --mixed_precision fp8.")
@@ -210,7 +210,7 @@ class _Comparison:
         self.num_tokens = sum(map(len, self.reference))
 
     def findings(self) -> dict[str, Any]:
-        """Return the cost (see `cost`) of each kind of module and of all, and the output error of each module."""
+        """Return the cost of fp8 (see `cost`) by kind of module and in total, and the error of each module's output."""
 
         def num_weights(modules: Iterable[nn.Module]) -> int:
             return sum(weight.numel() for module in modules for weight in linear_weights(module))

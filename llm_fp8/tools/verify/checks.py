@@ -1,8 +1,7 @@
 """Check packages, environment variables and GPUs. A check receives a `Setup` and returns a `Result`.
 
 The rules for variables cover settings that guides to fp8 training recommend, and settings that silently break or slow a
-run. They follow the source of torch 2.13, accelerate 1.15 and Transformer Engine 2.20. docs/multi_gpu.md explains them
-and useful settings.
+run. They follow the source of torch 2.13, accelerate 1.15 and Transformer Engine 2.20. docs/multi_gpu.md explains them.
 """
 
 from __future__ import annotations

@@ -77,7 +77,9 @@ def train(setup: Setup, name: str, *argv: str, num_processes: int = 1) -> Run:
 
 
 def judge(result: Result, run: Run, baseline: Run | None = None) -> None:
-    """Add a run to `result`. It must succeed, be certified, use fast attention, learn, and stay near `baseline`."""
+    """Add a run's facts and failures to `result`. A good run is certified, has fast attention, and learns as `baseline`
+    does: no loss differs by more than `MAX_LOSS_DIFFERENCE`.
+    """
     name, losses, rerun = run.name, run.losses, shlex.join(run.command)
     result.facts[name] = {"wall_s": run.outcome.wall_s, "losses": losses, "summary": run.summary}
     if run.outcome.failure is not None:
