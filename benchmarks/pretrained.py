@@ -165,7 +165,7 @@ def begin_worker(gpus: Queue[str]) -> None:
 
 
 def run_job(job: Job, settings: argparse.Namespace, batches: list[Batch], scratch: Path, began: float) -> Row | None:
-    """Train, evaluate the export in bf16, and return both results. Return None if --deadline_s has passed."""
+    """Train, evaluate the export in bf16, and return both results. Later than `began` + --deadline_s return None."""
     if time.time() - began > settings.deadline_s:
         return None
     folder = scratch / f"{job.variant.replace('/', ':')}-{job.learning_rate}-{job.seed}"

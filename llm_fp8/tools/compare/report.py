@@ -46,7 +46,7 @@ class Comparison:
 
 
 def compare(runs: Sequence[RunRecord], failures: Sequence[Failure] = (), margin: float = QUALITY_MARGIN) -> Comparison:
-    """Compare finished runs (at least one). `margin` is --quality_margin. Two runs of a variant and seed are an error."""
+    """Compare finished runs. `margin` is --quality_margin. Raise `UserError` if two runs have equal variant and seed."""
     sources: dict[str, str] = {}
     for run in runs:
         if run.label in sources:
