@@ -46,7 +46,7 @@ class Comparison:
 
 
 def compare(runs: Sequence[RunRecord], failures: Sequence[Failure] = (), margin: float = QUALITY_MARGIN) -> Comparison:
-    """Compare finished runs. `margin` is --quality_margin. Raise `UserError` if two runs have equal variant and seed."""
+    """Compare finished runs. `margin` is --quality_margin. Raise `UserError` if two have the same variant and seed."""
     sources: dict[str, str] = {}
     for run in runs:
         if run.label in sources:
