@@ -104,7 +104,7 @@ def precision_of(variant: str) -> str:
 
 
 def read_rows(path: Path, row_name: str | None, variants: list[str] | None) -> list[Row]:
-    """Read a workload's rows of `variants`, or else of baselines and our recipes. Raise `UserError` if none exists."""
+    """Read a workload's rows of `variants`, or else of baselines and recipes. Raise `UserError` if one is missing."""
     with reading("results", path, "the rows of a throughput benchmark"):
         record = read_json(path)
         gpu = record["provenance"]["gpus"][0]["name"].removeprefix("NVIDIA ")

@@ -9,9 +9,9 @@ evaluated on the held-out rows twice: by the run itself in its own precision, an
 in bf16. The difference between the two losses is the cost of evaluating in fp8. The loss of the export minus that of
 the reference's export is the cost of training in fp8. Seed 0 evaluates the untrained model.
 
-`equal_loss_steps` is the share of its steps after which the reference reached the loss of the variant's export,
-interpolated between evaluations. The reference's learning rate had not decayed by then, so a shorter schedule would
-reach this loss sooner.
+`equal_loss_steps` is the share of the reference's steps after which the reference reached the loss of the variant's
+export, interpolated between evaluations. The reference's learning rate had not decayed by then, so a shorter schedule
+would reach this loss sooner.
 
 `NAME@SHARE` is a variant with --fp8_until SHARE. `NAME/LENGTH` has a schedule of LENGTH times --steps. For example,
 bf16/0.7 shows the loss that bf16 reaches in the time of a variant that is 1 / 0.7 times as fast.
@@ -165,7 +165,7 @@ def begin_worker(gpus: Queue[str]) -> None:
 
 
 def run_job(job: Job, settings: argparse.Namespace, batches: list[Batch], scratch: Path, began: float) -> Row | None:
-    """Train, evaluate the export in bf16, and return both results. Later than `began` + --deadline_s return None."""
+    """Train, then evaluate the export in bf16. Return the results, or None if `began` is more than --deadline_s ago."""
     if time.time() - began > settings.deadline_s:
         return None
     folder = scratch / f"{job.variant.replace('/', ':')}-{job.learning_rate}-{job.seed}"

@@ -79,7 +79,7 @@ CHAT_TEMPLATE = (
 
 
 class Probe:
-    """Record times, memory and kernels of training steps. `train_ours` etc. add losses, tokens and attention."""
+    """Record times, memory and kernels of training steps. The functions `train_*` add losses, tokens and attention."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -380,7 +380,7 @@ def write_model(model: str, folder: Path) -> None:
 
 def write_rows(path: Path, text: Path | None, model: Path, seq_length: int, num_tokens: int) -> None:
     """Write rows of `text`, which default to the embedded dataset, until they have over `num_tokens` tokens in total.
-    Leave out rows of `seq_length` or more tokens. Repeat the text if needed.
+    Leave out rows of `seq_length` or more tokens. Repeat the text if needed. The tokenizer is in the folder `model`.
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
     sources = [text] if text is not None else sorted((DATASET_DIR / "data").glob("train-*.jsonl"))

@@ -129,7 +129,7 @@ def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
 
 
 def rows_of(config: Config, hf_config: PretrainedConfig, machine: Machine) -> list[Row]:
-    """Return a row for each way to train in each sharding mode. The cheapest that fits comes first."""
+    """Return a row for each of `WAYS` in each sharding mode. The cheapest that fits comes first."""
     from llm_fp8.models.build import count_parameters
     from llm_fp8.models.memory import RunSize
     from llm_fp8.settle.memory import is_consistent, largest_fitting

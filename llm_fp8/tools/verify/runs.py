@@ -77,8 +77,8 @@ def train(setup: Setup, name: str, *argv: str, num_processes: int = 1) -> Run:
 
 
 def judge(result: Result, run: Run, baseline: Run | None = None) -> None:
-    """Add a run's facts and failures to `result`. A good run is certified, has fast attention, and learns as `baseline`
-    does: no loss differs by more than `MAX_LOSS_DIFFERENCE`.
+    """Add a run's facts and failures to `result`. The run must be certified, use fast attention and lower its loss.
+    Its losses must stay within `MAX_LOSS_DIFFERENCE` of those of `baseline`.
     """
     name, losses, rerun = run.name, run.losses, shlex.join(run.command)
     result.facts[name] = {"wall_s": run.outcome.wall_s, "losses": losses, "summary": run.summary}
