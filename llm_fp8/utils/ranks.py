@@ -54,7 +54,7 @@ def launcher_store():  # type: ignore[no-untyped-def]
 
 
 def agree_on(name: str, value: str) -> str:
-    """Return in all processes the `value` that the first one passed for `name`, even after restarts by the launcher."""
+    """Return the `value` that the first caller passed for `name`. All ranks get the same, even after a restart."""
     store = launcher_store()
     return value if store is None else store.compare_set(f"llm_fp8/agreed/{name}", "", value).decode()
 

@@ -47,7 +47,7 @@ def prefer_torchs_cudnn() -> None:
 
 
 def keep_weight_casts(modules: Iterable[Any], keep: bool) -> None:
-    """If `keep`, make `modules` keep their weights' fp8 casts for later passes. If not, they cast in each pass."""
+    """If `keep`, make `modules` keep the fp8 casts of their weights for later passes. If not, they cast every time."""
     for module in modules:
         if hasattr(type(module), "is_fsdp2"):
             module._is_fsdp2 = not keep  # modules detect FSDP2 only once
