@@ -576,12 +576,12 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         return rotate(q), rotate(k), v.contiguous()
 
     def _documents(self, fused: Tensor, angles: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
-        """Compute attention within documents that start at position 0: [B, S, size] -> [B, S, heads * d].
+        """Compute attention within each document, without a KV cache: [B, S, size] -> [B, S, heads * d].
 
         B == 1 with several documents is the packed form (TE's "thd"). Otherwise each sequence is one right-padded
-        document. With context parallelism over C ranks, the form is always packed. Each document has a length that is a
-        multiple of 2 C and is split into 2 C chunks. Rank r has chunks r and 2 C - 1 - r. `cu_seqlens` and `max_seqlen`
-        are those of the unsliced documents.
+        document. With context parallelism over C ranks, the form is always packed, and the length of each document is a
+        multiple of 2 C. Rank r then has chunks r and 2 C - 1 - r of its 2 C chunks. `cu_seqlens` and `max_seqlen` are
+        those of the unsliced documents.
         """
         batch, length = fused.shape[:2]
         num_documents = cu_seqlens.shape[0] - 1

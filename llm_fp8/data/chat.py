@@ -68,7 +68,7 @@ class Encoded(NamedTuple):
 def encode_batch(
     conversations: Sequence[Conversation], form: RowForm, tokenizer: PreTrainedTokenizerBase, train_on_prompt: bool
 ) -> list[Encoded]:
-    """Tokenise conversations in one tokenizer call. In the `unused` of each, count what the template omits."""
+    """Tokenise conversations in one tokenizer call. The results count fields that the template omits (`unused`)."""
     eos = trained_eos(tokenizer, form)
     ends = {eos, tokenizer.eos_token_id}
     if form not in UNTEMPLATED:

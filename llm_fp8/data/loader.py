@@ -91,8 +91,8 @@ def stream_buffers(
     position: Position,
 ) -> Iterator[Buffer]:
     """Yield buffers of the stream from `position` on and count its rows in `report`. `open_stream` opens the stream of
-    tokenised rows of `sources` at its start. `is_held_out` maps problem keys to a mask. `plan_of` packs documents: its
-    arguments are the lengths of all documents and the indices of those to train on.
+    tokenised rows at its start. `is_held_out` returns a mask of the rows held out for evaluation, given the hashes of
+    their problems. `plan_of` packs documents, given the lengths of all and the indices of those to train on.
     """
     begin, ended = {**position, "next_row": 0}, True
     report.forget_rows()

@@ -205,7 +205,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def load_state(self, folder: Path, optimizer: Any) -> None:
         """Restore bit for bit the state that `save_state` wrote with the same number of ranks. The optimizer keeps its
-        learning rate, weight decay and clipping. Collective.
+        current learning rate, weight decay and clipping. Collective.
         """
         options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         load_arguments = {"tag": _TAG, "load_lr_scheduler_states": False, "custom_load_fn": _load_module_state}

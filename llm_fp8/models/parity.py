@@ -90,8 +90,8 @@ def relative_difference(value: Tensor, reference: Tensor) -> float:
 
 
 def first_row(batch: Batch, max_seq_length: int, num_slices: int) -> Row:
-    """Return the first sequence of a batch, truncated to `MAX_TOKENS` tokens, without padding. With context parallelism
-    (`num_slices` > 1), `batch` is a slice; treat the slice of each document as a document.
+    """Return the first sequence of a batch, truncated to `MAX_TOKENS` tokens, without padding. If ranks share
+    sequences (`num_slices` > 1), `batch` is a slice; treat the slice of each document as a document.
     """
     if batch.cu_seqlens is None:
         assert batch.attention_mask is not None

@@ -7,10 +7,10 @@ for the values, and twice as much in the backward pass. Each layer thus costs `6
 
     6 P num_tokens  +  6 L h sum(l**2 over documents)
 
-`P` is the number of linear weights that process a token, with the lm_head. Of all experts' weights, only those of the
-selected ones count. Embedding look-up, norms, softmax and RoPE are left out, as usual. `L` is the number of layers with
-attention, and `h` is `num_attention_heads * head_dim`. An unpacked sequence of `S` positions is one document, which
-gives the familiar `num_tokens * (6 P + 6 L S h)`. These are *model* FLOPs as in PaLM (Chowdhery et al. 2022,
+`P` is the number of linear weights that process a token, with the lm_head. Of routed weights, only those that the
+router selects count. Embedding look-up, norms, softmax and RoPE are left out, as usual. `L` is the number of layers
+with attention, and `h` is `num_attention_heads * head_dim`. An unpacked sequence of `S` positions is one document,
+which gives the familiar `num_tokens * (6 P + 6 L S h)`. These are *model* FLOPs as in PaLM (Chowdhery et al. 2022,
 arXiv:2204.02311, appendix B), but with only the causal half of attention. Padding is counted, recomputation is not.
 With adapters, the linear weights are frozen and need no wgrad. They cost `4 n`, and the adapters' weights `6 n`.
 

@@ -31,8 +31,8 @@ def energy_j(device: torch.device) -> float:
 
 
 class EnergyMeter:
-    """Measures the energy of all GPUs of a run over intervals of optimizer steps. An interval begins when `restart` is
-    called, while the GPU is idle. It ends at the first `read` at least `MIN_INTERVAL_S` later, and the next one begins.
+    """Measures the energy of all GPUs of a run over intervals of steps. The first interval begins at `restart`, to be
+    called while the GPUs are idle. An interval ends, and the next begins, at the first `read` after `MIN_INTERVAL_S`.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

@@ -100,7 +100,7 @@ class CheckpointManager:
     """Saves and loads the checkpoints in `output_dir`, and keeps at most `limit`. Only the main rank deletes files."""
 
     def __init__(self, output_dir: Path, limit: int, is_main: bool = True, strategy: Any = None) -> None:
-        """Pass a `strategy` only if it saves weights and optimizer state itself, as DeepSpeed does."""
+        """Pass a `strategy` only if it saves weights and optimizer state itself."""
         self.folder, self.limit = output_dir / "checkpoints", limit
         self.is_main, self.strategy = is_main, strategy
         self._background: Future[None] | None = None

@@ -151,7 +151,7 @@ class Stepper:
             self._graphs.make_room()
 
     def end_fp8(self) -> None:
-        """Compute in bf16 from the next step on (--fp8_until)."""
+        """Compute in bf16 from the next step on."""
         self.precision.end_fp8()
         if self._graphs is not None:
             self._graphs = None  # free their gradients before new ones are allocated

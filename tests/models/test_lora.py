@@ -239,7 +239,7 @@ def test_te_decoder_with_adapters_matches_hugging_face(request, stand_in, model,
 
 
 class GemmCounter(TorchDispatchMode):
-    """Counts the GEMMs that read each tensor. The address of its storage identifies a tensor."""
+    """Counts the GEMMs that read each tensor. A tensor is identified by the address of its storage."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -166,7 +166,7 @@ def test_initialize_state_does_not_change_training(wrapped, kind, accelerator):
 
 
 def restore_state(optimizer, named_parameters, stopped, stopped_parameters):
-    """Copy the weights and the state of the optimizer `stopped` to `optimizer`. Parameters are matched by name."""
+    """Copy `stopped_parameters` to `named_parameters` by name, and the state of `stopped` to `optimizer`."""
     saved = optimizer_tensors(stopped, stopped_parameters)
     weights = dict(stopped_parameters)
     with torch.no_grad():

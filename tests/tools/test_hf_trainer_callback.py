@@ -128,7 +128,7 @@ EXPECTED = NUM_LINEARS * 3 * MICRO_BATCHES
 
 @pytest.fixture
 def fake_kernels(monkeypatch):
-    """Return a function that makes the recorded step report these kernels: name -> count."""
+    """Return a function that takes {kernel name: count} and makes the recorded step report these kernels."""
 
     def report(kernels: dict[str, int]) -> None:
         times = {name: (count, count * 1e-5) for name, count in kernels.items()}
@@ -318,8 +318,8 @@ def test_tied_lm_head_missing_from_the_optimizer_ends_the_run(train, capsys):
 
 
 def test_layers_that_the_conversion_skipped_are_a_remark(train):
-    """Accelerate's conversion of a layer ends at the key projection, whose 8 rows fp8 does not support. So it skips the
-    output projection, which fp8 supports.
+    """Accelerate stops converting a decoder layer at the first projection that fp8 does not support, here the key
+    projection with 8 rows. It therefore skips the output projection, although fp8 supports that one.
     """
     expected = 9 * 3 * MICRO_BATCHES
     certificate = train(FP8_LAUNCH, {FP8_KERNEL: expected}, model={"head_dim": 8}).certificate_callback.certificate

@@ -46,7 +46,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def write_fp8_launch_file(folder: Path, **fp8_config: object) -> Path:
-    """Write configs/accelerate_fp8.yaml with these entries of fp8_config changed, and return its path."""
+    """Write a copy of configs/accelerate_fp8.yaml to `folder`, with new entries in its fp8_config. Return its path."""
     content = yaml.safe_load((ROOT / "configs" / "accelerate_fp8.yaml").read_text())
     content["fp8_config"].update(fp8_config)
     path = folder / "fp8.yaml"

@@ -145,7 +145,7 @@ def _gap(pairs: Sequence[tuple[RunRecord, RunRecord]], figure: Callable[[RunReco
 
 
 def certificate_state(summaries: Sequence[dict[str, Any]]) -> CertificateState:
-    """Return the worst verdict in the runs' `summaries`. A run with --fp8_until has a second verdict, for bf16."""
+    """Return the worst verdict in the runs' `summaries`. A run that leaves fp8 has a second verdict, for bf16."""
     certificates = [summary.get("certificate") or {"verdict": "missing"} for summary in summaries]
     certificates += [after for summary in summaries if (after := summary.get("certificate_after_fp8"))]
     worst = max((each["verdict"] for each in certificates), key=_SEVERITY.index, default="missing")

@@ -126,7 +126,7 @@ def check_network() -> Result:
 
 
 def check_step(output_dir: Path) -> Result:
-    """Train the embedded model for one step and save it below `output_dir`, a folder that all ranks must share."""
+    """Train the tiny bundled model for one step and save it below `output_dir`, which all ranks must share."""
     with contextlib.ExitStack() as stack:
         with reading("--output_dir", output_dir, "the folder"):
             output_dir.mkdir(parents=True, exist_ok=True)
