@@ -1,5 +1,5 @@
-"""Settings for every test: one thread per process (or LLM_FP8_TEST_THREADS), no access to the hub, caches in a
-temporary folder, no GPU tests without a GPU.
+"""Settings for every test: each process has one thread (or LLM_FP8_TEST_THREADS), does not access the hub and caches
+datasets in a temporary folder. Tests that need a GPU are skipped on a machine without one.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ SCENARIOS = {
 
 
 def run_options(model: str, rows: str, scenario: str, folder: Path) -> list[str]:
-    """Return the options of a run of twelve steps in this scenario. It saves and evaluates often."""
+    """Return the options of a run that takes twelve steps, saves often and evaluates often. `scenario` adds options."""
     shared = [f"--model_name={model}", f"--dataset_name={rows}", "--max_seq_length=128", "--batch_size=8"]
     lengths = ["--max_steps=12", "--save_every=2", "--eval_every=5", "--log_every=1", "--learning_rate=1e-2"]
     return [*shared, *lengths, *SCENARIOS[scenario], f"--output_dir={folder}"]
@@ -44,7 +44,7 @@ def outcome(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, tiny_model, rows) -> Callable[[str], Any]:
-    """Return a function that takes the name of a scenario and returns the outcome of its undisturbed run."""
+    """Return a function that trains a scenario, given by name, without a fault, and returns the run's `outcome`."""
 
     @functools.cache
     def train_scenario(scenario: str) -> Any:

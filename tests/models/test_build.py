@@ -1,4 +1,4 @@
-"""Tests of how models are loaded from the layouts on the hub, of their export, and of the checks before a run."""
+"""Tests of loading models from folders in the layouts that the hub has, of exports, and of checks before a run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 
 
 def export(name: str, folder: Path) -> None:
-    """Load the model in the folder `name` and export it unchanged to `folder`."""
+    """Load the model from the folder `name` and export it unchanged to `folder`."""
     config = ModelConfig(model_name=name)
     source = resolve_source(config)
     tokenizer, _ = load_tokenizer(config, source)
@@ -110,7 +110,7 @@ def test_random_weights_have_the_distribution_of_transformers(kind):
 
 
 def test_plain_run_survives_renamed_private_names(tmp_path, tiny_model, rows, monkeypatch):
-    """Make every function that uses a private name raise, and every `getattr` with a default return the default."""
+    """A renamed private name makes the function that uses it raise, and makes a `getattr` return its default."""
 
     def renamed(*_: object, **__: object) -> None:
         raise AttributeError("the private name was renamed")

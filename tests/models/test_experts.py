@@ -231,7 +231,7 @@ def test_adapters_load_in_peft_and_merge(tmp_path, kind, targets):
 
 @pytest.mark.slow
 def test_run_logs_auxiliary_loss_and_cross_entropy(tmp_path, rows):
-    """Runs with and without an auxiliary loss log the same loss in step 1: the logged loss excludes that term."""
+    """The logged loss excludes the auxiliary loss: in step 1 it is the same with and without the auxiliary loss."""
     runs = []
     for name, entries in (("with", {"output_router_logits": True, "router_aux_loss_coef": 1.0}), ("without", {})):
         source = write_model(tmp_path / name, **MOE_FAMILIES["olmoe"], **entries)

@@ -47,7 +47,7 @@ OPTIONS = ("--max_steps=2", "--max_seq_length=256", "--batch_size=2", "--mixed_p
 
 @pytest.mark.parametrize("decoder", ["--packing", "--use_te"])
 def test_export_copies_towers_unchanged(tmp_path, rows, capsys, decoder, monkeypatch):
-    """The source stores its vision tower in bf16 and its language model in fp32."""
+    """The source model is stored with its vision tower in bf16 and its language model in fp32."""
     install_stand_in(monkeypatch)
     source, run = write_hub_model(tmp_path / "source", "Gemma 3"), tmp_path / "run"
     model = AutoModelForMultimodalLM.from_pretrained(source)
@@ -124,7 +124,7 @@ def test_qwen3_5_is_packed_only_with_its_kernels(monkeypatch):
 
 
 def test_kernels_with_failing_backward_pass_are_refused(monkeypatch):
-    """flash-linear-attention's backward pass raises such an error on Hopper with an older Triton."""
+    """flash-linear-attention asks for a newer Triton when its backward pass runs on Hopper with an older Triton."""
     delta = modeling_qwen3_5.torch_chunk_gated_delta_rule
 
     def refuse(gradient: Tensor) -> None:
@@ -142,7 +142,7 @@ def test_kernels_with_failing_backward_pass_are_refused(monkeypatch):
 
 
 def test_probe_runs_a_layer_of_each_kind():
-    """The second model's last layer is its only convolution and its only layer that mixes documents."""
+    """Packing is refused although only the last layer of `with_convolution` mixes documents; it is a convolution."""
     kinds = ["full_attention"] * 4
     attention_only = hub_config("LFM2", layer_types=kinds, num_hidden_layers=4)
     assert probe(PACKING, attention_only, CPU, torch.float32) == "rows"
@@ -162,7 +162,7 @@ VARIANTS |= dict(ministral3=LONG | dict(rope_parameters=YARN))
 
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_loss_of_a_document_does_not_depend_on_its_batch(kind, monkeypatch):
-    """Documents are shorter and longer than the length at which RoPE changes. The loss includes the routers' losses."""
+    """Some documents exceed the length at which the RoPE angles change. The loss includes the routers' losses."""
     hf_config = tiny_config(**{"model_type": kind, **VARIANTS[kind]})
     torch.manual_seed(0)
     plain = model_from_config(copy.deepcopy(hf_config)).module.eval()
@@ -188,7 +188,7 @@ def test_loss_of_a_document_does_not_depend_on_its_batch(kind, monkeypatch):
 
 
 def test_model_that_mixes_documents_of_a_row_or_batch_is_refused():
-    """Llama 4 scales attention by the position in a row from 8,192 tokens on; Doge's routers mix a batch's tokens."""
+    """Llama 4 scales attention from position 8,192 of a row on. Doge's routers compare all tokens of a batch."""
     llama, doge = hub_config("Llama 4"), tiny_config("doge", is_moe=True, num_experts=16, num_experts_per_tok=2)
     assert probe(parse_config(["--packing", "--max_seq_length=4096"]), llama, CPU, torch.float32) == "rows"
     assert probe(parse_config(["--no_packing", "--max_seq_length=8192"]), llama, CPU, torch.float32) is None
@@ -205,7 +205,7 @@ def test_module_without_weights_on_the_logits_is_not_a_tower():
 
 
 def test_adapter_that_peft_cannot_load_is_refused_before_training():
-    """transformers renames the weights of Laguna's shared experts once too often."""
+    """PEFT cannot load it because transformers renames the weights of Laguna's shared experts twice."""
     with pytest.raises(UserError, match="--lora_targets.*shared_experts"):
         laguna = model_from_config(AutoConfig.for_model("laguna", **hub._TEXT | hub._EXPERTS))
         add_adapters(laguna, LoraConfig(lora_rank=2), torch.float32)

@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(package_version("flash-attn") 
 
 
 def gradients(family: str, attention: str, dtype: torch.dtype, layout: str, device) -> dict[str, torch.Tensor]:
-    """Return the gradients of a small model's summed loss by parameter name, and the loss itself as "loss"."""
+    """Return a small model's summed loss as "loss", and the gradients of the loss by parameter name."""
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(

@@ -47,7 +47,7 @@ def stand_in(monkeypatch):
 def lora_reference(
     model_folder: str, rows: str, targets: tuple[str, ...] | str
 ) -> tuple[list[float], list[float], dict]:
-    """Train with PEFT in a plain loop. Return losses, gradient norms and the final adapters by PEFT's names."""
+    """Train in a plain loop adapters that PEFT adds to `targets`. Return losses, gradient norms and final adapters."""
     plain = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     targets = list(targets) if isinstance(targets, tuple) else targets
     settings = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM")
@@ -75,7 +75,7 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def check_with_peft(folder: Path, model_folder: str, rows: str, targets: tuple[str, ...] | str = "all-linear") -> None:
-    """Check that the run in `folder` has the losses, gradient norms and adapters of PEFT in a plain loop."""
+    """Check that losses, gradient norms and adapters of the run in `folder` agree with those of `lora_reference`."""
     losses, norms, tensors = lora_reference(model_folder, rows, targets)
     records = steps(folder)
     assert [step["loss"] for step in records] == pytest.approx(losses, rel=1e-5)
@@ -158,7 +158,7 @@ def test_adapters_trained_elsewhere_merge_as_in_peft_or_are_refused(tmp_path, ti
 
 @pytest.mark.slow
 def test_adapters_on_random_weights_are_merged_into_the_export(tmp_path, rows):
-    """The frozen weights are random, so that no other file has them."""
+    """The export must contain the frozen weights, which were initialised randomly and are stored nowhere else."""
     options = ["--max_steps=1", "--max_seq_length=256", f"--dataset_name={rows}", "--validation_fraction=0"]
     train(*options, f"--output_dir={tmp_path}", *LORA)
     assert "model.layers.0.self_attn.q_proj.weight" in final_weights(tmp_path)
@@ -171,7 +171,7 @@ def install_permanent_stand_in() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "use_te"), [("ddp", True), ("fsdp_full", False)])
 def test_two_ranks_take_the_steps_of_peft(tmp_path, tied_model, sixteen_rows, mode, use_te):
-    """The model has tied embeddings, and the run with FSDP recomputes activations."""
+    """The model's lm_head is tied to the embedding. The run with FSDP recomputes activations."""
     more = ["--gradient_checkpointing"] if mode == "fsdp_full" else []
     first = None
     if use_te:
@@ -239,7 +239,7 @@ def test_te_decoder_with_adapters_matches_hugging_face(request, stand_in, model,
 
 
 class GemmCounter(TorchDispatchMode):
-    """Counts the GEMMs that read each tensor. A tensor is identified by the address of its storage."""
+    """Counts how many GEMMs read each tensor. `counts` maps the address of a tensor's storage to that number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ class GemmCounter(TorchDispatchMode):
 @pytest.mark.parametrize("targets", ["all-linear", "q_proj,v_proj", "o_proj", "gate_proj", "down_proj"])
 @pytest.mark.parametrize("use_te", [False, True], ids=["hf", "te"])
 def test_expected_gemms_of_frozen_weights_match_autograd(tiny_model, stand_in, use_te, targets):
-    """The certificate's expected number of GEMMs is exact, except in the first layer, where it is a lower bound."""
+    """`gemms_per_weight` gives the exact numbers of GEMMs, except in the first layer, where it gives lower bounds."""
     options = LoraConfig(lora_rank=RANK, lora_targets=targets)
     model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     if use_te:
@@ -294,7 +294,7 @@ def test_checkpoints_contain_adapters_only_and_require_the_same_options(tmp_path
 
 
 def test_frozen_weights_are_cast_once(monkeypatch):
-    """Only delayed scaling casts them twice: it knows their scale only after one pass. Evaluations do not count."""
+    """Delayed scaling casts frozen weights in two training passes, since it knows their scales only after the first."""
     monkeypatch.setattr(TEBackend, "autocast", lambda *_, **__: contextlib.nullcontext())
     for scenario, expected in (("current", [True, None, False, False]), ("delayed", [True, None, True, False])):
         plan = PrecisionPlan("fp8", "fp8", scenario, scenario, recipe=object())

@@ -30,7 +30,8 @@ ALL, ATTENTION, LAST = "all-linear", "q_proj,v_proj", "down_proj"
 
 
 def build(options, device, use_te: bool, targets: str, keep_casts: bool = True):
-    """Build a model with adapters on `targets`. If `keep_casts`, frozen weights are cast only once."""
+    """Return a model with adapters on `targets`, its `Precision` and its fp8 coverage. If `keep_casts`, frozen weights
+    are cast to fp8 once and not in every step."""
     lora = LoraConfig(lora_rank=8, lora_targets=targets)
     model, precision, coverage = gpu_steps.build(options, device, use_te, lora=lora)
     if keep_casts:
@@ -39,7 +40,7 @@ def build(options, device, use_te: bool, targets: str, keep_casts: bool = True):
 
 
 def certificate_of_step(model, precision, expected: ExpectedKernels, device) -> Certificate:
-    """Record the kernels of the third step and return the certificate that compares them with `expected`."""
+    """Record the kernels of the third step and return the result of comparing them with `expected`."""
     return certify(
         expected,
         third_step_kernels(model, precision, device),

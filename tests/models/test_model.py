@@ -152,7 +152,7 @@ def stand_in(monkeypatch):
 
 
 def te_structure(name: str, is_stored: bool = True) -> Model:
-    """Return a TE decoder of stand-in modules on the meta device. Unless `is_stored`, it has no checkpoint."""
+    """Return a TE decoder of stand-in modules on the meta device. If not `is_stored`, it has no checkpoint to load."""
     source = ModelSource(name, name, is_random=not is_stored)
     config = load_config(source)
     model = te_llama.build_te_model(config, torch.float32, "meta", table_device=CPU)
@@ -222,7 +222,7 @@ def test_filled_layers_allocates_one_layer_at_a_time(is_stored, tied, tmp_path, 
 
 
 def filled_model(name: str, use_te: bool) -> Model:
-    """Build an unsharded model, fill it by `fill_weights`, check that every value was written, and return the model."""
+    """Build an unsharded model, load its weights, check that every parameter was overwritten, and return the model."""
     model = te_structure(name) if use_te else model_structure(name)
     module = model.module
     rotary = {name: buffer for name, buffer in module.named_buffers()}
@@ -238,7 +238,7 @@ def filled_model(name: str, use_te: bool) -> Model:
 
 
 def write_changed_model(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], **entries: Any) -> str:
-    """Write a tiny model whose config has `entries`, let `change` edit its tensors by name, and return the folder."""
+    """Write a tiny model with `entries` in its config, pass its {name: tensor} to `change`, and return the folder."""
     source = write_model(folder, **entries)
     tensors = load_file(f"{source}/model.safetensors")
     change(tensors)

@@ -1,6 +1,6 @@
-"""The parity check: its verdict on invented errors, and the check itself on a decoder of stand-in modules.
+"""Tests of how the parity check judges invented errors, and of the check on a TE decoder of stand-in modules.
 
-test_parity_gpu.py runs it on Transformer Engine's modules."""
+The tests in test_parity_gpu.py run the check on Transformer Engine's modules."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ HF_ERROR = 0.01
 
 
 def verdict(**changed):
-    """Return the verdict on a model that is correct except for some invented errors.
+    """Return the report of the parity check on invented errors of a TE decoder, or raise its `UserError`.
 
-    `ratios` maps a layer or (layer, tensor) to TE's error divided by Hugging Face's. `fp32` maps (layer, tensor) to
-    TE's error in fp32.
+    Errors are small except those in two dicts. `ratios` maps a layer or (layer, tensor) to the error of the TE decoder
+    in bf16 divided by that of Hugging Face's. `fp32` maps (layer, tensor) to the error of the TE decoder in fp32.
     """
     ratios = changed.get("ratios", {})
     fp32 = changed.get("fp32", {})
@@ -65,7 +65,7 @@ def test_tensor_that_differs_in_fp32_is_refused(difference):
 
 @pytest.fixture(params=["llama3_rope_gqa", "gemma3_text"])
 def correct_model(request, tmp_path, monkeypatch):
-    """Return a TE decoder together with the checkpoint that its weights were loaded from."""
+    """Return a TE decoder of stand-in modules with the weights of a small model that was written to a folder."""
     install_stand_in(monkeypatch)
     return te_model(write_family(tmp_path, request.param, torch.float32))
 

@@ -31,7 +31,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def save_randomised_hf_model(config, folder):
-    """Save a model with random norms and biases, so that swapping or dropping one changes the result."""
+    """Save a model with random norm gains and biases, so that a swapped or missing norm or bias changes the result."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -42,7 +42,7 @@ def save_randomised_hf_model(config, folder):
 
 
 def run(model, batch, dtype):
-    """Return loss, logits of the supervised positions and all gradients of one forward and backward pass."""
+    """Run one forward and backward pass. Return the mean loss, the logits at supervised labels and all gradients."""
     training_model = TrainingModel(model, length_config(S), dtype)
     loss = training_model(batch)[0] / batch.num_supervised_tokens
     loss.backward()

@@ -121,7 +121,8 @@ def write_with_transformers_4(folder: Path) -> Path:
 
 
 def export_side_files(source: Path, folder: Path, *eos_ids: int, template: str | None = None) -> Path:
-    """Export `source` without weights, as after training with `eos_ids` and the chat `template`. Return the folder."""
+    """Write to `folder` the files that a run on `source` exports besides weights, and return the folder. The run used
+    `eos_ids` as EOS tokens and `template`, or else the template of `source`, as chat template."""
     folder.mkdir()
     tokenizer = AutoTokenizer.from_pretrained(source)
     tokenizer.chat_template = template or tokenizer.chat_template
@@ -180,7 +181,7 @@ def test_tokenizer_of_transformers_5_is_written_for_transformers_4(tmp_path):
 
 @pytest.mark.parametrize(("declared", "family"), [("Qwen2", "mistral"), ("Llama", "llama"), ("GPT2", "qwen2")])
 def test_adapter_folder_tokenises_as_the_run_did(tmp_path, declared, family):
-    """transformers 5 uses the source's own pre-tokenizer or replaces it, depending on the family."""
+    """Depending on the family, transformers 5 uses the pre-tokenizer in tokenizer.json or replaces it."""
     source, letter = write_with_transformers_4(tmp_path / "source"), {"type": "Split", "pattern": {"Regex": r"\p{L}"}}
     both = [letter | {"behavior": "Isolated", "invert": False}, read(source, "tokenizer.json")["pre_tokenizer"]]
     edit(source / "tokenizer.json", lambda t: t.update(pre_tokenizer={"type": "Sequence", "pretokenizers": both}))

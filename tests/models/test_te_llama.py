@@ -72,7 +72,7 @@ def test_map_uses_every_hf_tensor_once_and_fills_every_te_parameter(family):
 
 @pytest.mark.parametrize("num_blocks", [1, 3, 7])
 def test_filled_shards_equal_slices_of_unsharded_parameters(num_blocks):
-    """Shards may span q, k and v, lie inside one of them, or be empty."""
+    """A shard of the fused q, k and v weight may span several of the three, lie inside one of them, or be empty."""
     config = family_config("qwen2_qkv_bias_tied")
     entries, tensors = te_parameter_map(config), hf_tensors(config)
     unsharded, in_blocks = empty_te_parameters(entries), empty_te_parameters(entries)
@@ -163,7 +163,8 @@ def te_and_hf(folder, family, **layers):
 
 
 def logits_and_gradients(model, ids, bounds, **arguments):
-    """Return logits of documents packed at `bounds`, and gradients of the summed log probability of each next token."""
+    """Return the logits and the gradients of the summed log probability of all next tokens. Consecutive `bounds` are
+    the start and the end of a document in `ids`; `arguments` describe the documents to the model."""
     model.zero_grad()
     logits = model(input_ids=ids, **arguments).logits[0]
     for start, stop in zip(bounds, bounds[1:], strict=False):
@@ -186,7 +187,7 @@ FEATURED_FAMILIES = [
 @pytest.mark.parametrize("unfused_mlp", [False, True])
 @pytest.mark.parametrize("family", FEATURED_FAMILIES)
 def test_packed_documents_match_hugging_face_and_saved_model_loads_there(tmp_path, family, unfused_mlp):
-    """Compare logits and gradients of documents shorter and longer than the window, then test generation and saving."""
+    """Some documents are shorter than the attention window, others are longer. The test also generates tokens."""
     te, hf, _ = te_and_hf(tmp_path / "source", family, unfused_mlp=unfused_mlp)
     ids = torch.randint(3, 1024, (1, 90), generator=torch.Generator().manual_seed(1))
     bounds = [0, 17, 30, 90]

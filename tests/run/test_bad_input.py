@@ -34,14 +34,14 @@ def listing(folder: Path) -> dict[str, bytes | None]:
 
 @pytest.fixture
 def valid_options(tmp_path, tiny_model, rows) -> list[str]:
-    """Return valid options; a test overrides one by appending it again."""
+    """Return valid options. A test appends an option with another value, which overrides the first value."""
     options = f"--model_name={tiny_model} --dataset_name={rows} --max_seq_length=128 --output_dir={tmp_path / 'run'}"
     return options.split()
 
 
 @pytest.fixture
 def refusal(capfd, valid_options, tmp_path) -> Callable[..., str]:
-    """Return a function that trains with `valid_options` and its arguments, expects an error and returns its line."""
+    """Return a function that trains with `valid_options` and further options, which must fail. It returns the error."""
 
     def run(*options: object, unchanged: bool = True) -> str:
         before = listing(tmp_path)
@@ -208,7 +208,7 @@ def test_output_folder_of_another_or_finished_run_is_refused(tmp_path, valid_opt
 
 
 def test_finished_run_without_checkpoints_is_not_overwritten(valid_options, refusal):
-    """A --dry_run may name the folder of a finished run, because it writes nothing."""
+    """With --dry_run, --output_dir may be the folder of a finished run, because a dry run writes nothing."""
     train(*valid_options, "--max_steps=2")
     for options, message in (([], "choose another"), (["--resume_from=latest"], "--save_every")):
         assert message in refusal("--max_steps=2", *options)
@@ -292,6 +292,6 @@ def test_every_program_refuses_unknown_option(command, monkeypatch, capfd):
 
 
 def test_ranks_with_different_options_are_refused(refusal, monkeypatch):
-    """Rank 1 was started with another learning rate."""
+    """Rank 1 was started with another learning rate than rank 0."""
     monkeypatch.setattr(run_dir, "gathered", lambda options: [options, {**options, "learning_rate": 3.0}])
     assert "--learning_rate" in refusal("--max_steps=2")

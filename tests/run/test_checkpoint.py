@@ -54,7 +54,7 @@ def test_load_restores_exact_values_in_place(tmp_path):
 
 
 def test_limit_keeps_latest_saves(tmp_path, monkeypatch):
-    """The checkpoint that was saved last is the latest, even if the host's clock was set back."""
+    """The checkpoint that is saved last counts as the latest, even if the host's clock was set back before."""
     manager = CheckpointManager(tmp_path, limit=2)
     for step in (10, 20, 30):
         manager.save(step, make_tensors(step), {})
@@ -209,7 +209,8 @@ def test_rank_restores_its_own_random_state(tmp_path):
 
 
 def save_sharded(output_dir, rendezvous, rank):
-    """Save and load a sharded tensor, a replicated tensor and a random state, in a process that is one of two ranks."""
+    """Save and load a sharded tensor, a replicated tensor and a random state as one of two ranks. The ranks find each
+    other through the file `rendezvous`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     manager = CheckpointManager(output_dir, limit=1, is_main=rank == 0)

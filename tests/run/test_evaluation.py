@@ -29,7 +29,7 @@ def replaced_add(losses: Mapping[int, float]) -> Callable[[EvalHistory, int, flo
 
 
 def replace_eval_losses(losses: Mapping[int, float]) -> None:
-    """Replace the eval loss of each step, in every run of this process, by `losses[step]`."""
+    """Replace the eval losses of all later runs in this process. `losses` maps a step to its eval loss."""
     EvalHistory.add = replaced_add(losses)  # type: ignore[method-assign]
 
 
@@ -59,7 +59,7 @@ def options(small_run) -> list[str]:
 
 @pytest.fixture
 def eval_losses(monkeypatch) -> dict[int, float]:
-    """Replace the eval losses of runs by those in a copy of `LOSSES`. Return the copy, which a test may change."""
+    """Replace the eval losses of the test's runs by a copy of `LOSSES`. Return the copy, which the test may change."""
     losses = dict(LOSSES)
     monkeypatch.setattr(EvalHistory, "add", replaced_add(losses))
     return losses
@@ -157,7 +157,7 @@ def test_early_stop_exports_and_summarises_as_after_the_last_step(tmp_path, opti
 
 @pytest.mark.slow
 def test_resumed_run_stops_early_at_the_same_step(tmp_path, options, eval_losses, signal_after):
-    """A signal in step 4 comes before the evaluation that would stop the run early. The resumed run evaluates first."""
+    """A signal stops the run in step 4, before an evaluation that would stop it early. The resumed run evaluates."""
     options = [*options, "--keep_best", "--early_stopping_patience=2", f"--output_dir={tmp_path}"]
     signal_after(4)
     assert train(*options) == 143
@@ -195,7 +195,7 @@ def test_two_ranks_stop_early_and_export_best_step(tmp_path, options):
 
 @pytest.mark.slow
 def test_deepspeed_stops_early_and_exports_best_step(tmp_path, small_run):
-    """The best step is 2: the exported weights equal those of a run that ends there."""
+    """Step 2 has the lowest eval loss, so the exported weights equal those of a run of two steps."""
     options = [*small_run, *NO_WARMUP, "--sharding_mode=deepspeed_2"]
     early, short = tmp_path / "early", tmp_path / "short"
     more = ["--max_steps=5", "--eval_every=1", "--keep_best", "--early_stopping_patience=2"]

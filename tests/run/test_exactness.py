@@ -37,7 +37,7 @@ def test_packed_steps_equal_reference(tmp_path, tiny_model, sixteen_rows, sizes)
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_gemma_te_decoder_steps_equal_reference(tmp_path, gemma_model, sixteen_rows, packing, monkeypatch):
-    """Use the stand-in for Transformer Engine. The run includes the parity check and the export."""
+    """The run uses the stand-in for Transformer Engine, and includes the parity check and the export."""
     install_stand_in(monkeypatch)
     options = ["--use_te", "--batch_size=8", "--gradient_accumulation_steps=2", f"--packing={packing}"]
     compare_with_reference(tmp_path, gemma_model, sixteen_rows, False, *options)
@@ -45,7 +45,7 @@ def test_gemma_te_decoder_steps_equal_reference(tmp_path, gemma_model, sixteen_r
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_merged_micro_batches_give_the_same_losses(tmp_path, tiny_model, sixteen_rows, packing, monkeypatch):
-    """A resumed run keeps the micro-batch size of its checkpoint, even on a GPU with less memory."""
+    """The run is also resumed on a GPU with less memory: it keeps the micro-batch size that it had before."""
     options = [f"--model_name={tiny_model}", f"--dataset_name={sixteen_rows}", "--validation_fraction=0", "--no_export"]
     options += ["--max_seq_length=256", "--batch_size=2", "--gradient_accumulation_steps=4", "--max_steps=4"]
     options += ["--learning_rate=1e-3", "--log_every=1", f"--packing={packing}"]
@@ -72,7 +72,7 @@ def test_steps_with_loss_on_prompt_equal_reference(tmp_path, tiny_model, sixteen
 
 
 def test_eval_loss_is_the_mean_over_validation_tokens(tmp_path, sixteen_rows):
-    """Batches have unequal token counts, so that averaging their mean losses would be wrong. Dropout must be off."""
+    """The batches' token counts differ, so the mean of the batches' mean losses would be wrong. Dropout must be off."""
     model_folder = write_model(tmp_path / "model", attention_dropout=0.5)
     data = write_dataset_with_validation(tmp_path / "data", sixteen_rows)
     options = f"--model_name={model_folder} --dataset_name={data} --max_seq_length=256 --batch_size=3 --max_steps=2"
@@ -86,7 +86,7 @@ def test_eval_loss_is_the_mean_over_validation_tokens(tmp_path, sixteen_rows):
 
 
 def write_dataset_with_validation(folder: Path, rows: str) -> str:
-    """Write the rows of a jsonl file as a dataset whose validation split has the last four of them."""
+    """Write the rows of a jsonl file to a dataset folder, the last four as validation split, and return the folder."""
     lines = Path(rows).read_text().splitlines(keepends=True)
     folder.mkdir()
     (folder / "train.jsonl").write_text("".join(lines[:-4]))

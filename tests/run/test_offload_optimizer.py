@@ -28,7 +28,8 @@ def options(rows) -> list[str]:
 
 @pytest.fixture
 def piece_sizes(monkeypatch) -> list[int]:
-    """Make optimizers move their state in pieces of at most 1,000 elements. Return a list that collects the sizes."""
+    """Make optimizers copy their state from the host in pieces of at most 1,000 elements. Return a list, to which the
+    number of elements of each piece is appended."""
     sizes: list[int] = []
     update_ = StatePipeline.update_
 
@@ -43,7 +44,7 @@ def piece_sizes(monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize(("dtype", "tied"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_offloaded_and_resumed_runs_equal_plain_run(options, piece_sizes, tmp_path, capfd, dtype, tied):
-    """fp32 weights keep their lower 16 bits, which bf16 lacks, through loading, training and export."""
+    """A bf16 run that starts from fp32 weights exports fp32 weights, whose lower 16 bits must be equal, too."""
     model = write_model(tmp_path / "model", dtype=dtype, tie_word_embeddings=tied)
     plain, offloaded = tmp_path / "plain", tmp_path / "offloaded"
     options = [f"--model_name={model}", *options]
@@ -66,7 +67,7 @@ def test_offloaded_and_resumed_runs_equal_plain_run(options, piece_sizes, tmp_pa
 
 
 def test_insufficient_host_memory_is_refused_before_reading_weights(options, tmp_path, monkeypatch):
-    """The model folder has a config with two billion parameters, but no weights."""
+    """The folder contains the config of a model with two billion parameters, but no weights."""
     folder = tmp_path / "large"
     tiny_config(hidden_size=2048, intermediate_size=32768, num_hidden_layers=8).save_pretrained(folder)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10 * GIB))

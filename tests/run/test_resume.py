@@ -60,7 +60,7 @@ def uninterrupted(reference_run, tmp_path) -> Path:
 
 
 def checkpoint_tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """Return all tensors in the checkpoint of a step by name, read without the package's code."""
+    """Read all tensors in the checkpoint of a step by torch alone. Return them by name."""
     merged = folder / "merged.pt"
     dcp_to_torch_save(folder / "checkpoints" / f"step-{step:08d}", merged)
     return torch.load(merged)
@@ -71,7 +71,7 @@ def meta(folder: Path, step: int) -> dict:
 
 
 def without_clock(folder: Path) -> list[dict]:
-    """Return the records of metrics.jsonl without metrics that depend on the clock."""
+    """Return the records in the metrics.jsonl of a run folder, without the metrics that depend on the clock."""
     return [
         {key: value for key, value in record.items() if key not in CLOCK_METRICS and "per_s" not in key}
         for record in records(folder)
@@ -100,7 +100,7 @@ SCENARIOS = {
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_resumed_run_equals_uninterrupted_run(tmp_path, options, uninterrupted, signal_after, scenario):
-    """Stop the run in the middle of an epoch, and in one scenario once more at the end of the epoch."""
+    """A signal stops the run in the middle of an epoch. In one scenario another stops it at the end of the epoch."""
     options, resumed = [*options, *SCENARIOS[scenario]], tmp_path / "resumed"
     if SCENARIOS[scenario]:
         uninterrupted = tmp_path / "scenario"
@@ -145,7 +145,7 @@ def test_evaluation_skipped_by_a_signal_runs_once_after_resume(
 
 
 def test_model_is_exported_before_the_last_evaluation(tmp_path, options, monkeypatch):
-    """If the run is killed or runs out of memory during that evaluation, only the evaluation is lost."""
+    """A run that is killed or runs out of memory during its last evaluation has exported the model."""
     model_exists = []
 
     def evaluate_after_signal(*arguments):
@@ -192,7 +192,7 @@ def test_resume_from_older_checkpoint_into_the_same_and_another_folder(tmp_path,
 
 @pytest.fixture
 def stopped(tmp_path, options, signal_after) -> Path:
-    """Return the folder of a run that stopped after three steps."""
+    """Return the folder of a run that a signal stopped after three steps."""
     signal_after(3)
     folder = tmp_path / "stopped"
     train(*options, f"--output_dir={folder}")
@@ -200,7 +200,8 @@ def stopped(tmp_path, options, signal_after) -> Path:
 
 
 def assert_refused(folder: Path, options: list[str], *messages: str) -> None:
-    """Check that resuming the run with `options` fails with a line that has all `messages`, and changes no file."""
+    """Check that the run in `folder` cannot be resumed with `options`. The error must be one line that contains all
+    `messages`, and no file of the folder may change."""
 
     def contents() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK}
@@ -241,7 +242,7 @@ def test_allowed_changes_are_printed_and_recorded(stopped, options, capsys):
 
 @pytest.mark.parametrize(("batch_size", "num_steps"), [(2, 3 + 11), (16, 3 + 2)])
 def test_epochs_are_counted_in_rows_after_a_change_of_global_batch(tmp_path, small_run, batch_size, num_steps):
-    """22 of 24 rows fit. The first epoch has three steps of 8 rows; the second has 11 steps of 2 rows or two of 16."""
+    """22 of the 24 rows are short enough. The first epoch has 3 steps of 8 rows, and the second 11 of 2 or 2 of 16."""
     options = [*small_run, "--num_of_samples=24", "--validation_fraction=0", "--num_epochs=2", "--save_every=3"]
     assert train(*options, "--batch_size=8", "--save_total_limit=9", f"--output_dir={tmp_path / 'first'}") == 0
     resumed = tmp_path / "resumed"
@@ -254,7 +255,7 @@ def test_epochs_are_counted_in_rows_after_a_change_of_global_batch(tmp_path, sma
 
 
 def test_adapters_are_not_resumed_on_different_frozen_weights(tmp_path, rows):
-    """All model folders are called final. A folder that moved is accepted, one with other weights is refused."""
+    """A model folder that was moved is accepted. A folder of the same name with other weights is refused."""
     models = [Path(write_model(tmp_path / name / "final")) for name in ("a", "b", "moved")]
     weights = models[1] / "model.safetensors"
     save_file({name: tensor * 2 for name, tensor in load_file(weights).items()}, weights, metadata={"format": "pt"})
@@ -269,7 +270,7 @@ def test_adapters_are_not_resumed_on_different_frozen_weights(tmp_path, rows):
 
 @pytest.mark.parametrize("was_stopped", [False, True])
 def test_finished_run_resumes_only_with_more_steps(tmp_path, uninterrupted, options, signal_after, capsys, was_stopped):
-    """The longer run continues from the last step, even if the run had saved checkpoints only because of a signal."""
+    """If `was_stopped`, the run does not save at regular steps. It still saves its last step, where it is continued."""
     if was_stopped:
         uninterrupted, options = tmp_path / "stopped", [option for option in options if "save_every" not in option]
         signal_after(2)
@@ -313,7 +314,7 @@ def _write(path: Path) -> None:
 
 
 def test_folder_in_use_is_refused(tmp_path, stopped, options):
-    """Another process holds the folder while a run starts in it, or while a run in it is resumed."""
+    """The folder is locked, as by another run, while a run starts in it or is resumed in it."""
     for folder, more in ((tmp_path / "new", []), (stopped, ["--resume_from=latest"])):
         folder.mkdir(exist_ok=True)
         with open(folder / LOCK, "a") as lock_file:

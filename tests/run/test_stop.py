@@ -59,7 +59,8 @@ def test_ignored_sighup_does_not_stop_the_run():
 
 
 def _redirect_output(place: str) -> None:
-    """Start a session that prints to `place`, a file or a terminal. A terminal becomes its controlling terminal."""
+    """Make this process the leader of a new session, and redirect its output to the pipe or terminal at the path
+    `place`. A terminal becomes the controlling terminal of the session."""
     os.setsid()
     descriptor = os.open(place, os.O_RDWR if place.startswith("/dev/pts/") else os.O_WRONLY)
     for number in (1, 2):
@@ -136,7 +137,7 @@ def saved_checkpoints(log: str) -> list[str]:
 
 @pytest.mark.slow
 def test_time_based_checkpoints_do_not_change_results(tmp_path, options, uninterrupted, capsys, monkeypatch):
-    """Checkpoints are saved at steps 2 and 4, which are logged, and after the last step."""
+    """A checkpoint is always due, but it is saved only at logged steps, here 2 and 4, and after the last step."""
     with_saves, without_saves = tmp_path / "with", tmp_path / "without"
     assert not (uninterrupted / "checkpoints").exists(), "the default interval is half an hour"
     monkeypatch.setattr(timeline_module, "SAVE_AFTER_S", 0.0)

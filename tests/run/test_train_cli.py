@@ -41,7 +41,8 @@ finally:
 
 @pytest.fixture(scope="module")
 def plain_run(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """Run train_fp8.py without naming model or dataset. Return process and folder; its file `modules` lists imports."""
+    """Run train_fp8.py with neither --model_name nor --dataset_name. Return the finished process and its folder, in
+    which the file `modules` lists the modules that the process imported."""
     folder = tmp_path_factory.mktemp("plain")
     options = ["--max_steps=8", "--max_seq_length=128", "--num_of_samples=200", "--learning_rate=5e-3"]
     options.append("--eval_batches=4")
@@ -96,20 +97,21 @@ def test_plain_run_imports_no_optional_package_and_no_unused_mode(plain_run):
 
 @pytest.fixture(scope="module")
 def hub_dataset(tmp_path_factory) -> Path:
-    """Return a dataset folder in the layout that the dataset of the documented commands has on the hub."""
+    """Return a small dataset folder in the layout that OpenMathInstruct-2, which the commands name, has on the hub."""
     return write_dataset(tmp_path_factory.mktemp("dataset"), 300)
 
 
 @pytest.fixture(scope="module")
 def hub_models(tiny_model, tmp_path_factory) -> dict[str, str]:
-    """Return the folders of tiny models that replace the documented ones, by owner on the hub: "meta-llama", "Qwen"."""
+    """Return the folders of tiny models by the owner of the models that they replace: "meta-llama" or "Qwen"."""
     # The tokenizer class of this model type adds a token.
     qwen = write_model(tmp_path_factory.mktemp("models") / "qwen", model_type="qwen2", vocab_size=1040)
     return {"meta-llama": tiny_model, "Qwen": qwen}
 
 
 def cpu_run_key(name: str) -> str:
-    """Return a key that is equal for commands that differ only in model size, TE, precision, length or W&B's name."""
+    """Return a key that is equal for commands that run the same on a CPU: those that differ only in model size,
+    --use_te, precision, sequence length or W&B run name. `name` is a key of `TESTED_COMMANDS`."""
     config = config_of(TESTED_COMMANDS[name])
     model = dataclasses.replace(config.model, model_name=config.model.model_name.partition("/")[0], use_te=False)
     data = dataclasses.replace(config.data, max_seq_length=128)
@@ -137,7 +139,7 @@ def test_documented_command_runs(name, tmp_path, hub_models, hub_dataset, monkey
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, tiny_model, rows):
-    """Return a cached function that trains a few steps with its arguments as options and returns the run's folder."""
+    """Return a cached function that takes further options, trains four steps and returns the folder of the run."""
 
     @functools.cache
     def start(*options: str) -> Path:

@@ -1,4 +1,4 @@
-"""train_fp8.py run as a user runs it on a GPU, with a local model folder and the embedded dataset."""
+"""train_fp8.py run as a user runs it on a GPU, with a local model folder and the dataset inside the package."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_resumed_run_is_bitwise_equal_with_deterministic_attention(precision, mo
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_losses_do_not_depend_on_micro_batch_size(precision, model_folder, tmp_path):
-    """Train on the same global batch as two micro-batches of 8 rows, as four of 4, and as one of 16."""
+    """Each global batch of 16 rows is divided into two micro-batches of 8 rows, into four of 4, or not at all."""
     losses_by_size = {}
     for batch_size, micro_batches in ((8, 2), (4, 4), (16, 1)):
         folder = tmp_path / f"{batch_size}x{micro_batches}"
@@ -88,7 +88,7 @@ def test_run_reports_recipe_and_attention_and_exports_a_hugging_face_model(model
 
 
 def test_transformer_engine_uses_the_cudnn_of_torch(model_folder, tmp_path):
-    """Without CUDNN_HOME or a cuDNN in LD_LIBRARY_PATH, Transformer Engine would search the whole file system."""
+    """Neither CUDNN_HOME nor LD_LIBRARY_PATH leads to a cuDNN: the run must tell Transformer Engine where it is."""
     environment = {"CUDNN_HOME": "", "LD_LIBRARY_PATH": os.environ.get("LD_LIBRARY_PATH", "")}
     others = [path for path in environment["LD_LIBRARY_PATH"].split(":") if "cudnn" not in path]
     environment["LD_LIBRARY_PATH"] = ":".join(others)
@@ -118,7 +118,7 @@ _ONE_BILLION = ("--model_name", "Llama-3.2-1B", "--random_init", "--use_te", "--
 @pytest.mark.exclusive
 @pytest.mark.parametrize("decoder, message", [("--use_te", "this run cannot fit"), ("", "the GPU is out of memory")])
 def test_run_that_does_not_fit_ends_with_one_line(tmp_path, decoder, message):
-    """With TE, the memory of activations is estimated, so that the run ends before it loads anything."""
+    """Only for the TE decoder is the memory of activations estimated, so that the run ends before it loads weights."""
     model = [word for word in _ONE_BILLION if word != "--use_te"] + ([decoder] if decoder else [])
     more = ("--mixed_precision", "bf16", "--batch_size", "512", "--max_steps", "2")
     process = train(*model, *more, "--output_dir", str(tmp_path / "run"))
@@ -140,7 +140,7 @@ def test_auto_fills_the_gpu_and_chooses_fp8(tmp_path):
 
 
 def test_auto_equals_a_run_in_the_chosen_precision(model_folder, tmp_path):
-    """A model as small as this is usually faster in bf16. The run then has no fp8 kernel."""
+    """The small model is usually faster in bf16. In that case the run with auto must not run an fp8 kernel."""
     run_successfully(model_folder, tmp_path / "auto", "--mixed_precision", "auto", environment=DETERMINISTIC)
     chosen = json.loads((tmp_path / "auto" / "run.json").read_text())["precision"]["effective"]
     run_successfully(model_folder, tmp_path / "named", "--mixed_precision", chosen, environment=DETERMINISTIC)

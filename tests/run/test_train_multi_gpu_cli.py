@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_documented_command_runs(tmp_path, tiny_model, monkeypatch):
-    """Use local folders in the hub's layout, and a precision and sequence length for a CPU."""
+    """The command gets local folders in the hub's layout, and a precision and sequence length that suit a CPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     options = cpu_options(COMMANDS["two_gpus"], tiny_model, write_dataset(tmp_path / "dataset", 64))
@@ -44,7 +44,7 @@ def test_documented_command_runs(tmp_path, tiny_model, monkeypatch):
     ],
 )
 def test_wrong_option_is_reported_once(tmp_path, option, message):
-    """Every rank notices the first error, but only one rank notices the second."""
+    """Every rank notices the invalid choice, but only one rank notices the missing dataset."""
     with ForkedTorchrun(tmp_path / "log", option, f"--output_dir={tmp_path / 'run'}") as run:
         assert 2 in run.end().values()
     (line,) = [line for line in run.printed().splitlines() if line.startswith("error: ")]

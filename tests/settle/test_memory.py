@@ -78,7 +78,7 @@ DOCUMENTED = dict(model="Llama-3.2-3B", mode="fsdp_full", num_gpus=2, batch_size
 
 
 def shape(config: Config) -> tuple[int, int]:
-    """Return the number of rows per micro-batch and the number of micro-batches."""
+    """Return the number of rows per micro-batch and the number of micro-batches per optimizer step."""
     return config.data.batch_size, config.optim.gradient_accumulation_steps
 
 

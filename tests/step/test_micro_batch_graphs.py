@@ -46,7 +46,8 @@ from tests.support.stand_in_te import install_stand_in
 
 
 def packed_documents(num_documents: int, num_rows: int, length: int, vocabulary: int, seed: int) -> Batch:
-    """Return `num_documents` random documents that fill `num_rows` rows of `length` tokens, all supervised."""
+    """Return a batch of `num_documents` random documents that fill `num_rows` rows of `length` tokens. All tokens are
+    supervised, and token ids are below `vocabulary`."""
     draw, lengths = random.Random(seed), []
     for row in range(num_rows):
         count = num_documents // num_rows + (row < num_documents % num_rows)
@@ -58,7 +59,7 @@ def packed_documents(num_documents: int, num_rows: int, length: int, vocabulary:
 
 
 class EmulatedGraph:
-    """Replays a captured function with the tensors that held the parameters' gradients at the capture."""
+    """Emulates a CUDA graph of `work`: each call runs `work` on the gradient tensors that `parameters` had at first."""
 
     def __init__(self, work: Callable[[], None], parameters: Sequence[Parameter]) -> None:
         self._work, self._parameters = work, parameters
@@ -78,7 +79,7 @@ class EmulatedGraph:
 
 
 class EmulatedCapture:
-    """Replacement for `Capture` that does not run the captured functions but appends them to `graphs`."""
+    """Replacement for `Capture`. It does not run the function that it captures, but appends it to `graphs`."""
 
     def __init__(self, parameters: Sequence[Parameter] = ()) -> None:
         self._parameters = parameters
@@ -116,7 +117,7 @@ def stand_in(monkeypatch):
 
 
 def batch(num_documents, seed=0):
-    """Return `num_documents` documents that fill `ROWS` rows."""
+    """Return a batch of `num_documents` documents that fill `ROWS` rows of `LENGTH` tokens."""
     return packed_documents(num_documents, ROWS, LENGTH, 1024, seed)
 
 
@@ -127,7 +128,7 @@ def test_bucket_is_the_smallest_that_fits_the_documents():
 
 
 class RecordedMicroBatches:
-    """Replacement for the computation of a micro-batch. It records the arguments of each call."""
+    """Runs `MicroBatchGraphs` on a function, `run`, that computes no loss but records its arguments in `calls`."""
 
     def __init__(self):
         self.weight = torch.nn.Parameter(torch.zeros(2))
@@ -166,7 +167,7 @@ def test_each_kind_of_micro_batch_runs_eagerly_once_and_then_as_graph(monkeypatc
 
 
 def test_eager_passes_drop_graphs_if_memory_is_short(monkeypatch):
-    """A new bucket, too many documents and an evaluation need eager passes. Each bucket is then captured again."""
+    """All graphs are dropped before a batch of a new bucket, a batch with too many documents and an evaluation."""
     monkeypatch.setattr(micro_batch_graphs, "BUCKETS", (4, 8))
     recorded, few, many = RecordedMicroBatches(), batch(3), batch(6)
     recorded.graphs.drops_before_eager = True
@@ -199,7 +200,7 @@ def test_graph_input_is_the_batch_padded_with_empty_documents(monkeypatch):
 
 
 class Training:
-    """Trains the stand-in TE decoder by `Stepper.micro_batch`, with or without graphs."""
+    """Trains a tiny TE decoder of stand-in modules by `Stepper.micro_batch`. `changes` are entries of its config."""
 
     def __init__(self, with_graphs: bool, **changes):
         reset_accelerator()
@@ -223,7 +224,7 @@ class Training:
             self.graphs = MicroBatchGraphs(self.run, self.parameters, overwritten, self.capture, lambda: None, False)
 
     def step(self, batches):
-        """Take an optimizer step. Return the losses, the gradients, and the weights after the step."""
+        """Take an optimizer step on a list of micro-batches. Return losses, gradients and the weights after the step."""
         num_supervised = torch.tensor(sum(each.num_supervised_tokens for each in batches))
         losses = []
         for number, inputs in enumerate(batches):

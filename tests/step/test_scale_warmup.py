@@ -21,7 +21,7 @@ TINY = 1e-7
 
 
 class _CastGradient(torch.autograd.Function):
-    """Returns its input. The backward pass rounds the gradient to E5M2 with the scale from earlier passes."""
+    """Return a copy of the input. Backward, cast the gradient to E5M2 and back, with a scale from an earlier pass."""
 
     @staticmethod
     def forward(ctx, output, module):
@@ -38,7 +38,7 @@ class _CastGradient(torch.autograd.Function):
 
 
 class DelayedLinear(nn.Linear):
-    """A linear layer whose backward GEMMs get the gradient in E5M2, as in Transformer Engine."""
+    """A linear layer whose output gradient is rounded to E5M2 before the backward GEMMs, as in Transformer Engine."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
@@ -49,9 +49,9 @@ class DelayedLinear(nn.Linear):
 
 
 class Blocks(nn.Module):
-    """Residual blocks of a norm and two GEMMs; the forward pass returns a summed loss.
+    """Residual blocks, each with a norm and two linear layers. The forward pass returns a summed loss.
 
-    With a gain of 1, the output of a block is about as large as its input.
+    `gain` scales the initial weights. With 1, activations are about as large after a linear layer as before it.
     """
 
     def __init__(self, num_layers: int = 3, gain: float = 1.0) -> None:
@@ -95,7 +95,8 @@ def batch():
 
 
 def errors(num_passes: int, batch, monkeypatch, **size) -> dict[str, float]:
-    """Warm up in `num_passes` passes. Return the next gradients' largest relative error for each GEMM of a block."""
+    """Warm up the scales in `num_passes` passes and compute the gradients. Return their largest relative error among
+    the first and among the second linear layers of all blocks. `size` are arguments of `Blocks`."""
     monkeypatch.setattr("llm_fp8.step.scale_warmup.PASSES", num_passes)
     model = Blocks(**size)
     precision = PrecisionStandIn(model)
@@ -148,7 +149,7 @@ def test_warm_up_changes_scales_only(batch):
 
 @pytest.fixture
 def warm_up_calls(monkeypatch):
-    """Make a run on the CPU warm up scales as delayed scaling does. Return a list of the warm-up's calls."""
+    """Make runs on the CPU warm up scales as with delayed scaling. Return a list of the arguments of each warm-up."""
     calls = []
 
     def recorded_warm_up(*arguments):

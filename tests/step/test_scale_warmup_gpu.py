@@ -1,4 +1,4 @@
-"""With warmed-up scales, the first gradient of delayed scaling is as close to bf16 as later ones."""
+"""After the warm-up of scales, delayed scaling's first gradient is as close to that of bf16 as its later gradients."""
 
 from __future__ import annotations
 

@@ -55,13 +55,13 @@ def unequal_rows(tmp_path_factory) -> str:
 
 
 def begin_graphs_after_first_step() -> None:
-    """Make the run begin CUDA graphs after its first step, as if that step had left the GPU idle."""
+    """Make runs in this process begin CUDA graphs after the first step, as if that step had left the GPU idle."""
     emulate_graphs()
     pytest.MonkeyPatch().setattr(Timeline, "_note_attention", lambda run: run.stepper.begin_graphs())
 
 
 def begin_and_drop_graphs() -> None:
-    """Make the run begin graphs after its first step, and drop them before every eager pass as if memory were short."""
+    """Make runs begin CUDA graphs after the first step, and drop them before eager passes as if memory were short."""
     emulate_graphs()
 
     def begin(run: Timeline) -> None:

@@ -38,7 +38,7 @@ def stand_in(monkeypatch):
 
 @pytest.fixture
 def fused_passes(monkeypatch):
-    """Return a counter of the backward passes that write to `main_grad`, by the shape of the weight."""
+    """Return a counter: weight shape -> number of backward passes in which GEMMs wrote to `main_grad`."""
     counts: Counter[tuple[int, ...]] = Counter()
     backward = stand_in_te._FusedWgrad.backward
 
@@ -61,7 +61,7 @@ def small_model(dtype=torch.float32, lora: LoraConfig | None = None, **changes):
 
 
 def prepare(model: nn.Module, summed_by: str = "gemms"):
-    """Return strategy, prepared model and optimizer. `summed_by`, "gemms" or "autograd", sums the gradients."""
+    """Return strategy, prepared model and optimizer. `summed_by` says what sums gradients: "gemms" or "autograd"."""
     reset_accelerator()
     strategy = DistributedStrategy("single", Accelerator(cpu=True), ParallelConfig())
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -76,7 +76,7 @@ def tokens(number: int) -> torch.Tensor:
 
 
 def backward(strategy: DistributedStrategy, model: nn.Module, num_micro_batches: int) -> None:
-    """Run a step's forward and backward passes. As in training, modules know which micro-batch is the first."""
+    """Run a step's forward and backward passes. As in training, each module is told which micro-batch is the first."""
     for number in range(num_micro_batches):
         last = number == num_micro_batches - 1
         with strategy.micro_batch(model, last), FusedWgradAccumulation(model, strategy).micro_batch(last):
@@ -96,7 +96,7 @@ def is_te_weight(name: str) -> bool:
 
 
 def is_clean(model: nn.Module) -> bool:
-    """Return whether fusion is off in all modules and no parameter has `main_grad`, which keeps its gradient alive."""
+    """Return whether no module fuses the weight gradient and no parameter has the attribute `main_grad`."""
     fusing = [module for module in model.modules() if getattr(module, "fuse_wgrad_accumulation", False)]
     return not fusing and not any(hasattr(parameter, "main_grad") for parameter in model.parameters())
 
@@ -131,7 +131,7 @@ def test_gradients_equal_those_of_autograd(num_micro_batches, dtype, recomputed,
 
 
 def test_dropped_gradients_are_freed():
-    """A reference left in the model would keep a step's gradients in memory during the next step."""
+    """If the model still referred to the gradients, they would stay in memory during the next step."""
     strategy, model, optimizer = prepare(small_model())
     for _ in range(2):
         backward(strategy, model, 3)
@@ -142,7 +142,7 @@ def test_dropped_gradients_are_freed():
 
 
 def test_frozen_weights_get_no_gradient(fused_passes):
-    """In one model LoRA freezes all weights. In another, one of the two weights of each MLP is frozen."""
+    """The first model has LoRA adapters, so all its weights are frozen. In the second, one of two MLP weights is."""
     strategy, model, _ = prepare(small_model(lora=LoraConfig(lora_rank=2)))
     backward(strategy, model, 3)
     assert not fused_passes and all("adapters" in name for name in gradients(model))

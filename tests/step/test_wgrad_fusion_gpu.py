@@ -38,7 +38,7 @@ def options_of(scenario: str | None) -> PrecisionConfig:
 
 
 def micro_batches(number: int, device) -> list[Batch]:
-    """Return `number` batches with different tokens at the same positions."""
+    """Return `number` packed batches with documents of the same lengths but different tokens."""
     first = packed_batch(device)
 
     def shifted(ids: Tensor, by: int) -> Tensor:
@@ -51,7 +51,7 @@ def micro_batches(number: int, device) -> list[Batch]:
 
 
 def prepare(model: nn.Module, summed_by: str):
-    """Return strategy, prepared model and optimizer. `summed_by`, "gemms" or "autograd", sums the gradients."""
+    """Return strategy, prepared model and optimizer. `summed_by` says what sums gradients: "gemms" or "autograd"."""
     reset_accelerator()
     strategy = DistributedStrategy("single", Accelerator(mixed_precision="no"), ParallelConfig())
     kind = "adamw_fp32" if next(model.parameters()).dtype == torch.float32 else "adamw_master"
@@ -68,7 +68,7 @@ def backward(
     precision: Precision,
     batches: list[Batch],
 ) -> int:
-    """Compute a step's gradients as in training. Return how many weights had `main_grad` in the last pass."""
+    """Compute the gradients of a step on `batches`. Return how many weights had `main_grad` after the last one."""
     num_fused = 0
     for number, batch in enumerate(batches, start=1):
         last = number == len(batches)
@@ -81,13 +81,13 @@ def backward(
 
 
 def te_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return, by name, the weights whose gradients are computed by Transformer Engine's modules."""
+    """Return the weights of Transformer Engine's linear modules by name."""
     ours = {id(w) for m in model.modules() if hasattr(m, "fuse_wgrad_accumulation") for w in linear_weights(m)}
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in ours}
 
 
 def warm_up(strategy: DistributedStrategy, model: nn.Module, precision: Precision, batches: list[Batch]) -> None:
-    """Run passes until the scales of delayed scaling are constant."""
+    """Run `batches` twice, after which the scales of delayed scaling are constant, and drop the gradients."""
     for _ in range(2):
         backward(strategy, model, precision, batches)
         model.zero_grad(set_to_none=True)
