@@ -1,6 +1,5 @@
-"""Rules of the layout beyond the import contracts of pyproject.toml, which `scripts/test.sh` checks: what te_llama.py
-may import, where private names of libraries may occur, and that tests share code through tests/support only.
-"""
+"""Checks which modules te_llama.py imports, where private names of libraries occur, and that tests share code through
+tests/support only. `scripts/test.sh` checks the order of imports in the package."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ PACKAGE = ROOT / "llm_fp8"
 
 
 def imported_modules(file: Path) -> Iterator[str]:
-    """Yield every module that a file imports, also inside functions; `from a import b` yields a and a.b."""
+    """Yield every module that a file imports, also inside functions. For `from a import b`, yield a and a.b."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -37,7 +36,7 @@ PUBLIC_BUT_UNDERSCORED = {"_replace", "_fields", "_exit", "_actions", "_option_s
 
 
 def private_names(source: str) -> set[str]:
-    """Return the private names that the code imports or reads from objects of other modules."""
+    """Return the private names that the Python code `source` imports, or reads from objects of other modules."""
     names, defined = set(), set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):
@@ -72,7 +71,7 @@ def test_no_test_imports_a_test():
 
 
 def test_package_does_not_refer_to_scripts_benchmarks_or_results():
-    """Search for the folder names as whole strings, because paths are joined from their parts."""
+    """The test searches for the names of the folders as string literals, since the package joins paths from parts."""
     for file in PACKAGE.rglob("*.py"):
         constants = [node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)]
         assert not {"scripts", "benchmarks", "results"} & {value for value in constants if isinstance(value, str)}, file

@@ -1,8 +1,7 @@
 """--cuda_graphs without a GPU, with a stand-in for Transformer Engine and emulated graphs.
 
 An emulated graph repeats its Python function and checks that gradients keep the addresses of the capture. Tests on a
-GPU are in test_micro_batch_graphs_gpu.py.
-"""
+GPU are in test_micro_batch_graphs_gpu.py."""
 
 from __future__ import annotations
 
@@ -224,7 +223,7 @@ class Training:
             self.graphs = MicroBatchGraphs(self.run, self.parameters, overwritten, self.capture, lambda: None, False)
 
     def step(self, batches):
-        """Take an optimizer step on a list of micro-batches. Return losses, gradients and the weights after the step."""
+        """Take a step on a list of micro-batches. Return the losses, the gradients and the weights after the step."""
         num_supervised = torch.tensor(sum(each.num_supervised_tokens for each in batches))
         losses = []
         for number, inputs in enumerate(batches):

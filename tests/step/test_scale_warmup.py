@@ -49,10 +49,8 @@ class DelayedLinear(nn.Linear):
 
 
 class Blocks(nn.Module):
-    """Residual blocks, each with a norm and two linear layers. The forward pass returns a summed loss.
-
-    `gain` scales the initial weights. With 1, activations are about as large after a linear layer as before it.
-    """
+    """Residual blocks, each with a norm and two linear layers. The forward pass returns a summed loss. `gain` scales
+    the initial weights. With 1, activations are about as large after a linear layer as before it."""
 
     def __init__(self, num_layers: int = 3, gain: float = 1.0) -> None:
         super().__init__()

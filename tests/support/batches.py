@@ -42,7 +42,7 @@ BATCHES = {"packed": packed_batch, "padded": padded_batch}
 
 
 def next_steps(loader: TrainLoader, number: int | None = None) -> list[list[Batch]]:
-    """Return the micro-batches of the loader's next `number` steps, by default of one epoch."""
+    """Return the micro-batches of each of the loader's next `number` steps. By default, return those of one epoch."""
     steps: Any = iter(loader)
     with closing(steps):
         return list(islice(steps, loader.steps_per_epoch if number is None else number))

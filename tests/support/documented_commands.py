@@ -1,6 +1,6 @@
-"""Training commands from the documents and from the guide that the scripts were first written for.
+"""Collects the training commands of the documents, and of the guide that the scripts were first written for.
 
-Also a dataset folder in the layout that OpenMathInstruct-2 has on the hub."""
+The module also writes a dataset folder in the layout that OpenMathInstruct-2 has on the hub."""
 
 from __future__ import annotations
 
@@ -57,19 +57,20 @@ def script_of(command: str) -> str:
 
 
 def options_of(command: str) -> list[str]:
-    """Return the arguments that follow the name of the training script in `command`."""
+    """Return the arguments that follow the name of the training script in a command."""
     arguments = shlex.split(command)
     return arguments[arguments.index(script_of(command)) + 1 :]
 
 
 def config_of(command: str) -> Config:
-    """Return the options that the training script would parse from `command`."""
+    """Return the `Config` that the training script would parse from a command."""
     script = script_of(command)
     return parse_config(options_of(command), prog=script, parallel=script == "train_multi_gpu.py")
 
 
 def readme_commands() -> dict[str, str]:
-    """Return the README's commands that are not in the guide, by W&B run name or, without one, by script name."""
+    """Return the README's commands whose options differ from those of `COMMANDS`. A command's name contains its W&B
+    run name or, if it sets none, the name of its script."""
     guide_configs = [config_of(command) for command in COMMANDS.values()]
     others = [command for command in training_commands(README) if config_of(command) not in guide_configs]
     return {f"readme_{config_of(command).run.wandb_run_name or script_of(command)}": command for command in others}
@@ -86,14 +87,15 @@ SPLITS = ("train", "train_1M")
 
 
 def cpu_options(command: str, model: str, dataset: Path) -> list[str]:
-    """Return the options of `command`, changed to a local model and dataset, bf16, no TE and 128 tokens."""
+    """Return the options of a command, changed to a local model and dataset, bf16, no TE and rows of 128 tokens."""
     options = [word for word in options_of(command) if word != "--use_te"]
     folders = [f"--model_name={model}", f"--dataset_name={dataset}"]
     return [*options, *folders, "--mixed_precision=bf16", "--fp8_scenario=default", "--max_seq_length=128"]
 
 
 def write_dataset(folder: Path, num_rows: int | None = None) -> Path:
-    """Write `num_rows` rows (default: all) of the embedded dataset in OpenMathInstruct-2's layout on the hub."""
+    """Write the first `num_rows` rows (default: all) of the dataset inside the package to `folder`, in the layout that
+    OpenMathInstruct-2 has on the hub. Return the folder."""
     parts = sorted((DATASET_DIR / "data").glob("train-*.jsonl"))
     lines = [line for part in parts for line in part.read_text().splitlines()][:num_rows]
     (folder / "data").mkdir(parents=True)

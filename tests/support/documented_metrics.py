@@ -14,7 +14,7 @@ DOCUMENTED = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", _DOCUMENT.read_text(), 
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl in `folder` after checking that every metric is documented."""
+    """Return the records in the metrics.jsonl of a run folder, after checking that every metric is documented."""
     lines = read_jsonl(Path(folder) / "metrics.jsonl")
     undocumented = set().union(*lines) - DOCUMENTED.keys()
     assert not undocumented, f"docs/monitoring.md lacks {undocumented}"

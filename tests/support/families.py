@@ -86,7 +86,7 @@ def family_config(name: str, **sizes: int):
 
 
 def write_family(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Write a small model and its tokenizer in the hub's layout. The sizes of the model suit fp8 GEMMs."""
+    """Write a small random model of `family` and a tokenizer in the hub's layout. Its dimensions suit fp8 GEMMs."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(family_config(family), dtype=dtype).save_pretrained(folder)
     AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)
@@ -94,7 +94,7 @@ def write_family(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16)
 
 
 def te_model(folder: Path, dtype: torch.dtype = torch.float32, device="cpu", **layers: bool) -> Model:
-    """Return a TE decoder with the weights in `folder`. `layers` are further arguments of `build_te_model`."""
+    """Return a TE decoder with the weights of the model in `folder`. `layers` are arguments of `build_te_model`."""
     config = AutoConfig.from_pretrained(folder)
     stored = StoredCheckpoint([Path(folder) / "model.safetensors"], config)
     model = Model(te_llama.build_te_model(config, dtype, device, **layers), stored)

@@ -30,10 +30,10 @@ ENDLESS = "--max_steps=100000"
 
 
 def kill_rank_during_save(start: Callable[..., Any], folder: Path, within_s: float) -> dict[int, int | None]:
-    """Kill rank 1 while a checkpoint is being written, check the run, and return the exit codes by rank.
+    """Kill rank 1 while it writes a checkpoint, and return the exit codes of the failed ranks.
 
-    Every rank must end within `within_s` seconds, the earlier checkpoints must be complete, and the run must resume.
-    `start` starts the run with the options it gets. A rank that torchrun does not end must print why it ends.
+    `start` takes options and starts a run that saves in `folder`. Every rank must end within `within_s` seconds, the
+    earlier checkpoints must be complete, and the run must resume. A rank that ends by itself must print the reason.
     """
     checkpoints = folder / "checkpoints"
     with start(ENDLESS, "--save_every=1") as launch:
@@ -59,9 +59,9 @@ def kill_rank_during_save(start: Callable[..., Any], folder: Path, within_s: flo
 
 
 def kill_rank_and_restart(start: Callable[..., Any], folder: Path, *options: str) -> None:
-    """Kill rank 1 after the first checkpoint, and check that torchrun restarts the ranks and that these resume the run.
+    """Kill rank 1 after the first checkpoint. torchrun must restart all ranks, and they must resume the run.
 
-    `start` starts torchrun in `folder`. The restarted ranks must continue in the same run folder.
+    `start` takes a log and options, and starts torchrun in `folder`. The ranks must continue in the same run folder.
     """
     training = ["--max_steps=60", "--save_every=20", "--log_every=1", "--no_export"]
     with start(folder / "log", *options, *training, launcher=("--max_restarts=1",)) as launch:
@@ -83,7 +83,8 @@ SCALES = ("scaling_fwd", "scaling_bwd")
 
 @contextlib.contextmanager
 def _planted(loop: Timeline, place: str, value: float) -> Iterator[None]:
-    """For one step, set one entry of `place` to `value`: a micro-batch's embeddings, their gradient or an fp8 scale."""
+    """Within the block, which takes one step, set one number to `value`. For `place` "activation" it is an entry of a
+    micro-batch's embeddings, for a name in `SCALES` an fp8 scale, and else an entry of the embeddings' gradient."""
     if place in SCALES:
         scales = [tensor for name, tensor in loop.precision.state_tensors().items() if name.endswith(f"{place}.scale")]
         scales[0].data[0] = value  # the scale of a layer's input, or of the gradient of its output
@@ -113,7 +114,7 @@ def _planted(loop: Timeline, place: str, value: float) -> Iterator[None]:
 
 
 def plant_nonfinite_value(place: str, value: float) -> None:
-    """Patch this process so that `value` is put in `place` (see `_planted`) in step `STEP`, if its rank is `RANK`."""
+    """Patch this process so that step `STEP` of a run, on rank `RANK`, sets a number at `place` (see `_planted`)."""
     take_step = Timeline.take_step
 
     def take_step_with_value(loop: Timeline, batches: list[Any], start: Any) -> Any:
@@ -127,7 +128,7 @@ def plant_nonfinite_value(place: str, value: float) -> None:
 
 
 def check_run_stops_on_nonfinite_value(folder: Path, place: str, value: float, *options: str) -> None:
-    """Plant `value` in `place`. Both ranks must exit with code 2, name step and rows, and save nothing of the step."""
+    """Train on two ranks with `plant_nonfinite_value`. Both must exit with code 2, name step and rows, and not save."""
     log = folder.with_name(f"{folder.name}.log")
     training = [*options, "--max_steps=8", "--save_every=2", "--log_every=4", f"--output_dir={folder}"]
     sizes = ["--batch_size=2", f"--gradient_accumulation_steps={MICRO_BATCH}", "--no_merge_micro_batches"]

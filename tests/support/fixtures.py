@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Exclude existing objects from garbage collection, enable it, and start the fork server if slow tests will run."""
+    """Enable garbage collection, except of objects that exist now. Start the fork server if slow tests will run."""
     gc.freeze()
     gc.enable()
     if any(item.get_closest_marker("slow") for item in session.items):
@@ -38,41 +38,39 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_process_state() -> None:
-    """Reset Accelerate, so that each test may choose its own settings, and exclude existing objects from collection.
-
-    Every training ends with `gc.collect()`. With all objects it would take longer than the training.
-    """
+    """Reset Accelerate, so that each test may choose other settings, and exclude existing objects from `gc.collect()`.
+    A training ends with that call, which would take longer than the training if it visited all objects."""
     reset_accelerator()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the folder of a tiny Llama with weights."""
+    """Return the folder of a tiny Llama with weights and tokenizer."""
     return write_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="session")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the path of a jsonl file with 64 short problems."""
+    """Return the path of a jsonl file with 64 short rows, each with a math problem and its solution."""
     return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", 64)
 
 
 @pytest.fixture(scope="session")
 def sixteen_rows(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the path of a jsonl file with the sixteen problems that `tests.support.reference` trains on."""
+    """Return the path of a jsonl file with the sixteen rows that `tests.support.reference` trains on."""
     return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", NUM_ROWS)
 
 
 @pytest.fixture(scope="session")
 def tied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the folder of a tiny Llama with weights. Its lm_head is tied to the embedding."""
+    """Return the folder of a tiny Llama whose lm_head is tied to the embedding."""
     return write_model(tmp_path_factory.mktemp("models") / "tied", tie_word_embeddings=True)
 
 
 @pytest.fixture(scope="session")
 def gemma_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the folder of a tiny Gemma 3 with weights. One of its two layers has a sliding window."""
+    """Return the folder of a tiny Gemma 3. One of its two layers attends within a sliding window."""
     entries = dict(head_dim=16, query_pre_attn_scalar=24, sliding_window=24, sliding_window_pattern=2)
     rope = dict(rope_type="linear", factor=4.0)
     folder = tmp_path_factory.mktemp("models") / "gemma3"
@@ -81,7 +79,7 @@ def gemma_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a small Llama with weights and tokenizer. Its sizes suit fp8 GEMMs."""
+    """Return the folder of a small Llama with weights and tokenizer. The model's dimensions suit fp8 GEMMs."""
     return write_family(tmp_path_factory.mktemp("models") / "llama3", "llama3_rope_gqa")
 
 
@@ -92,7 +90,7 @@ def device() -> torch.device:
 
 @pytest.fixture
 def call_main(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Return a function that calls `program.main()` with command-line arguments and returns the exit code."""
+    """Return a function that takes a module and command-line arguments, calls main() and returns the exit code."""
 
     def call(program: ModuleType, *arguments: object) -> int:
         monkeypatch.setattr(sys, "argv", [program.__name__, *map(str, arguments)])
@@ -103,7 +101,7 @@ def call_main(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Return the mount point of a file system of 4 MB."""
+    """Mount a file system of 4 MB for one test, and return the mount point."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if shutil.which("mount") is None:

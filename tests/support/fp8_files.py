@@ -1,4 +1,4 @@
-"""Writes model folders with fp8 weights, without the package's code, each with an fp32 copy of the same values."""
+"""Writes models with fp8 weights, and copies of them in fp32 with the same values, without the package's code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def quantization_config(kind: str) -> dict[str, Any]:
 
 
 def quantise(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the e4m3 values and the scales of a matrix. A factor of 1.1 avoids scales that are powers of two."""
+    """Return the e4m3 values and the scales of a matrix. Because of a factor of 1.1, scales are not powers of two."""
     rows, columns = {"channel": (1, weight.shape[1]), "tensor": weight.shape}.get(kind) or _BLOCKS[kind]
     scale = torch.stack(
         [
@@ -49,13 +49,13 @@ def quantise(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tenso
 
 
 def expanded_scale(scale: torch.Tensor, shape: torch.Size, block: tuple[int, ...]) -> torch.Tensor:
-    """Return an fp64 matrix of this shape with each value's scale. Blocks of the shape `block` share a scale."""
+    """Return an fp64 matrix of `shape` with the scale of each value. `scale` has one number per block of `block`."""
     row_blocks = scale.double().reshape(-(-shape[0] // block[0]), -1)
     return row_blocks.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
 
 
 def write_fp8_model(folder: Path, kind: str, max_shard_size: str = "1GB", **changes: Any) -> tuple[str, str]:
-    """Write a model in fp8 and its fp32 copy below `folder`. Return the paths of the fp8 model and of the copy."""
+    """Write a model with fp8 weights of a `kind` in `KINDS` and its fp32 copy below `folder`. Return both folders."""
     plain, fp8 = folder / "plain", folder / "fp8"
     for path in (plain, fp8):
         write_model(path, max_shard_size=max_shard_size, **changes)
@@ -80,6 +80,6 @@ def write_fp8_model(folder: Path, kind: str, max_shard_size: str = "1GB", **chan
 
 
 def set_quantization(folder: str | Path, entries: Any, **changes: Any) -> None:
-    """Set `quantization_config` in a folder's config.json to `entries`, and add `changes` beside it."""
+    """Set `quantization_config` in a folder's config.json to `entries`, and set other keys by `changes`."""
     path = Path(folder) / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": entries, **changes}))

@@ -1,4 +1,4 @@
-"""Build a small random model in a precision on a GPU and run steps of it."""
+"""Build a small random model on a GPU in a chosen precision, and run forward and backward passes of it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fp8(**options) -> PrecisionConfig:
 def build(
     options: PrecisionConfig, device, use_te: bool = True, family: str = "llama3_rope_gqa", lora: LoraConfig = NO_LORA
 ):
-    """Return a small random `TrainingModel`, its `Precision` and its fp8 coverage. Adapters get a nonzero B."""
+    """Return a small random `TrainingModel`, its `Precision` and its fp8 coverage. `lora` may add random adapters."""
     plan = precision_on(options, device)
     precision = Precision(plan, options, device, torch.bfloat16)
     config = family_config(family)
@@ -51,7 +51,7 @@ def build(
 
 
 def add_random_adapters_(model, lora: LoraConfig, dtype: torch.dtype) -> None:
-    """Freeze `model` and add adapters with nonzero B. Hugging Face's and the TE decoder get the same values."""
+    """Freeze `model` and add adapters with random A and B. Hugging Face's and the TE decoder get the same values."""
     add_adapters(Model(model), lora, dtype)
     initialize_adapters_(model, 0)
     with torch.no_grad():
@@ -60,7 +60,7 @@ def add_random_adapters_(model, lora: LoraConfig, dtype: torch.dtype) -> None:
 
 
 def step(model, precision, batch, num_micro_batches: int = 1) -> torch.Tensor:
-    """Run forward and backward `num_micro_batches` times on the same batch. Return the last loss."""
+    """Run forward and backward passes on the same batch `num_micro_batches` times. Return the loss of the last pass."""
     for number in range(num_micro_batches):
         with precision.context(first_microbatch=number == 0 if num_micro_batches > 1 else None):
             loss = model(batch)[0] / batch.num_supervised_tokens

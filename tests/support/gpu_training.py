@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def train(
     *options: str, environment: dict[str, str] | None = None, launcher: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess:
-    """Run train_fp8.py by Python or by the command `launcher`. Return the finished process with its output."""
+    """Run train_fp8.py with further variables in its `environment`, by the command `launcher` (default: Python). Return
+    the finished process with its output."""
     command = [*(launcher or (sys.executable,)), "train_fp8.py", *options]
     variables = {**os.environ, **(environment or {})}
     variables.pop("NVIDIA_TF32_OVERRIDE", None)
@@ -24,7 +25,7 @@ def train(
 
 
 def train_patched(patch: str, *options: str) -> subprocess.CompletedProcess:
-    """Run the Python statements `patch`, which inject a fault, and then train_fp8.py. Return the finished process."""
+    """Run the Python statements `patch` and then, in the same process, train_fp8.py. Return the finished process."""
     program = f"""
 import sys
 {patch}
@@ -38,7 +39,7 @@ run_script(lambda: run_training(parse_config(sys.argv[1:])))
 
 
 def training_options(model_folder: Path, folder: Path, *more: str) -> list[str]:
-    """Return the options of a short run with Transformer Engine's layers, followed by `more`."""
+    """Return the options of a short run of the TE decoder, followed by `more`. The run writes to `folder`."""
     options = f"--model_name={model_folder} --output_dir={folder} --use_te --max_seq_length=256 --batch_size=8"
     options += (
         " --learning_rate=1e-3 --gradient_accumulation_steps=2 --no_merge_micro_batches --log_every=1 --eval_batches=2"
@@ -47,14 +48,14 @@ def training_options(model_folder: Path, folder: Path, *more: str) -> list[str]:
 
 
 def run_successfully(model_folder: Path, folder: Path, *more: str, environment: dict[str, str] | None = None) -> str:
-    """Train with `training_options` and `more`, check that the run succeeds, and return its printed output."""
+    """Train with `training_options`, check that the run succeeds, and return the text that it printed to stdout."""
     process = train(*training_options(model_folder, folder, *more), environment=environment)
     assert process.returncode == 0, process.stderr
     return str(process.stdout)
 
 
 def metric_values(folder: Path, name: str) -> list[float]:
-    """Return the values of a metric, in order, from the lines of metrics.jsonl that have it."""
+    """Return all values of the metric `name` in a run folder's metrics.jsonl, in order."""
     return [record[name] for record in records(folder) if name in record]
 
 

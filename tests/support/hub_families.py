@@ -1,6 +1,6 @@
-"""Tiny models of the supported families in the hub's layout, and a check of the features that work with each.
+"""Tiny models of the supported families in the hub's layout, and a check of which features work with a family.
 
-`python -m tests.support.hub_families` prints the table of docs/precision.md."""
+`python -m tests.support.hub_families` prints the table of families in docs/precision.md."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def hub_config(name: str, **changes: Any) -> PretrainedConfig:
 
 
 def write_hub_model(folder: Path, name: str) -> Path:
-    """Write the model `name` in the hub's layout: full checkpoint, tokenizer and, if multimodal, processor settings."""
+    """Write a tiny model of the family `name` in the hub's layout. A multimodal one has towers and a processor file."""
     torch.manual_seed(0)
     hf_config = hub_config(name)
     model = auto_class(hf_config).from_config(hf_config)
@@ -165,7 +165,7 @@ _KERNELS = "with causal-conv1d and flash-linear-attention, or mamba-ssm"
 
 @dataclass(frozen=True)
 class SupportRow:
-    """A family's row in the table of docs/precision.md. Each field is the text of a cell."""
+    """Row of a family in the table of docs/precision.md. Each field is the text of a cell."""
 
     family: str
     te: str
@@ -176,7 +176,8 @@ class SupportRow:
 
 
 def check_family(name: str, folder: Path) -> SupportRow:
-    """Train a family's model, compare losses, export and adapter with plain transformers, and return its table row."""
+    """Train a tiny model of the family `name`, and return the family's table row. Losses, export and adapter must equal
+    those of plain transformers and PEFT."""
     source = write_hub_model(folder / "source", name)
     options = ModelConfig(model_name=str(source))
     hf_config = load_config(resolve_source(options))
@@ -219,7 +220,8 @@ def check_family(name: str, folder: Path) -> SupportRow:
 
 
 def _check_adapter(options: ModelConfig, folder: Path) -> str:
-    """Check that an exported adapter has the same loss in PEFT and merged. Return the text of the LoRA cell."""
+    """Check that an exported adapter gives PEFT the loss that we compute, and the same loss after it is merged. Return
+    the text of the LoRA cell."""
     built, lora = built_model(options.model_name), LoraConfig(lora_rank=4)
     model = built.module
     note = add_adapters(built, lora, torch.float32)
@@ -250,7 +252,7 @@ def documents() -> list[Document]:
 
 
 def _full_model(folder: Path) -> PreTrainedModel:
-    """Load the full checkpoint with plain transformers for evaluation: in training mode Gemma 3 would need images."""
+    """Load all weights with plain transformers, towers included. In training mode, Gemma 3 would require images."""
     model, info = auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )
@@ -264,7 +266,7 @@ def _loss(model: nn.Module) -> Tensor:
 
 
 def _train(model: nn.Module, loss_of: Any) -> Tensor:
-    """Train `model` by AdamW on the loss that `loss_of` returns. Return the losses of `NUM_STEPS` steps."""
+    """Train `model` for `NUM_STEPS` steps of AdamW on the loss that `loss_of()` returns. Return the losses."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0), []
     for _ in range(NUM_STEPS):
         loss = loss_of()
@@ -276,7 +278,7 @@ def _train(model: nn.Module, loss_of: Any) -> Tensor:
 
 
 def _linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return the linear layers by name, except lm_head, routers and subclasses of nn.Linear."""
+    """Return the modules whose class is nn.Linear, not a subclass, by name. lm_head and routers are excluded."""
     routed, head = routed_modules(model), model.get_output_embeddings()
     return {
         name: module
@@ -286,7 +288,7 @@ def _linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
 
 
 def markdown_table(rows: list[SupportRow]) -> str:
-    """Return a Markdown table of `rows`. Families with equal cells share a row."""
+    """Return a Markdown table of `rows`. Families whose other cells are equal share a row."""
     families = dict[tuple[str, ...], list[str]]()
     for row in rows:
         family, *cells = (getattr(row, f.name) for f in fields(SupportRow))

@@ -29,19 +29,19 @@ _FAILURE = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+
 
 
 def torchrun_command(*options: str) -> list[str]:
-    """Return the torchrun command for two processes on a free port."""
+    """Return the torchrun command for two processes on a free port, followed by further options of torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
     return [*command, *options]
 
 
 def launcher_environment(**more: str) -> dict[str, str]:
-    """Return this process's environment with the repository on PYTHONPATH, so that a launcher can start anywhere."""
+    """Return this process's environment and `more`. PYTHONPATH lets a launcher import the code from any folder."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **more}
 
 
 class Launch:
-    """A run that was started. As a context manager it ends all processes of the run on exit."""
+    """A running training of several processes, whose output is appended to `log`. Leaving its context ends them all."""
 
     def __init__(self, log: Path) -> None:
         self._log, self._start = log, len(log.read_text()) if log.exists() else 0
@@ -50,15 +50,15 @@ class Launch:
         return self
 
     def printed(self) -> str:
-        """Return what the processes have printed so far; their lines may be interleaved."""
+        """Return the text that the processes have printed so far. Lines of different processes may be interleaved."""
         return self._log.read_text()[self._start :]
 
 
 class Torchrun(Launch):
-    """A run of train_multi_gpu.py in two processes under torchrun. Its output is appended to `log`.
+    """A run of train_multi_gpu.py in two processes under torchrun. The output is appended to `log`.
 
-    `options` are options of train_multi_gpu.py, and `launcher` those of torchrun, which is started in the folder `cwd`.
-    `more` are further environment variables.
+    `options` are options of train_multi_gpu.py, `launcher` are options of torchrun, and `more` are environment
+    variables. torchrun starts in the folder `cwd`.
     """
 
     def __init__(
@@ -80,13 +80,14 @@ class Torchrun(Launch):
         return self._process.poll() is None
 
     def pid_of(self, rank: int) -> int:
-        """Return the process id of a rank. After a restart it is the new process's."""
+        """Return the process id of a rank, after a restart that of the rank's new process."""
         children = psutil.Process(self._process.pid).children()
         (child,) = [child for child in children if child.environ().get("RANK") == str(rank)]
         return child.pid
 
     def end(self, deadline_s: float = DEADLINE_S) -> dict[int, int | None]:
-        """Wait for the end. Return exit codes (negative: signal) of failed ranks, except those that torchrun ended."""
+        """Wait until torchrun ends. Return {rank: exit code} of failed ranks, except those that torchrun ended. The
+        code of a rank that a signal killed is the negative number of the signal."""
         code = self._process.wait(deadline_s)
         return _failed_ranks(self.printed(), code)
 
@@ -98,7 +99,7 @@ def _failed_ranks(printed: str, code: int | None) -> dict[int, int | None]:
 
 
 def _agent(launcher: list[str], options: list[str], log: str, inherited: dict[str, str]) -> None:
-    """Run torchrun's agent. It forks its ranks, so that they need not import the packages again."""
+    """Run torchrun's agent, the process that starts the ranks. It forks them, which saves importing the packages."""
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
@@ -109,7 +110,8 @@ def _agent(launcher: list[str], options: list[str], log: str, inherited: dict[st
 
 
 def train_under_torchrun(runs: dict[Path, list[str]], deadline_s: float, **more: str) -> None:
-    """Train several runs under torchrun at once and check that each succeeds. `runs` maps their folders to options."""
+    """Start several runs under torchrun at once and check that each succeeds. `runs` maps a run folder to options, and
+    `more` are environment variables."""
     with contextlib.ExitStack() as stack:
         launches = []
         for folder, options in runs.items():
@@ -120,7 +122,7 @@ def train_under_torchrun(runs: dict[Path, list[str]], deadline_s: float, **more:
 
 
 class ForkedTorchrun(Launch):
-    """A run of train_multi_gpu.py under torchrun's agent with two forked ranks, for a machine without a GPU."""
+    """A run of train_multi_gpu.py in two processes that torchrun's agent forks, for a machine without a GPU."""
 
     def __init__(self, log: Path, *options: object, launcher: tuple[str, ...] = ()) -> None:
         super().__init__(log)
@@ -137,12 +139,11 @@ class ForkedTorchrun(Launch):
         return self._agent.is_alive()
 
     def pid_of(self, rank: int) -> int:
-        """Return the process id of a rank. After a restart it is the new process's."""
         children = sorted(psutil.Process(self._agent.pid).children(), key=psutil.Process.create_time)
         return children[rank - 2].pid
 
     def end(self, deadline_s: float = DEADLINE_S) -> dict[int, int | None]:
-        """Wait for the end. Return the exit codes of the ranks that torchrun reports as failed."""
+        """Wait until the agent ends. Return {rank: exit code} of the ranks that torchrun reports as failed."""
         code = exit_code(self._agent, deadline_s)
         return _failed_ranks(self.printed(), code)
 
@@ -165,6 +166,6 @@ class ForkedRanks(Launch):
         return self._ranks[rank].pid
 
     def end(self, deadline_s: float = DEADLINE_S) -> dict[int, int | None]:
-        """Wait for the end. Return the exit codes of failed ranks, and None for a rank that is still running."""
+        """Wait until the ranks end. Return {rank: exit code} of failed ranks, with None for a rank that still runs."""
         codes = {number: exit_code(rank, deadline_s) for number, rank in enumerate(self._ranks)}
         return {number: code for number, code in codes.items() if code != 0}

@@ -1,4 +1,4 @@
-"""Run records and run folders with invented metrics, for comparisons that no training on a CPU can test."""
+"""Run records and run folders with invented metrics, for tests of comparing runs of which a CPU could train none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ PROVENANCE = {
 
 
 def precision_of(variant: str, effective: str | None = None) -> dict[str, Any]:
-    """Return run.json's precision section for `variant`. An `effective` scenario that differs from it is a fallback."""
+    """Return the precision section of run.json for `variant`: "bf16", "no" or an fp8 scenario. If another scenario is
+    given as `effective`, the section records a fallback to it."""
     shared = {"optimizer": "adamw_master", "parameter_dtype": "torch.bfloat16", "fallback_reason": None}
     if variant in ("bf16", "no"):
         return {**shared, "requested": variant, "effective": variant}
@@ -41,10 +42,8 @@ def precision_of(variant: str, effective: str | None = None) -> dict[str, Any]:
 def made_up_run(
     variant: str = "bf16", seed: int = 1, rate: float = 100_000.0, loss: float = 1.0, **changes: Any
 ) -> RunRecord:
-    """Return a run of 60 steps and four evaluations at about `rate` tokens/s, whose last eval loss is `loss`.
-
-    `changes` replace fields of the record or sections of its run.json.
-    """
+    """Return the record of a run with 60 steps at about `rate` tokens/s and four evaluations, the last with `loss`.
+    `changes` replace fields of the record or, by name, sections of its run.json."""
     noise = random.Random(f"{variant} {seed}")
     steps, evaluations = [], []
     for step in range(1, NUM_STEPS + 1):
@@ -81,7 +80,7 @@ def made_up_run(
 
 
 def write_run_folder(folder: Path, run: RunRecord) -> Path:
-    """Write the files that the training of `run` and the evaluation of its export would write. Return the folder."""
+    """Write to `folder` the files that training would write for `run`, and its exact_match.json if it has answers."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps(run.stored))
     summary = {"steps": len(run.steps), "certificate": run.summary["certificate"], "throughput": run.summary}

@@ -26,7 +26,8 @@ PRECISIONS = {
 def train(
     num_gpus: int, folder: Path, model: Path | str, *options: str, first: Callable[[], None] | None = None
 ) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
-    """Call `first` in each process, then train. Return the step records, the summary and the printed output."""
+    """Train on `num_gpus` GPUs, after a call of `first` in each process. Return the records of the optimizer steps, the
+    summary and the printed output."""
     printed = run_ranks(
         num_gpus,
         folder,

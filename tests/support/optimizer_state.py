@@ -1,4 +1,4 @@
-"""Optimizers with part of their state in host memory, and a bitwise comparison of two trainings."""
+"""Build an optimizer with part of its state in host memory, and compare two trainings bitwise."""
 
 import torch
 
@@ -7,13 +7,13 @@ from llm_fp8.optim.optimizers import build_optimizer, optimizer_tensors
 
 
 def master_adamw(parameters, share):
-    """Return a MasterAdamW for `parameters` (by name) that keeps the fraction `share` of its state in host memory."""
+    """Return a MasterAdamW for {name: parameter} that keeps the fraction `share` of its state in host memory."""
     config = OptimConfig(learning_rate=1e-3, weight_decay=0.1, offload_optimizer=share)
     return build_optimizer(config, "adamw_master", parameters.items())
 
 
 def assert_same_training(parameters, optimizer, others, other_optimizer):
-    """Check that two trainings have equal weights, step counts and states. The parameter `idle` may lack a state."""
+    """Check that two optimizers and their parameters are equal bitwise. A parameter `idle` may lack a state."""
     assert all(torch.equal(parameter, others[name]) for name, parameter in parameters.items())
     state, other = (optimizer_tensors(o, p.items()) for o, p in ((optimizer, parameters), (other_optimizer, others)))
     assert {name for name in state.keys() ^ other.keys() if not name.startswith("idle.")} == set()

@@ -43,10 +43,11 @@ DEADLINE_S = 60.0
 
 
 def fork_server() -> None:
-    """Fork multiprocessing's server from this process, which has not trained yet and has imported most packages.
+    """Fork multiprocessing's fork server from this process, which has not trained yet and has imported most packages.
 
-    A server that starts normally would import them again in each of xdist's workers. If torch uses several threads, it
-    does start normally, because OpenMP would wait for threads that a fork lacks. Written against CPython 3.10 to 3.13.
+    multiprocessing would start a server that imports all packages again, in each of xdist's workers. If torch uses
+    several threads, that cannot be avoided, because OpenMP would wait for threads that do not exist in a fork. The code
+    replaces internals of multiprocessing and was written for CPython 3.10 to 3.13.
     """
     if CONTEXT.get_start_method() != "forkserver":
         return
@@ -76,7 +77,8 @@ def fork_server() -> None:
 
 
 def _serve(listener: int, alive: int) -> None:
-    """Close inherited pipes, whose open copies would hide the end of the parent process, and run the server's loop."""
+    """Close inherited pipes, since open copies would hide that the parent ended, and run the fork server's loop. The
+    arguments are file descriptors that multiprocessing passes to the server."""
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
             kind = os.readlink(f"/proc/self/fd/{fd}").partition(":")[0]
@@ -91,7 +93,7 @@ def _serve(listener: int, alive: int) -> None:
 
 
 def begin_process(log: str, environment: dict[str, str], first: Callable[[], None] | None = None) -> None:
-    """Set up a forked process: set its environment, call `first` and append its output to `log`."""
+    """Set up this forked process: set its environment, call `first`, and append later output to the file `log`."""
     os.environ.clear()  # inherited from the server, which may have started before the test changed a variable
     os.environ.update(environment)
     gc.freeze()
@@ -128,7 +130,7 @@ def _run_file(arguments: list[str], log: str, environment: dict[str, str]) -> No
 def run_program(
     command: Sequence[str], *, log: Path, environ: Mapping[str, str] | None = None, timeout_s: float = 4 * DEADLINE_S
 ) -> Outcome:
-    """Run `python FILE` as `llm_fp8.tools.programs.run_program` does, but in a fork that has the imports done."""
+    """Run `python FILE ...` as `llm_fp8.tools.programs.run_program` does, but in a fork with the packages imported."""
     environment = dict(os.environ if environ is None else environ)
     process = CONTEXT.Process(target=_run_file, args=(list(command[1:]), str(log), environment), daemon=True)
     process.start()
@@ -144,7 +146,7 @@ def _run(options: list[str], parallel: bool) -> int:
 
 
 def train_as_a_rank(options: list[str]) -> None:
-    """Train as one of several ranks with the launcher's environment variables. Exit with a code if training fails."""
+    """Train as the rank that the environment variables describe. Exit with train_multi_gpu.py's code if it fails."""
     try:
         run_script(lambda: _run(options, parallel=True))
     except SystemExit as ended:
@@ -161,15 +163,13 @@ def _start(log: Path, options: Sequence[object], launch: dict[str, str], *hooks:
 
 
 def start_training(log: Path, *options: object, first: Callable[[], None] | None = None) -> BaseProcess:
-    """Start a process that calls `first`, trains with `options` and appends its output to `log`.
-
-    A SIGINT before the call of `first` ends the process with code 1 and no message: multiprocessing is still starting.
-    """
+    """Start and return a process that calls `first`, trains with `options` and appends its output to `log`. A SIGINT
+    that arrives before the call of `first` ends the process with code 1 and without a message."""
     return _start(log, options, {}, first)
 
 
 def free_port() -> int:
-    """Return a free TCP port below Linux's ephemeral ports: another connection could take one of those first."""
+    """Return a free TCP port. It is not one of Linux's ephemeral ports, which other connections take at any time."""
     while True:
         with contextlib.suppress(OSError), socket.socket() as listener:
             listener.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 32_768)))
@@ -184,11 +184,8 @@ def start_ranks(
     hosts: int = 1,
     program: Callable[[list[str]], int] | None = None,
 ) -> list[BaseProcess]:
-    """Start the processes of one run with a launcher's environment variables. They all print to `log`.
-
-    Each process calls `first`, then trains, or runs `program` with `options` instead. The environment variables
-    describe a launch on `hosts` machines.
-    """
+    """Start and return the `num_ranks` processes of one run, as a launcher on `hosts` machines would. Each process
+    calls `first`, and then trains or, if given, calls `program` with `options`. All append to `log`."""
     launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     launch |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks // hosts)}
     return [
@@ -200,7 +197,7 @@ def start_ranks(
 def run_ranks(
     num_ranks: int, folder: Path, *options: object, first: Callable[[], None] | None = None, hosts: int = 1
 ) -> str:
-    """Run `start_ranks` to the end with a log beside `folder`, check that all ranks succeed, and return the output."""
+    """Call `start_ranks`, check that all ranks succeed, and return the output. The log lies beside `folder`."""
     log = folder.with_name(f"{folder.name}.log")
     ranks = start_ranks(num_ranks, log, *options, first=first, hosts=hosts)
     codes = [exit_code(process, 4 * DEADLINE_S) for process in ranks]
@@ -211,7 +208,8 @@ def run_ranks(
 def wait_until(
     condition: Callable[[], bool], process: Any, poll_s: float = 0.001, deadline_s: float = DEADLINE_S
 ) -> bool:
-    """Wait until `condition` holds. Return False if the process (or every process of a `Launch`) ends first."""
+    """Wait until `condition()` is true. Return False if `process`, a process or a `Launch`, ends before that. Raise
+    `TimeoutError` after `deadline_s`."""
     deadline = time.monotonic() + deadline_s
     while not condition():
         if not process.is_alive():
@@ -223,13 +221,14 @@ def wait_until(
 
 
 def exit_code(process: BaseProcess, deadline_s: float = DEADLINE_S) -> int | None:
-    """Wait for the end. Return the exit code (negative: signal), or None if the process is still running."""
+    """Wait until a process ends. Return its exit code, the negative number of the signal that killed it, or None if it
+    still runs after `deadline_s`."""
     process.join(deadline_s)
     return process.exitcode
 
 
 def wait_until_processes_end(name: str, value: str) -> None:
-    """Wait until no process has the environment variable `name` with this value. Child processes inherit it."""
+    """Wait until no process of this machine has `value` in the environment variable `name`, which children inherit."""
     deadline = time.monotonic() + DEADLINE_S
     while remaining := [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get(name) == value]:
         assert time.monotonic() < deadline, remaining

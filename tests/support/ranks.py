@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks, each in its own process, and record what FSDP2 gathers."""
+"""Run a function on several gloo ranks, each in its own process, and record how many bytes FSDP2 gathers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def _rank_main(rank: int, num_ranks: int, folder: str, function: Callable[..., A
 
 
 def run_on_ranks(num_ranks: int, folder: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call `function(rank, *args)` on every rank of a process group. Return the results. A failure ends all ranks."""
+    """Call `function(rank, *args)` on every rank of a process group, and return the results by rank. If one rank
+    fails, all are ended. `folder` is created for files of the ranks."""
     folder.mkdir()
     process_options: dict[str, Any] = {"nprocs": num_ranks, "daemon": True, "start_method": "forkserver"}
     torch.multiprocessing.start_processes(_rank_main, (num_ranks, str(folder), function, args), **process_options)
@@ -43,12 +44,13 @@ def run_on_ranks(num_ranks: int, folder: Path, function: Callable[..., Any], *ar
 
 
 def fsdp_strategy() -> FsdpStrategy:
-    """Return the strategy of --sharding_mode fsdp_full in fp32 on CPUs."""
+    """Return the `FsdpStrategy` of --sharding_mode fsdp_full in fp32 on CPUs."""
     return FsdpStrategy("fsdp_full", Accelerator(cpu=True), ParallelConfig(), torch.float32, 1)
 
 
 def sharded_model(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
-    """Build the model of --model_name `name` as a run with FSDP does: shard its structure, then fill in the weights."""
+    """Build the model of --model_name `name` as a run with FSDP does: on the meta device, then sharded, then loaded.
+    `dtype` is that of the parameters, and `options` are fields of `ModelConfig`."""
     model, strategy = model_structure(name, dtype, **options), fsdp_strategy()
     assert {parameter.device.type for parameter in model.module.parameters()} == {"meta"}
     strategy.shard(model.module, model.layers)
@@ -62,7 +64,7 @@ def full_parameters(model: Model) -> dict[str, Tensor]:
 
 
 class CountedAllGather:
-    """An all-gather for FSDP2. `sent_bytes` lists how many bytes this rank contributed to each gather, in order."""
+    """All-gather for FSDP2 that appends to `sent_bytes` how many bytes this rank contributes to each gather."""
 
     def __init__(self, model: nn.Module) -> None:
         """Install this object as the all-gather of every FSDP2 module of `model`."""

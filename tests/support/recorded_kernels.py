@@ -1,4 +1,4 @@
-"""Builds a finished profile with chosen kernels in the form that torch's profiler has."""
+"""Builds an object like a finished profile of torch's profiler, with chosen kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STARTED_NS = 1_790_000_000_000_000_000
 
 
 def finished_profile(*kernels: tuple[str, float, float], annotations: tuple[tuple[str, float, float], ...] = ()):
-    """Return a profile with one host event and these GPU kernels and annotations (name, start, end in microseconds)."""
+    """Return a profile with one host event, and with GPU kernels and annotations, each (name, start, end) in us."""
     cuda, host = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
     rows = [(*kernel, cuda, False) for kernel in kernels] + [(*annotation, cuda, True) for annotation in annotations]
     rows.append(("cudaLaunchKernel", 0, 10_000_000, host, False))

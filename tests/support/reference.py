@@ -29,13 +29,13 @@ OPTIONS = {
 
 
 def learning_rate(step: int) -> float:
-    """Return the learning rate of a step, counted from 0. It falls linearly to 0."""
+    """Return the learning rate of `step`, which counts from 0. The rate falls linearly to 0."""
     return OPTIONS["--learning_rate"] * (1 - step / NUM_STEPS)
 
 
 @functools.cache
 def documents(rows: str, tokenizer_folder: str, train_on_prompt: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return token ids [n] and the mask of supervised tokens [n] of each row in the jsonl file `rows`."""
+    """Return (token ids [n], bool mask of supervised tokens [n]) for each row of the jsonl file `rows`."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     encoded_rows = []
     for line in Path(rows).read_text().splitlines():
@@ -49,7 +49,7 @@ def documents(rows: str, tokenizer_folder: str, train_on_prompt: bool) -> list[t
 
 
 def mean_loss(model: torch.nn.Module, rows: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Return the mean cross entropy over all supervised tokens, except the first token of each document."""
+    """Return the mean cross entropy of `rows`, as returned by `documents`, over all supervised tokens but the first."""
     total, count = torch.zeros(()), 0
     for ids, supervised in rows:
         logits = model(ids[None]).logits[0]
@@ -63,7 +63,7 @@ def mean_loss(model: torch.nn.Module, rows: list[tuple[torch.Tensor, torch.Tenso
 def reference(
     model_folder: str, rows: str, train_on_prompt: bool
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Train on a jsonl file. Return the loss of every step, the gradient norm of every step, and the final weights."""
+    """Train on the jsonl file `rows`. Return the losses and gradient norms of all steps, and the final weights."""
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).train()
     matrices = [p for p in model.parameters() if p.ndim > 1]
     norms = [p for p in model.parameters() if p.ndim <= 1]
@@ -85,7 +85,7 @@ def reference(
 
 
 def reference_options(model: str, rows: str, folder: Path) -> list[str]:
-    """Return the options of a run that trains like the reference, except those that divide a batch."""
+    """Return the options of a run that trains like `reference`, without those that set the micro-batches."""
     return [
         *(f"{name}={value}" for name, value in OPTIONS.items()),
         f"--model_name={model}",
@@ -98,13 +98,13 @@ def reference_options(model: str, rows: str, folder: Path) -> list[str]:
 
 
 def compare_with_reference(folder: Path, model: str, rows: str, train_on_prompt: bool, *options: str) -> None:
-    """Train in this process with `reference_options` and `options`, and compare the run with the reference."""
+    """Train in this process with `reference_options` and `options`, and check that the run equals `reference`."""
     train(*reference_options(model, rows, folder), *options)
     check_against_reference(folder, model, rows, train_on_prompt)
 
 
 def check_against_reference(folder: Path, model: str, rows: str, train_on_prompt: bool) -> None:
-    """Compare losses, gradient norms, learning rates and weights of the run in `folder` with the reference."""
+    """Check that losses, gradient norms, learning rates and weights of the run in `folder` equal `reference`."""
     losses, grad_norms, weights = reference(model, rows, train_on_prompt)
     recorded = steps(folder)
     assert len(recorded) == NUM_STEPS

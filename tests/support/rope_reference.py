@@ -1,4 +1,4 @@
-"""A reference for `llm_fp8.kernels.rope_triton.split_rope` in plain torch with autograd, and cases to compare."""
+"""A reference in plain torch for `llm_fp8.kernels.rope_triton.split_rope`, and the cases in which they are compared."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def positions_of(cu_seqlens: Tensor) -> Tensor:
 def split_rope_reference(
     fused: Tensor, angles: Tensor, num_heads: int, num_kv_heads: int, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `split_rope` returns. Works on any device, and computes in fp32, or in fp64 if `fused` is fp64."""
+    """Return rotated q and k, and v, as `split_rope` does. Compute in fp32, or in fp64 if `fused` is fp64."""
     heads = fused.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=-2)
     positions = torch.arange(fused.shape[-2], device=fused.device) if cu_seqlens is None else positions_of(cu_seqlens)
@@ -37,7 +37,8 @@ def _rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of a q, k and v projection. Set `lengths` if documents are packed, or `shape` (rows, columns) if padded."""
+    """Sizes of a fused q, k and v projection. Packed cases have the `lengths` of the documents, and padded cases have
+    the `shape` (rows, tokens per row)."""
 
     num_heads: int
     num_kv_heads: int
@@ -46,23 +47,23 @@ class Case:
     lengths: tuple[int, ...] = ()
     shape: tuple[int, int] | None = None
     first_position: int = 0
-    """The position whose angles the table's first row has."""
+    """Position to which the first row of `angles` belongs."""
 
     def angles(self, device: str | torch.device) -> Tensor:
-        """Return fp32 angles [positions, 1, 1, rotary_dim], one per position in the longest document or row."""
+        """Return fp32 angles [n, 1, 1, rotary_dim], where n is the length of the longest document or of a row."""
         num_positions = max(self.lengths) if self.shape is None else self.shape[1]
         positions = self.first_position + torch.arange(num_positions, dtype=torch.float32)
         frequencies = 10000.0 ** (-torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim)
         return torch.outer(positions, frequencies).repeat(1, 2)[:, None, None, :].to(device)
 
     def cu_seqlens(self, device: str | torch.device) -> Tensor | None:
-        """Return the bounds of the packed documents, int32 [n + 1], or None if padded."""
+        """Return the bounds of n packed documents, int32 [n + 1], or None in a padded case."""
         if self.shape is not None:
             return None
         return torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
 
     def fused(self, dtype: torch.dtype, device: str | torch.device) -> Tensor:
-        """Return a random projection, [T, width] if packed, else [B, S, width]."""
+        """Return a random projection [T, width] in a packed case, or [B, S, width] in a padded case."""
         width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         generator = torch.Generator().manual_seed(0)
         return torch.randn(*(self.shape or (sum(self.lengths),)), width, generator=generator).to(device, dtype)
@@ -94,7 +95,8 @@ GRADIENT_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _assert_rounding_apart(value: Tensor, reference: Tensor, pairs: Tensor) -> None:
-    """Check the error bound stated in `llm_fp8.kernels.rope_triton`. `pairs` are the `_pair_sizes` of the inputs."""
+    """Check that `value` differs from `reference` by at most the error bound of `llm_fp8.kernels.rope_triton`. `pairs`
+    are the `_pair_sizes` of the inputs."""
     assert (value.dtype, value.shape) == (reference.dtype, reference.shape)
     unit = 0.0 if value.dtype == torch.float32 else torch.finfo(value.dtype).eps
     allowed = unit * reference.float().abs() + 2.0**-21 * pairs
@@ -103,7 +105,7 @@ def _assert_rounding_apart(value: Tensor, reference: Tensor, pairs: Tensor) -> N
 
 
 def _pair_sizes(heads: Tensor, rotary_dim: int) -> Tensor:
-    """Return fp32 |x| + |y| for each column x of [..., heads, d] that is rotated with a column y, and 0 for others."""
+    """Return fp32 |x| + |y| for each column x of `heads` [..., heads, d] that is rotated with a column y, else 0."""
     first, second = heads[..., :rotary_dim].float().abs().chunk(2, dim=-1)
     rest = torch.zeros_like(heads[..., rotary_dim:], dtype=torch.float32)
     return torch.cat((first + second, first + second, rest), dim=-1)
@@ -115,8 +117,8 @@ Split = Callable[[Tensor, Tensor, int, int, Tensor | None], tuple[Tensor, ...]]
 def assert_same_split(
     split: Split, other: Split, case: Case, dtype: torch.dtype, layout: str, device: str | torch.device
 ) -> None:
-    """Check that outputs and gradients of two implementations agree to rounding, and unrotated columns bitwise.
-    `layout` is the memory layout of the outputs' gradients, a key of `GRADIENT_LAYOUTS`."""
+    """Check that outputs and gradients of the implementations `split` and `other` differ by rounding only, and that
+    unrotated columns are equal. `layout`, a key of `GRADIENT_LAYOUTS`, is that of the outputs' gradients."""
     sizes, widths = (case.num_heads, case.num_kv_heads), (case.rotary_dim, case.rotary_dim, 0)
     angles, cu_seqlens = case.angles(device), case.cu_seqlens(device)
     ours, theirs = (case.fused(dtype, device).requires_grad_() for _ in range(2))

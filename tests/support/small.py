@@ -1,4 +1,4 @@
-"""Tiny models (about ten thousand weights), small datasets, and helpers that train with them and read the results."""
+"""Writes tiny models (about ten thousand weights) and small datasets, trains with them, and reads what runs write."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LONGROPE |= dict(original_max_position_embeddings=64, short_mscale=1.1, long_msc
 
 
 def tiny_config(model_type: str = "llama", **changes: Any) -> PretrainedConfig:
-    """Return a two-layer config with hidden size 32 and the embedded tokenizer's vocabulary, updated by `changes`."""
+    """Return a config with two layers, hidden size 32 and a vocabulary of 1,024 tokens, updated by `changes`."""
     entries: dict[str, Any] = dict(
         vocab_size=1024,
         hidden_size=32,
@@ -50,7 +50,8 @@ def tiny_config(model_type: str = "llama", **changes: Any) -> PretrainedConfig:
 
 
 def write_model(folder: Path, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB", **changes: Any) -> str:
-    """Write a tiny model with reproducible random weights in the hub's layout. Return the folder."""
+    """Write a tiny model in the hub's layout, with the same random weights in each call and with a tokenizer. Return
+    the folder. `changes` are arguments of `tiny_config`."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(tiny_config(**changes), dtype=dtype)
     with torch.no_grad():
@@ -63,7 +64,7 @@ def write_model(folder: Path, dtype: torch.dtype = torch.float32, max_shard_size
 
 
 def built_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 3, **options: Any) -> Model:
-    """Return the model of --model_name `name`, built as in a run of one process, with parameters in `dtype`."""
+    """Return the model of --model_name `name` as a run of one process builds it. `options` are `ModelConfig`'s."""
     config = ModelConfig(model_name=name, **options)
     source = resolve_source(config)
     hf_config = load_config(source)
@@ -73,7 +74,7 @@ def built_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 3, **
 
 
 def model_structure(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
-    """Return the model of --model_name `name` on the meta device, as a sharded run first builds it."""
+    """Return the model of --model_name `name` on the meta device, where a sharded run builds it before it loads it."""
     config = ModelConfig(model_name=name, **options)
     source = resolve_source(config)
     hf_config = load_config(source)
@@ -87,14 +88,14 @@ def precision_on(options: PrecisionConfig, device: torch.device) -> PrecisionPla
 
 
 def write_rows(path: Path, num_rows: int) -> str:
-    """Write the first `num_rows` short rows of the embedded dataset to a jsonl file. Return its path."""
+    """Write `num_rows` short rows of the dataset inside the package to the jsonl file `path`. Return the path."""
     lines = (DATASET_DIR / "data" / "train-00000-of-00004.jsonl").read_text().splitlines()
     path.write_text("".join(line + "\n" for line in [line for line in lines if len(line) < 400][:num_rows]))
     return str(path)
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """Write rows to a jsonl file, creating its folder. Return its path."""
+    """Write `rows` to the jsonl file `path`, creating the file's folder. Return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -107,25 +108,25 @@ def reset_accelerator() -> None:
 
 
 def train(*options: object, parallel: bool = False) -> int:
-    """Train in this process as train_fp8.py does, or train_multi_gpu.py if `parallel`. Return the exit code."""
+    """Train in this process as train_fp8.py or, if `parallel`, train_multi_gpu.py would. Return the exit code."""
     reset_accelerator()
     config = parse_launch([str(option) for option in options], os.environ, parallel=parallel)
     return dry_run(config) if config.run.dry_run else run_training(config)
 
 
 def length_config(length: int) -> Config:
-    """Return the default options with --max_seq_length `length`."""
+    """Return a `Config` of default options, except that --max_seq_length is `length`."""
     return Config().with_options(max_seq_length=length)
 
 
 def short_run(model: object, rows: object, folder: Path, *more: object) -> list[str]:
-    """Return the options of a run without evaluation at 256 tokens per row. Options in `more` override them."""
+    """Return the options of a run without evaluation and with 256 tokens per row, followed by `more`."""
     options = f"--model_name={model} --dataset_name={rows} --output_dir={folder} --validation_fraction=0"
     return [*options.split(), "--max_seq_length=256", "--log_every=1", *map(str, more)]
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of optimizer steps in a run's metrics.jsonl."""
+    """Return the records of optimizer steps, without those of evaluations, in a run folder's metrics.jsonl."""
     return [record for record in records(folder) if "loss" in record]
 
 
@@ -146,21 +147,21 @@ CARD = {"base model": "a/b", "optimizer steps": 0}
 
 
 def stored_weights(folder: str | Path) -> dict[str, torch.Tensor]:
-    """Return all tensors in a folder's safetensors files by name."""
+    """Return {name: tensor} of all safetensors files in a folder."""
     return {
         name: tensor for path in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(path).items()
     }
 
 
 def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    """Check that the names, dtypes and values of the tensors are equal."""
+    """Check that the names, dtypes and values of two groups of tensors are equal."""
     assert left.keys() == right.keys()
     for name, tensor in left.items():
         assert tensor.dtype == right[name].dtype and torch.equal(tensor, right[name]), name
 
 
 def assert_same_continuation(uninterrupted: Path, resumed: Path, completed: int) -> None:
-    """Check that a run resumed after `completed` steps has bitwise the losses and weights of an uninterrupted run."""
+    """Check that a run, resumed after `completed` steps, has the losses and weights of an uninterrupted run bitwise."""
     assert [step["step"] for step in steps(resumed)] == [step["step"] for step in steps(uninterrupted)][completed:]
     assert [step["loss"] for step in steps(resumed)] == [step["loss"] for step in steps(uninterrupted)][completed:]
     assert_same_bits(final_weights(uninterrupted), final_weights(resumed))

@@ -25,7 +25,7 @@ def _parameter(*shape: int, params_dtype: torch.dtype, device: str) -> nn.Parame
 
 
 def _check_dtypes(module: nn.Module, inputs: Tensor) -> None:
-    """Outside of torch.autocast, check that all parameters have the input's dtype, as Transformer Engine does."""
+    """Check that all parameters have the dtype of `inputs`, as TE does. Under torch.autocast, check nothing."""
     if not torch.is_autocast_enabled("cpu"):
         for name, parameter in module.named_parameters():
             assert parameter.dtype == inputs.dtype, (
@@ -34,11 +34,11 @@ def _check_dtypes(module: nn.Module, inputs: Tensor) -> None:
 
 
 class _FusedWgrad(torch.autograd.Function):
-    """A linear layer with Transformer Engine's `fuse_wgrad_accumulation`. `weight` is the parameter itself.
+    """A linear layer whose backward pass writes the weight gradient as with TE's `fuse_wgrad_accumulation`.
 
-    The backward pass adds the weight gradient to `weight.main_grad`, which must exist by then, or overwrites it if the
-    forward pass saw `is_first_microbatch` or `weight.overwrite_main_grad`. The fp32 sum is rounded once. autograd gets
-    None as the weight's gradient, or NaN for uninitialised memory if the weight has `grad_added_to_main_grad`.
+    The gradient is added to `weight.main_grad`, computed in fp32 and rounded once. It replaces `main_grad` if, in the
+    forward pass, `is_first_microbatch` or `weight.overwrite_main_grad` was true. autograd gets None as the gradient of
+    the weight or, if the weight has `grad_added_to_main_grad`, NaN: Transformer Engine leaves that memory undefined.
     """
 
     @staticmethod
@@ -69,13 +69,13 @@ class _FusedWgrad(torch.autograd.Function):
 
 
 class _LinearModule(nn.Module):
-    """Base class of the modules with GEMMs."""
+    """Base class of the modules that multiply by weights."""
 
     fuse_wgrad_accumulation = False
 
     @property
     def is_fsdp2(self) -> bool:
-        """Return `_is_fsdp2`, by default True. Transformer Engine sets it once: True if FSDP2 shards the module."""
+        """Return `_is_fsdp2`, which is first set to True. In Transformer Engine it is False if FSDP2 does not shard."""
         return bool(vars(self).setdefault("_is_fsdp2", True))
 
     def product(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None) -> Tensor:
@@ -97,7 +97,7 @@ class Linear(_LinearModule):
 
 
 def _normed(inputs: Tensor, gain: Tensor, eps: float, zero_centered_gamma: bool) -> Tensor:
-    """Return RMSNorm of the inputs. 1 is added to a zero-centred gain in fp32, as in Transformer Engine's kernels."""
+    """Return the RMSNorm of `inputs`. If `zero_centered_gamma`, the factor is 1 + gain, computed in fp32 as in TE."""
     if not zero_centered_gamma:
         return F.rms_norm(inputs, gain.shape, gain, eps)
     return F.rms_norm(inputs.float(), gain.shape, gain.float() + 1, eps).to(inputs.dtype)
@@ -179,8 +179,8 @@ class DotProductAttention(nn.Module):
         self.num_before, _ = window_size  # earlier positions that are attended to, -1 for all
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, qkv_format: str, cu_seqlens_q: Tensor, **_: Any) -> Tensor:
-        """Return attention [..., heads * d] of q, k, v [tokens, heads, d] (thd) or [B, S, heads, d] (bshd,
-        right-padded). `cu_seqlens_q` are the bounds of the documents or, if padded, of the rows without padding."""
+        """Return attention [..., heads * d] of q, k, v [tokens, heads, d] if `qkv_format` is "thd", or [B, S, heads, d]
+        if it is "bshd". `cu_seqlens_q` are the bounds of documents or, for "bshd", those of rows without padding."""
         output = torch.zeros(*q.shape[:-2], q.shape[-2] * q.shape[-1], dtype=q.dtype)
         bounds = cu_seqlens_q.tolist()
         for number, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
@@ -197,7 +197,8 @@ class DotProductAttention(nn.Module):
 
 
 def apply_rotary_pos_emb(x: Tensor, freqs: Tensor, tensor_format: str, cu_seqlens: Tensor | None, **_: Any) -> Tensor:
-    """Rotate x [tokens, heads, d] or [B, S, heads, d] by angles [positions, 1, 1, d]. Documents start at position 0."""
+    """Return x [tokens, heads, d] or [B, S, heads, d], rotated by the angles `freqs` [positions, 1, 1, d]. Positions
+    count from 0 in every document or row."""
     positions = torch.arange(x.shape[-3])
     if cu_seqlens is not None:
         positions = positions - cu_seqlens[torch.searchsorted(cu_seqlens, positions, right=True) - 1]
@@ -227,12 +228,13 @@ dswiglu, dgeglu = (functools.partial(_backward, function) for function in (swigl
 
 
 def activations(recipe: Any = None) -> dict[str, tuple[Any, ...]]:
-    """Return, by name, LayerNormMLP's activations: functions for forward, backward, and backward with a cast (None)."""
+    """Return name -> three functions of an activation of LayerNormMLP: forward, backward, and backward with a cast."""
     return {"geglu": (geglu, dgeglu, None), "swiglu": (swiglu, dswiglu, None)}
 
 
 def install_modules(monkeypatch: pytest.MonkeyPatch, contents: dict[str, dict[str, Any]]) -> None:
-    """Make modules importable until the test ends. `contents` maps module names, parents first, to their members."""
+    """Make new modules importable until the test ends. `contents` maps names of modules, a parent before its children,
+    to {name: value} of the module's members."""
     for name, members in contents.items():
         module = ModuleType(name)
         module.__spec__ = ModuleSpec(name, None)  # read by importlib.util.find_spec
@@ -244,7 +246,7 @@ def install_modules(monkeypatch: pytest.MonkeyPatch, contents: dict[str, dict[st
 
 
 def install_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the stand-in importable as `transformer_engine` and allow --use_te without a GPU, until the test ends."""
+    """Until the test ends, `transformer_engine` consists of this module's classes, and --use_te works on a CPU."""
     contents: dict[str, dict[str, Any]] = {
         "transformer_engine": {},
         "transformer_engine.pytorch": {

@@ -1,8 +1,8 @@
-"""Reads the file of an offline W&B run. W&B's Python package has no such reader.
+"""Reads the file of an offline W&B run, for which W&B's Python package has no public reader.
 
 `run-ID.wandb` is a LevelDB log (LevelDB's doc/log_format.md): a 7-byte header, then blocks of 32 KiB with pieces of
-records. A piece has a checksum (4 bytes), a length (2), a kind (1: whole, 2: first, 3: middle, 4: last) and data. A
-record is a protobuf message of W&B."""
+records. A piece has a checksum (4 bytes), a length (2), a kind (1) and data. The kind says whether the piece is a whole
+record (1) or its first (2), a middle (3) or its last piece (4). A record is a protobuf message of W&B."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WandbRun:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The summary that W&B shows: each key's last value, overridden by values that the run wrote to its summary."""
+        """Return the summary that W&B shows: the last logged value of each key, unless the run set another value."""
         last = {key: value for entry in self.history for key, value in entry.items() if not key.startswith("_")}
         return {**last, **self.logged_summary}
 
@@ -63,13 +63,13 @@ def _values(items: Any) -> dict[str, Any]:
 
 
 def only_wandb_run(folder: Path) -> WandbRun:
-    """Return the offline W&B run of an output folder, which must have exactly one."""
+    """Return the offline W&B run in a run folder, which must contain exactly one."""
     (run,) = wandb_runs(folder)
     return run
 
 
 def wandb_runs(folder: Path) -> list[WandbRun]:
-    """Return the offline W&B runs of a folder, one per start of the training, in order of time."""
+    """Return the offline W&B runs in a run folder, in order of time. Each start of the training writes one."""
     return [_run_in(file) for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))]
 
 

@@ -1,4 +1,4 @@
-"""Tests of programs whose output goes to a file that cannot grow."""
+"""Tests of a program that prints to a file which has reached its maximum size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Missing optional packages are reported with the command that installs them."""
+"""An error about a missing optional package contains the command that installs the package."""
 
 from __future__ import annotations
 
