@@ -67,7 +67,7 @@ def is_default(variable: str, value: str) -> bool:
 
 
 def _variable(option: str) -> str:
-    """Return the name of the launcher's variable for an option in `RECIPE_ENTRIES`."""
+    """Return the name of the variable in which the launcher passes `option`, a key of `RECIPE_ENTRIES`."""
     return PREFIX + option.removeprefix("fp8_").upper()
 
 
@@ -82,7 +82,7 @@ def _not_supported(setting: str) -> UserError:
 
 def apply_launch_settings(config: Config, environ: MutableMapping[str, str], user_options: Collection[str]) -> Config:
     """Return `config` with the settings of `accelerate launch`. Remove their variables from `environ`. Raise
-    `UserError` if a setting is not supported or contradicts an option in `user_options` (those that the user set).
+    `UserError` if a setting is not supported or contradicts one of `user_options` (names of options that the user set).
     """
     ranks = LaunchRanks.from_environment(environ)
     is_ddp = "ACCELERATE_DYNAMO_BACKEND" in environ and ranks.world_size > 1  # the launcher always sets it
@@ -108,7 +108,7 @@ def apply_launch_settings(config: Config, environ: MutableMapping[str, str], use
 
 
 def _pop_requests(environ: MutableMapping[str, str]) -> dict[str, str]:
-    """Remove the launcher's variables from `environ`. Return those that set options, or raise `UserError`."""
+    """Remove the launcher's variables. Return those that set options. Raise `UserError` if one is not supported."""
     environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # a list of keys, for Accelerate's own checks
     requests = {"precision": environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower()}
     for engine in ("MEGATRON_LM", "PARALLELISM_CONFIG"):
@@ -134,7 +134,7 @@ def te_recipe(environ: Mapping[str, str]) -> str:
 
 
 def _precision(requests: Mapping[str, str], mode: str | None, scenario: str, ignored: list[str]) -> dict[str, Any]:
-    """Return the precision options for these variables, sharding mode and recipe. Add unused keys to `ignored`."""
+    """Return the precision options that `requests` set. Add the keys that the recipe does not use to `ignored`."""
     values = {**DEFAULTS, **requests}
     if values["precision"] != "fp8":
         return {} if values["precision"] == "no" else {"mixed_precision": values["precision"]}

@@ -47,14 +47,14 @@ def option(
 ) -> Any:
     """Declare a dataclass field that becomes a command-line option.
 
-    `needs` are conditions without which the option has no effect. `excludes` maps a condition, with which the option is
-    an error, to the reason. The condition NAME means that this option is on, and NAME=PATTERN|PATTERN that its value
-    matches a pattern with wildcards. NAME may be the option itself. sharding_mode is 'single' on one GPU. ` and ` or
-    ` or ` joins conditions. `alias` is the option's name in transformers, if the meaning is exactly the same. `bare` is
-    the value of a numeric option if the flag has no number. `bounds` are at_least, at_most, above and below.
-    `resume` says what a changed option means for a resumed run. It is an error unless --allow_changed names the option,
-    because the result changes ('same') or also the meaning of delayed scaling's histories ('scales'). For 'evaluation'
-    the change is only reported. Other values name a setting, which the run compares and which the option helps decide.
+    `needs` are conditions without which the option has no effect. `excludes` maps conditions under which it is an error
+    to the reason. A condition NAME means that the option NAME is on, and NAME=PATTERN|PATTERN that its value matches a
+    pattern with wildcards. NAME may be the option itself. ` and ` or ` or ` joins conditions. sharding_mode is 'single'
+    on one GPU. `alias` is the option's name in transformers, if the meaning is exactly the same. `bare` is the value of
+    a numeric option if the flag has no number. `bounds` are at_least, at_most, above and below.
+    `resume` says what happens if a resumed run changes the option. 'same' and 'scales' make it an error unless
+    --allow_changed names the option: the result changes and, for 'scales', the meaning of delayed scaling's histories.
+    For 'evaluation' the change is only reported. The other values name the setting that is compared instead.
     """
     declared = {"help": help, "aliases": [f"--{alias}"] if alias else [], "bare": bare, "bounds": bounds}
     return field(default=default, metadata={**declared, "needs": needs, "excludes": excludes or {}, "resume": resume})
@@ -331,10 +331,10 @@ ShardingMode = Literal[
 
 @dataclass(frozen=True)
 class Mode:
-    """Properties of a sharding mode, which distributes a model over N GPUs. The fields with bytes count weights,
-    gradients and optimizer state per parameter on one GPU between micro-batches. For example, `adamw_master` needs
-    12 bytes in ddp, 12 / N + 2 (for unsharded bf16 weights) in fsdp_grad and 12 / N in fsdp_full. The fsdp modes need 4
-    more while gradients accumulate, unless --sync_every_micro_batch reduces them immediately.
+    """Properties of a sharding mode, which distributes a model over N GPUs. `unsharded_bytes` and `sharded_bytes` count
+    weights, gradients and optimizer state per parameter between micro-batches. For example, `adamw_master` needs 12
+    bytes on one GPU in ddp, 12 / N + 2 (for unsharded bf16 weights) in fsdp_grad and 12 / N in fsdp_full. The fsdp
+    modes need 4 bytes more while gradients accumulate, unless --sync_every_micro_batch reduces them immediately.
     """
 
     engine: Literal["copies", "fsdp", "deepspeed"]  # copies: every GPU has the whole model
@@ -426,7 +426,7 @@ class Config:
         return {name: value for section in vars(self).values() for name, value in vars(section).items()}
 
     def with_options(self, **options: Any) -> Config:
-        """Return a copy in which the options named by the keywords have these values."""
+        """Return a copy in which each keyword sets the option of the same name."""
         sections = {
             name: dataclasses.replace(section, **{key: options[key] for key in vars(section) if key in options})
             for name, section in vars(self).items()

@@ -42,12 +42,12 @@ class _HelpAll(argparse.Action):
 
 
 def number_or_auto(word: str) -> int:
-    """Parse a --batch_size: an integer of at least 1, or 'auto'."""
+    """Parse the value of --batch_size: an integer of at least 1, or 'auto'."""
     return AUTO_BATCH_SIZE if word == "auto" else positive(word)
 
 
 def number_or_share_or_auto(word: str) -> float | str:
-    """Parse a --gradient_checkpointing: n for every n-th layer, a share of the layers, a boolean, or 'auto'."""
+    """Parse the value of --gradient_checkpointing: n (every n-th layer), a fraction of layers, a boolean, or 'auto'."""
     with contextlib.suppress(ValueError):
         return int(true_or_false(word))
     return word if word == "auto" else int(word) if word.isdecimal() else number(float, at_least=0, at_most=1)(word)
@@ -70,7 +70,7 @@ def with_underscores(word: str) -> str:
 
 
 def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hint: Any) -> None:
-    """Add `--name value`, and an alias, for a `field` of type `hint`. A boolean also gets --name and --no_name."""
+    """Add the option of a `field` of type `hint` to the parser's `group`. A boolean also gets --name and --no_name."""
     kind = next(each for each in get_args(hint) if each is not NoneType) if NoneType in get_args(hint) else hint
     text, bare, bounds = (field.metadata[key] for key in ("help", "bare", "bounds"))
     if field.default is not None and "(default:" not in text:
@@ -154,7 +154,7 @@ for _kind, _digits in {"int": r"-?(0|[1-9]\d*)$", "float": r"-?(0|[1-9]\d*)(\.\d
 
 
 def parse_config(argv: list[str], prog: str = "train_fp8.py", parallel: bool = False) -> Config:
-    """Parse and check a command line without the program's name. Raise `UserError` for a mistake."""
+    """Parse and check `argv`, the arguments of the program `prog`. Raise `UserError` if there is a mistake."""
     config, _ = _read(argv, OptionsParser(parallel, prog=prog))
     check_options(config)
     return config
@@ -163,8 +163,8 @@ def parse_config(argv: list[str], prog: str = "train_fp8.py", parallel: bool = F
 def parse_launch(
     argv: list[str], environ: MutableMapping[str, str], description: str | None = None, parallel: bool = False
 ) -> Config:
-    """Parse a command line like `parse_config` and apply the settings of `accelerate launch`. Remove from `environ` its
-    variables and those that an earlier torchrun left. Raise `UserError` if the launch needs the other script.
+    """Parse `argv` like `parse_config` and apply the settings of `accelerate launch`. Remove the launcher's variables,
+    and variables that an earlier torchrun left, from `environ`. Raise `UserError` if the launch needs the other script.
     """
     parser = OptionsParser(parallel, description=description)
     typed, names = _read(argv, parser)

@@ -106,7 +106,7 @@ def recipe_names(backend: Backend | None = None) -> tuple[str, ...]:
 
 
 def recipe_for(scenario: str, backend: Backend) -> str:
-    """Return the name of the recipe for a value of --fp8_scenario, which may be 'default'."""
+    """Return the name of the recipe for `scenario`, a value of --fp8_scenario. 'default' depends on `backend`."""
     return DEFAULTS[backend] if scenario == DEFAULT else scenario
 
 

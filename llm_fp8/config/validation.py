@@ -12,8 +12,8 @@ from llm_fp8.utils.errors import UserError, did_you_mean, reading
 
 
 def check_declared(config: Config, mode: str | None = None) -> None:
-    """Raise `UserError` if an option's `needs` are not met or one of its `excludes` is. `mode` is the sharding mode
-    that the run uses. While it is None and --sharding_mode is 'auto', conditions on the mode are not checked.
+    """Raise `UserError` if a condition in an option's `needs` is not met, or one in its `excludes` is. `mode` is the
+    run's sharding mode. If it is None and --sharding_mode is 'auto', `needs` about the mode are not checked.
     """
     values = {**config.options, "packing": config.packing, "sharding_mode": mode or config.parallel.sharding_mode}
     values["use_wandb"] = bool(config.run.trackers)  # W&B's options apply to every tracker
@@ -43,7 +43,7 @@ def check_declared(config: Config, mode: str | None = None) -> None:
 
 
 def _flags(condition: str, name: str) -> str:
-    """Write a `condition` of the option `name` as flags, for an error message. Leave out parts that test `name`."""
+    """Return `condition`, which the option `name` declares, as flags for a message. Leave out parts about `name`."""
     parts = [f"--{part}" for part in condition.split(" and ") if not part.startswith(f"{name}=")]
     flags = " and ".join(parts).replace(" or ", " or --").replace("=", " ").replace("|", " or ")
     return flags.replace("--sharding_mode single or", "one GPU or --sharding_mode")

@@ -68,7 +68,7 @@ class Encoded(NamedTuple):
 def encode_batch(
     conversations: Sequence[Conversation], form: RowForm, tokenizer: PreTrainedTokenizerBase, train_on_prompt: bool
 ) -> list[Encoded]:
-    """Tokenise conversations in one tokenizer call. The results count fields that the template omits (`unused`)."""
+    """Tokenise conversations in one tokenizer call. In `Conversation.unused`, count fields that the template omits."""
     eos = trained_eos(tokenizer, form)
     ends = {eos, tokenizer.eos_token_id}
     if form not in UNTEMPLATED:
@@ -182,7 +182,7 @@ def _convert_for_template(conversation: Conversation, tokenizer: PreTrainedToken
 
 
 def _check_shown(message: Mapping[str, Any], shown: str, template: str, unused: Unused) -> None:
-    """Raise `UserError` unless `shown` has all calls and the answer. An answer beside calls only counts as unused."""
+    """Raise `UserError` if the text `shown` lacks a call or the answer. Beside calls, only count a missing answer."""
     calls = called(message)
     if calls and ("tool_calls" not in template or any(call not in shown for call in calls)):
         raise UserError(f"--dataset_name: the chat template does not show an assistant's 'tool_calls' {calls}.")
@@ -207,7 +207,7 @@ def _with_arguments(call: Mapping[str, Any], as_text: bool) -> Mapping[str, Any]
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, **options: bool) -> tuple[str, list[Span]]:
-    """Render a conversation. Return its text and the ranges that the template marks, if an option asks for them."""
+    """Render a conversation. Return the text, and the ranges that the template marks if `options` request a mask."""
     roles = ", ".join(message["role"] for message in conversation.messages)
     task = f"a conversation of the roles {roles} with the tokenizer's chat template"
     with reading("--model_name", tokenizer.name_or_path, task, "Give another --chat_template, or drop such rows."):

@@ -141,18 +141,18 @@ class Layout:
         return PackingPlan(chosen[packed.samples], packed.offsets)
 
     def num_positions(self, lengths: IntArray) -> int:
-        """Return the number of positions, with padding, of sequences whose longest documents have these `lengths`."""
+        """Count the positions of all batches, with padding. `lengths` has one document's length for each sequence."""
         longest = np.maximum.reduceat(lengths, np.arange(0, len(lengths), self.batch_size))
         return int(self.width(longest).sum()) * self.batch_size
 
     def width(self, longest: Any) -> Any:
-        """Return the padded length of the sequences in a batch whose longest document has `longest` (int or array)."""
+        """Return the padded length of a batch's sequences. `longest` (int or array) is its longest document."""
         multiple = PADDED_MULTIPLE * self.num_slices
         padded = np.minimum(-(-longest // multiple) * multiple, self.max_seq_length)
         return np.full_like(padded, self.max_seq_length) if self.packed else padded
 
     def read(self, readers: Sequence[Reader]) -> Batch:
-        """Read and collate sequences. Return this rank's slice of the batch."""
+        """Collate the sequences that `readers` return. Return this rank's slice of the batch."""
         batch = self([read() for read in readers])
         if self.split_batch is not None:
             batch = self.split_batch(batch)

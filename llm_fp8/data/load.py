@@ -77,7 +77,7 @@ class DatasetSource:
 
 @contextmanager
 def reading_of(*sources: DatasetSource) -> Iterator[None]:
-    """In the block, convert failures to read these datasets to `UserError`. Errors about rows name the datasets."""
+    """In the block, convert failures to read `sources` to `UserError`. Errors about rows name these datasets."""
     flag, name = sources[0].flag, ",".join(source.name for source in sources)
     with reading(flag, name, "the dataset", "Check its files, or download it again."):
         try:
@@ -89,7 +89,7 @@ def reading_of(*sources: DatasetSource) -> Iterator[None]:
 
 
 def find_splits(data: DataConfig) -> tuple[list[DatasetSource], list[DatasetSource]]:
-    """Return the splits to train on and the splits to evaluate on. Without the latter, training rows are held out."""
+    """Return the splits to train on and the splits to evaluate on. If the latter are [], training rows are held out."""
     sources = _open_sources(data.dataset_name, "--dataset_name")
     train = [source.with_split(data.split_name, "--split_name", DEFAULT_SPLITS) for source in sources]
     requested, defaults = data.validation_split_name, (VALIDATION_SPLIT, "test", *DEFAULT_SPLITS)

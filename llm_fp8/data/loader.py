@@ -76,7 +76,7 @@ class Sequences:
 
 
 def epochs(plan: PackingPlan, read: ReadDocuments, position: Position) -> Iterator[Buffer]:
-    """Yield, for each epoch from `position` on, one buffer with all sequences of `plan`."""
+    """Yield one buffer per epoch from `position` on. It has all sequences of `plan`, whose documents `read` returns."""
     for epoch in count(position["epoch"]):
         begin, after = ({**position, "epoch": number, "buffer": number, "next_row": 0} for number in (epoch, epoch + 1))
         yield plan, read, begin, after
@@ -91,8 +91,8 @@ def stream_buffers(
     position: Position,
 ) -> Iterator[Buffer]:
     """Yield buffers of the stream from `position` on and count its rows in `report`. `open_stream` opens the stream of
-    tokenised rows at its start. `is_held_out` returns a mask of the rows held out for evaluation, given the hashes of
-    their problems. `plan_of` packs documents, given the lengths of all and the indices of those to train on.
+    tokenised rows at its start. `is_held_out` takes the hashes of rows' problems and returns a mask, True to hold out
+    the row. `plan_of` packs documents, given the lengths of all and the indices of those to train on.
     """
     begin, ended = {**position, "next_row": 0}, True
     report.forget_rows()
@@ -125,12 +125,12 @@ class DataRank:
     rank: int = 0
     world_size: int = 1
 
-    def micro_batches(self, rows: Sequence[T], batch_size: int) -> list[Sequence[T]]:
-        """Return this rank's micro-batches of up to `batch_size` rows. All ranks get equally many, some empty."""
-        chunks = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+    def micro_batches(self, sequences: Sequence[T], batch_size: int) -> list[Sequence[T]]:
+        """Return this rank's micro-batches of up to `batch_size` sequences. All ranks get equally many, some empty."""
+        chunks = [sequences[start : start + batch_size] for start in range(0, len(sequences), batch_size)]
         rounds = -(-len(chunks) // self.world_size)
         mine = chunks[self.rank :: self.world_size]
-        return mine + [rows[:0]] * (rounds - len(mine))
+        return mine + [sequences[:0]] * (rounds - len(mine))
 
 
 def prefetch(items: Iterator[T]) -> Generator[T]:
@@ -216,7 +216,7 @@ class EvalLoader:
     def __init__(
         self, sequences: Sequence[Reader], data: str, layout: Layout, data_rank: DataRank, limit: int | None
     ) -> None:
-        """Use the first `limit` sequences, or all. `data` identifies all of them, and `self.data` the used ones."""
+        """Use all sequences, or the first `limit`. `data` identifies the full list, and `self.data` the used part."""
         self._micro_batches = data_rank.micro_batches(sequences[:limit], layout.batch_size)
         self._layout = layout
         self.data = data if limit is None or limit >= len(sequences) else f"{data}, the first {limit}"

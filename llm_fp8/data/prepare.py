@@ -42,7 +42,7 @@ STREAMED_SCAN_ROWS = 1000  # rows that are read at a time: the batch size of `da
 
 
 def is_held_out(key: int | npt.NDArray[np.int64], fraction: float) -> Any:
-    """Return True for each problem `key` to hold out: those in the lowest `fraction` (in [0, 1)) of 64-bit integers."""
+    """Return True for each `key`, a problem's hash, that is in the lowest `fraction` (below 1) of 64-bit integers."""
     return key < np.int64(int(fraction * 2**64) - 2**63)
 
 
@@ -90,9 +90,9 @@ def prepare_data(
     """Load, tokenise, split and pack a run's data. Raise `UserError` if a dataset cannot be found, read or used.
 
     If `config.num_slices` is n, n consecutive ranks get the same sequences, and `split_batch` returns a rank's slice of
-    a batch. --eval_batches counts batches of `eval_batch_size` (default: --batch_size), so that it means the same rows
-    if micro-batches were merged. In Accelerate's context `main_process_first`, the other processes wait until the main
-    process has filled the cache.
+    a batch. --eval_batches counts batches of `eval_batch_size` (default: --batch_size), so that it selects the same
+    rows after micro-batches were merged. In Accelerate's context `main_process_first`, the other processes wait until
+    the main process has filled the cache.
     """
     data, num_slices = config.data, config.num_slices
     data_rank = DataRank(rank // num_slices, world_size // num_slices)
@@ -103,7 +103,7 @@ def prepare_data(
 
 
 class _Part(NamedTuple):
-    """The split of one dataset, its rows and the options to tokenise them."""
+    """A dataset's split, its rows and the options to tokenise them."""
 
     source: DatasetSource
     rows: Any
@@ -184,7 +184,7 @@ class _Job:
         return PreparedData(train, evals, report, description, tuple(ends) or tuple(expected))
 
     def open(self, sources: Sequence[DatasetSource], num_rows: int | None) -> list[_Part]:
-        """Open the splits and choose options to tokenise each. Every column in --columns must exist in one of them."""
+        """Open at most `num_rows` rows of each split and choose options to tokenise them. Check --columns."""
         loaded = [load_split(source, self.data.streaming, num_rows) for source in sources]
         examples = list(map(first_row, sources, loaded))
         names = [name for row in examples for name in row]
@@ -209,7 +209,7 @@ class _Job:
         return RowOptions(form, used, others, *limits, data.template_kwargs)
 
     def mixed(self, parts: list[_Part]) -> list[_Part]:
-        """Limit the rows of each dataset, so that the ratio is that of --dataset_weights and one dataset is used up."""
+        """Limit the rows of each dataset to the ratio in --dataset_weights. At least one dataset is used completely."""
         if self.shares is None:
             return parts
         total = min(len(part.rows) / share for part, share in zip(parts, self.shares, strict=True))
@@ -240,7 +240,7 @@ class _Job:
         return concatenate_datasets(pieces)
 
     def evaluation_rows(self, trained_keys: Any, report: DataReport) -> Dataset:
-        """Read the evaluation rows. Unless streaming, leave out those whose problem has a key in `trained_keys`."""
+        """Read the evaluation rows. Unless streaming, leave out rows whose problem has its hash in `trained_keys`."""
         sources, streaming = self.evaluation, self.data.streaming
         limit = STREAMED_EVAL_ROWS // len(sources) if streaming else None  # equally many rows of each dataset
         tokenised = self.tokenise(self.open(sources, limit))

@@ -56,7 +56,7 @@ Turn = tuple[dict[str, Any], bool]  # a message with text in `role` and `content
 
 
 class Conversation(NamedTuple):
-    """Messages of a row, other arguments of the chat template, and unused parts of the row."""
+    """A row's messages, further arguments for the chat template, and counts of the row's unused parts."""
 
     messages: list[dict[str, Any]]
     unused: Unused
@@ -65,7 +65,7 @@ class Conversation(NamedTuple):
     template_kwargs: Mapping[str, Any] = MappingProxyType({})
 
     def until(self, turn: int) -> Conversation:
-        """Return the conversation before the message with index `turn`."""
+        """Return the conversation without the message at index `turn` and the messages after it."""
         return self._replace(messages=self.messages[:turn])
 
     def supervised_turns(self) -> list[int]:
@@ -94,7 +94,7 @@ class Conversation(NamedTuple):
 
 
 def detect_columns(row: Mapping[str, Any], mapped: Collection[str] = (), dataset: str = "--dataset_name") -> RowForm:
-    """Return the first form that fits `row` and uses all columns set by --columns (`mapped`), or raise `UserError`."""
+    """Return the first form that fits `row` and reads all of `mapped` (columns in --columns), or raise `UserError`."""
     for form, needed in COLUMNS.items():
         if form == "prompt_messages" and not any(isinstance(row.get(name), list) for name in needed):
             continue
@@ -107,7 +107,7 @@ def detect_columns(row: Mapping[str, Any], mapped: Collection[str] = (), dataset
 
 
 def _mapping(row: Mapping[str, Any]) -> str:
-    """Return a value for --columns if `row` has columns under names in `QUESTIONS` and `ANSWERS`, else ''."""
+    """Return a value for --columns if `row` has a column named in `QUESTIONS` and one in `ANSWERS`, else ''."""
     names = {name.lower(): name for name in row}
     question, answer = (next((names[name] for name in each if name in names), "") for each in (QUESTIONS, ANSWERS))
     turn = row[answer][0] if isinstance(row.get(answer), list) and row[answer] else None
@@ -169,7 +169,7 @@ def _turns(row: Mapping[str, Any], form: RowForm, unused: Unused) -> list[Turn]:
 
 
 def read_row(text: str) -> Any:
-    """Parse the JSON text of a row. `str` of its floats is their spelling in the file, in case text is needed."""
+    """Parse the JSON text of a row. Its floats, converted to text, are spelt as in the file."""
     return json.loads(text, parse_float=_Number)
 
 
@@ -207,7 +207,7 @@ def _text(value: Any, complaint: str) -> str:
 
 
 def _structured(row: Mapping[str, Any], column: str, kind: type = list) -> Any:
-    """Read a list from a column, or an object if `kind` is dict. It may be JSON text. Null becomes an empty one."""
+    """Read a list (or an object if `kind` is dict) from a column, which may have JSON text. Null gives an empty one."""
     value = row.get(column)
     if isinstance(value, str) and value.strip():
         value = _json(value, f"'{column}'")

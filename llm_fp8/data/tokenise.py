@@ -86,7 +86,7 @@ class DataReport:
     nothing_held_out: str = ""  # reason why no row is held out, if there should be some
 
     def count(self, tokenised: Dataset, figures: Figures, held_out: npt.NDArray[np.bool_]) -> None:
-        """Add the counts of tokenised training rows. `figures` and `held_out` have one entry for each of them."""
+        """Add the counts of the training rows `tokenised`. `held_out` and each of `figures` have one entry per row."""
         outcomes = Counter(figures["outcome"].tolist())
         filled = figures["length"] > 0
         used = {name: column[filled & ~held_out] for name, column in figures.items()}
@@ -107,7 +107,7 @@ class DataReport:
                 self.unused[part] += times * value["counts"]
 
     def forget_rows(self) -> None:
-        """Reset all counts before a stream is read from its start, except those of evaluation rows and of files."""
+        """Before a stream is read from its start, reset all counts except those of evaluation rows and of files."""
         files = Unused({part: number for part, number in self.unused.items() if part.startswith("file ")})
         evaluation = {name: vars(self)[name] for name in ("num_eval_rows", "eval_rows_left_out", "nothing_held_out")}
         vars(self).update(vars(DataReport(**evaluation, unused=files)))

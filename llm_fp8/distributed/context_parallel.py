@@ -32,7 +32,7 @@ class ContextGroup:
     rank: int  # this rank's index in the group
 
     def attach(self, layers: Iterable[Any]) -> None:
-        """Make TE's decoder `layers` exchange keys and values in the group. Then batches must be split. Collective."""
+        """Make TE's decoder `layers` exchange keys and values in the group. Later batches must be split. Collective."""
         shape = (dist.get_world_size() // self.size, self.size)
         group = init_device_mesh("cuda", shape, mesh_dim_names=("data", "context")).get_group("context")
         stream = torch.cuda.Stream()  # for every second step of the ring, in all layers
@@ -40,8 +40,8 @@ class ContextGroup:
             layer.set_context_parallel_group(group, dist.get_process_group_ranks(group), stream)
 
     def split(self, batch: Batch) -> Batch:
-        """Return this rank's slice of `batch`, packed [1, num_tokens / size]. The slice's token counts are its own, but
-        its `cu_seqlens` and `max_seqlen` describe the unsliced documents, as attention expects.
+        """Return this rank's slice of `batch`, packed [1, num_tokens / size]. The token counts are those of the slice,
+        but `cu_seqlens` and `max_seqlen` describe the unsliced documents, as attention expects.
         """
         cu_seqlens = batch.cu_seqlens
         if cu_seqlens is None:

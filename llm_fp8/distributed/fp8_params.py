@@ -72,10 +72,10 @@ class Fp8ParamsStrategy(FsdpStrategy):
 
 
 def keep_weights_in_fp8(model: nn.Module, precision: Precision) -> Sequence[Fp8Weight]:
-    """Replace the parameters of TE's fp8 modules in `model` by fp8 parameters. Return the new parameters with the old
-    ones, which become their master weights. If the weights are frozen, cast and free the old parameters and return ().
+    """Replace the parameters of TE's fp8 modules in `model` by fp8 parameters. Return each new parameter with the old
+    one, which becomes its master weight. If the weights are frozen, cast and free the old parameters and return ().
 
-    All ranks must call it before the first forward pass, in which FSDP2 reads its parameters.
+    All ranks must call this before the first forward pass, since FSDP2 reads its parameters in that pass.
     """
     # Every rank has the same order of `modules()`. Modules that are already in fp8, such as frozen ones, are skipped.
     modules: list[Any] = [module for module in model.modules() if module in precision.fp8_modules]

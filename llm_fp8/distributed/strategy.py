@@ -71,7 +71,7 @@ class DistributedStrategy:
         return self.accelerator.prepare(model, optimizer, device_placement=[True, False])
 
     def without_ddp(self, model: nn.Module) -> nn.Module:
-        """Return `model` without its DDP wrapper. The training loop calls it from the next step on."""
+        """Return `model` without its DDP wrapper. The training loop calls the result from the next step on."""
         if not isinstance(model, DistributedDataParallel):
             return model
         self._is_plain = True

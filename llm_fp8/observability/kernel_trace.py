@@ -165,7 +165,7 @@ def gemm_kernels(times: KernelTimes) -> dict[GemmKind, KernelTime]:
 
 
 def _grouped(times: KernelTimes, group_of: Callable[[str], Any]) -> dict[Any, KernelTime]:
-    """Sum kernels by `group_of(name)`. Leave out those for which it is None. The longest time comes first."""
+    """Sum the kernels of each group `group_of(name)`. Skip kernels of the group None. The longest time comes first."""
     groups: dict[Any, KernelTime] = {}
     for name, (count, time_s) in sorted(times.items(), key=lambda kernel: -kernel[1][1]):
         if (group := group_of(name)) is not None:
@@ -196,7 +196,7 @@ class StepProfile:
     kernels: KernelTimes = field(default_factory=dict)
 
     def figures(self) -> dict[str, float]:
-        """Return the step's metrics by key of metrics.jsonl. A share of GEMMs or communication needs such kernels."""
+        """Return the step's metrics by key of metrics.jsonl. Omit shares of GEMMs or communication if none ran."""
         gemms = gemm_kernels(self.kernels)
         in_fp8 = [times for kind, times in gemms.items() if kind in LOW_PRECISION]
         figures: dict[str, float] = {
@@ -224,8 +224,8 @@ class StepProfile:
         """Return the entry `gpu_idle` of summary.json, or None if no kernel was recorded or no step was measured.
 
         `work_s` is the time in which kernels other than communication ran in this step. Recording slows the host, so
-        `step_time_s` is the median of other steps: those of `steps` in the same precision or, if there are none, all.
-        `share` is the share of `step_time_s` in which no such kernel runs.
+        `step_time_s` is the median over other steps: those of `steps` in the same precision or, if there are none, all.
+        `share` is 1 - work_s / step_time_s, but at least 0.
         """
         in_fp8 = self.figures()["num_fp8_gemm_kernels"] > 0
         comparable = [step for step in steps if (step.get("fp8_linear_flop_share", 0.0) > 0) == in_fp8]
@@ -256,7 +256,7 @@ def profiled(trace: Path | None = None) -> Iterator[StepProfile]:
 
 
 def describe_gpu_idle(idle: dict[str, Any] | None, mode: str) -> str | None:
-    """Return a warning with advice for the sharding `mode`, or None if `idle` (of `gpu_idle`) is small or unknown."""
+    """Return advice if `idle`, a result of `gpu_idle`, has a large share, else None. `mode` is the sharding mode."""
     if idle is None or idle["share"] < MIN_REPORTED_IDLE:
         return None
     sharding = "" if mode in ("single", "ddp") else ", or try --sharding_mode fsdp_grad or ddp"

@@ -117,7 +117,7 @@ RECORDED_STEP = "num_gemm_kernels"  # a key that only the recorded step has
 def speed_metrics(
     tokens: StepTokens, step_time_s: float, size: DecoderSize, num_gpus: int, peak: PeakTflops | None, fp8: bool
 ) -> dict[str, float]:
-    """Return throughput metrics of one step by key of metrics.jsonl. If `fp8`, also return the MFU of the fp8 peak."""
+    """Return throughput metrics of one step by key of metrics.jsonl, with the MFU against the fp8 peak if `fp8`."""
     tflops = step_flops(size, tokens) / step_time_s / num_gpus / 1e12
     figures = {
         "step_time_s": step_time_s,
@@ -147,7 +147,7 @@ MEDIANS = (
 
 def throughput_summary(steps: list[dict[str, float]]) -> dict[str, float]:
     """Return `num_steps_measured`, `num_steps_left_out`, and `median_<key>` for each of `MEDIANS`. `steps` are the
-    records of one process in order. The first ones and the step whose kernels were recorded are left out.
+    records of one process in order. The first steps and the step whose kernels were recorded are left out.
 
     If the run ends fp8 early, `median_<key>` is the weighted mean of two medians: of the steps in fp8, and of the later
     steps. The weights are the numbers of steps for `step_time_s`, and the total times of both phases for other keys.

@@ -31,8 +31,9 @@ def energy_j(device: torch.device) -> float:
 
 
 class EnergyMeter:
-    """Measures the energy of all GPUs of a run over intervals of steps. The first interval begins at `restart`, to be
-    called while the GPUs are idle. An interval ends, and the next begins, at the first `read` after `MIN_INTERVAL_S`.
+    """Measures the energy of all GPUs of a run over intervals of steps. The first interval begins at `restart`, which
+    must be called while the GPUs are idle. Each interval ends at the first `read` after at least `MIN_INTERVAL_S`
+    seconds. The next interval begins at that moment.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -41,12 +42,14 @@ class EnergyMeter:
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """Begin an interval after `step`. Energy used since the last interval counts only in the total `energy_j`."""
+        """Begin an interval after `step`. Energy between the last interval and this one counts only in `energy_j`."""
         self._last_step, self._num_tokens = step, 0
         self._start_s, self._start_j = time.perf_counter(), energy_j(self._accelerator.device)
 
     def read(self, num_tokens: Mapping[int, int]) -> dict[str, float]:
-        """Return the interval's figures, or {} if too short. `num_tokens`: step -> number of tokens. Collective."""
+        """Return the figures of the interval, or {} if it is too short. `num_tokens` maps each step since the last call
+        to its number of tokens. Collective.
+        """
         self._num_tokens += sum(count for step, count in num_tokens.items() if step > self._last_step)
         now_s, now_j = time.perf_counter(), energy_j(self._accelerator.device)
         changes = [now_j - self._start_j, now_j - self._begin_j, now_s - self._start_s]

@@ -33,8 +33,8 @@ def output_of(*command: str) -> str | None:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Return `commit` and `dirty` (True if files differ from the commit) of the git repository at `folder`. Return None
-    if there is none. In a container without git, LLM_FP8_COMMIT is the commit, and `dirty` is None.
+    """Return `commit` and `dirty` (True if files differ from the commit) of the git repository at `folder`, or None if
+    there is no repository. In a container without git, LLM_FP8_COMMIT is the commit, and `dirty` is None.
     """
     if commit := os.environ.get("LLM_FP8_COMMIT"):
         return {"commit": commit, "dirty": None}

@@ -133,7 +133,7 @@ class RunReporter:
         self._display = ProgressDisplay(total_steps, resume_step, config.run.log_every)
 
     def start_trackers(self, record: dict[str, Any]) -> None:
-        """Start the trackers of --report_to. On W&B, continue a resumed run. `record` has the entries of run.json."""
+        """Start the trackers of --report_to. A resumed run continues its W&B run. `record` is run.json's content."""
         options, path = self._config.run, self._folder / "trackers.json"
         if not self._is_main or not options.trackers:
             return
@@ -196,14 +196,14 @@ class RunReporter:
             self._display.print(text)
 
     def track(self, summary: dict[str, Any]) -> None:
-        """Send these entries of summary.json to W&B now, so that it has them even if the run is killed later."""
+        """Send `summary`, entries of summary.json, to W&B now, so that W&B has them even if the run is killed later."""
         if self._trackers:
             from llm_fp8.observability.trackers import send_summary
 
             self._to_trackers(lambda name, tracker: send_summary(name, tracker, summary))
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """Write summary.json: the last records, the median speeds and the entries in `summary`. Return its content."""
+        """Write summary.json from the last step, last evaluation, median speeds and `summary`. Return its content."""
         steps = self.steps_of_process()
         last = {"eval_loss" in record: record for record in self._records()}
         full = {

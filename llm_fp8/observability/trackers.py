@@ -49,8 +49,8 @@ def flattened(tree: dict[str, Any], separator: str = ".", prefix: str = "") -> I
 def start_tracker(
     name: str, options: RunConfig, folder: Path, record: dict[str, Any], run_id: str | None
 ) -> tuple[GeneralTracker, str | None]:
-    """Start the tracker `name` with the options and labels from `record`, the content of run.json. On W&B, continue the
-    run `run_id` if it is set. Return the tracker and the id of the run on W&B (None for other trackers).
+    """Start the tracker `name` and give it the options and labels in `record`, the content of run.json. On W&B,
+    continue the run `run_id` if it is set. Return the tracker and the id of the run on W&B (None for other trackers).
     """
     labels = {label: read(record) for label, read in LABELS.items()}
     config = dict(flattened(record["config"])) | labels
@@ -80,7 +80,7 @@ def start_tracker(
 
 
 def send_record(name: str, tracker: GeneralTracker, record: dict[str, float], is_logged: bool) -> None:
-    """Send a record to W&B. Send it to another tracker only if `is_logged`, since the run waits while it is stored."""
+    """Send a record to W&B. Send it to other trackers only if `is_logged`, since the run waits until they store it."""
     if name == "wandb":  # W&B numbers the records itself, and `start_tracker` defined its axes
         tracker.log(record)
     elif is_logged:
@@ -88,7 +88,7 @@ def send_record(name: str, tracker: GeneralTracker, record: dict[str, float], is
 
 
 def send_summary(name: str, tracker: GeneralTracker, summary: dict[str, Any]) -> None:
-    """Add the scalars of summary.json to W&B's summary, nested ones as `part/key`. Do nothing for other trackers."""
+    """Add the scalars of summary.json to W&B's summary. A nested key becomes `part/key`. Other trackers get nothing."""
     if name != "wandb":
         return
     skipped = ("last_step", "last_evaluation", "recorded_step", "precision", "throughput")

@@ -32,8 +32,8 @@ NUM_MEASURED = 2  # micro-batches of each precision, after one that is not measu
 
 
 def choose_precision(requested: Config, plan: RunPlan, data: PreparedData) -> tuple[RunPlan, dict[str, float]]:
-    """Measure both precisions. Return `plan`, settled again from the options `requested` for the precision that is
-    faster on rank 0, and a dict: precision -> tokens/s on rank 0. Collective.
+    """Measure bf16 and fp8, and choose the precision that was faster on rank 0. Return `plan` with the decisions that
+    follow from `requested` and this precision, and a dict: precision -> tokens/s on rank 0. Collective.
     """
     tokens_per_s = gathered(measure_precisions(plan, data))[0]
     fastest = max(tokens_per_s, key=tokens_per_s.__getitem__)
@@ -45,7 +45,7 @@ def choose_precision(requested: Config, plan: RunPlan, data: PreparedData) -> tu
 
 
 def measure_precisions(plan: RunPlan, data: PreparedData) -> dict[str, float]:
-    """Measure forward and backward passes in this process. Return a dict: precision -> tokens/s. Collective."""
+    """Measure forward and backward passes in bf16 and fp8. Return precision -> tokens/s of this process. Collective."""
     random_states = rng_state(plan.accelerator.process_index)
     setup = build_setup(dataclasses.replace(plan, say=lambda text: None), in_bf16=True)
     batches = data.train.first_step()

@@ -214,8 +214,9 @@ class CheckpointManager:
         return sorted(complete, key=lambda checkpoint: checkpoint.save_number, reverse=True)
 
     def find(self, resume_from: str | None) -> Checkpoint | None:
-        """Return the checkpoint in the folder `resume_from`, or the last one for 'latest'. Return None for None, or if
-        there is no last one. Raise `UserError` if the folder's checkpoint or, for 'latest', every one is damaged.
+        """Return the checkpoint in the folder `resume_from` or, for 'latest', the last complete one. Return None for
+        None, or for 'latest' without any checkpoint. Raise `UserError` if the folder's checkpoint or, for 'latest',
+        each is damaged.
         """
         if resume_from not in (None, LATEST):
             return Checkpoint.open(Path(resume_from))

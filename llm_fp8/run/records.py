@@ -28,7 +28,7 @@ from llm_fp8.utils.json_files import read_json, write_json_atomic
 
 
 def announce(plan: RunPlan) -> None:
-    """Print what was decided for the run: the plan's notes, the precision and the optimizer."""
+    """Print the decisions for the run: the notes of `plan`, the precision and the optimizer."""
     precision, say = plan.precision, plan.say
     say("\n".join(plan.notes))
     say(f"precision: {precision.name} (requested: {precision_name(precision.requested, precision.requested_scenario)})")

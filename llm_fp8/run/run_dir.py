@@ -36,9 +36,9 @@ _UNFINISHED = ".*.[0-9]*.tmp"  # unfinished files of a killed process (`write_te
 
 
 def claim_folder(config: Config, ranks: LaunchRanks, stack: contextlib.ExitStack) -> tuple[Path | None, str | None]:
-    """Lock the output folder until `stack` closes. Return the folder (None without --output_dir) and --resume_from. The
-    latter becomes 'latest' if the launcher restarted a run that has checkpoints. Raise `UserError` if the folder cannot
-    be written, is in use or contains another run, or if the options differ between processes. Collective.
+    """Lock the output folder until `stack` closes. Return the folder (None without --output_dir) and the value of
+    --resume_from, or 'latest' if the launcher restarted a run that has checkpoints. Raise `UserError` if the folder
+    cannot be written, is in use or contains another run, or if the options differ between processes. Collective.
     """
     first, *others = gathered(config.options)
     if differing := [f"--{name}" for name in first if any(other[name] != first[name] for other in others)]:
@@ -104,7 +104,7 @@ def _refuse_other_run(folder: Path, resume_from: str | None) -> None:
 
 @contextlib.contextmanager
 def run_lock(folder: Path) -> Iterator[Path]:
-    """Lock `folder` in the block, or raise `UserError` if it is in use. If no run began, delete new folders."""
+    """Create and lock `folder`, or raise `UserError` if it is in use. If no run began in it, delete new folders."""
     existing, path = nearest_existing(folder), folder / LOCK
     folder.mkdir(parents=True, exist_ok=True)
     with open(path, "a+") as lock:

@@ -199,7 +199,7 @@ def _load_weights(plan: RunPlan, model: Model, precision: Precision, batch: Batc
 
 
 def _freed_again(layers: Iterable[nn.Module], precision: Precision) -> Iterator[nn.Module]:
-    """Yield each of `layers`. When the next one is requested, free the memory of the fp8 modules in the last one."""
+    """Yield each of `layers`. Once the caller has processed a layer, free the memory of the fp8 modules in it."""
     for layer in layers:
         yield layer
         for module in precision.fp8_modules.intersection(layer.modules()):

@@ -1,4 +1,4 @@
-"""The training loop: between the steps of a `Stepper` it reports, certifies, evaluates, saves and stops.
+"""The training loop: between the steps of a `Stepper` it reports, checks kernels, evaluates, saves and stops.
 
 Losses and norms stay on the device until `log_every` steps are done or a save or evaluation is due. Then a non-finite
 loss or norm ends the run, before a checkpoint is saved.
@@ -214,7 +214,7 @@ class Timeline:
             self.reporter.step(record)  # also before a later non-finite loss, to show its cause
 
     def _after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> Any:
-        """Report and certify the recorded step. Return a new time stamp, so that profiling is not measured."""
+        """Report the recorded step and check its kernels. Return a new time stamp, after the time that this took."""
         self._profile_figures[self.step] = profile.figures()
         self.restart_clocks()
         self.read_pending()  # the certificate may end the run
@@ -244,7 +244,9 @@ class Timeline:
         self.reporter.print(f"attention: {backend}{' (WARNING: slow)' if backend == 'unfused' else ''}")
 
     def _certify(self, profile: StepProfile, num_micro_batches: int) -> None:
-        """Certify the recorded step and write the certificate. Raise `FailedCheck` on all ranks if one rank failed."""
+        """Check that the recorded step ran the expected kernels and write the result to the certificate's file. Raise
+        `FailedCheck` on all ranks if the kernels of any rank differ.
+        """
         from llm_fp8.precision.certificate import ExpectedKernels, certify, worst
 
         setup, plan = self.setup, self.setup.plan
@@ -288,7 +290,7 @@ class Timeline:
         self.reporter.print(f"{verb} {folder}")
 
     def _checkpoint_due(self) -> bool:
-        """Return True if the last save was `SAVE_AFTER_S` ago, or if a run that has saved is complete. Collective."""
+        """Return True if the last save was `SAVE_AFTER_S` ago, or if a run with checkpoints is complete. Collective."""
         if self.setup.plan.config.run.save_every == 0:
             return False
         is_old = time.monotonic() - self._saved_s >= SAVE_AFTER_S

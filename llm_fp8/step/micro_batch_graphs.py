@@ -225,7 +225,7 @@ class ShardedMicroBatchGraphs(MicroBatchGraphs):
 
 
 def bucket_of(batch: Batch) -> int | None:
-    """Return the smallest of `BUCKETS` that is at least the number of documents of a packed batch, or None."""
+    """Return the smallest of `BUCKETS` that is not below a packed batch's number of documents, or None if all are."""
     assert batch.cu_seqlens is not None
     num_documents = len(batch.cu_seqlens) - 1
     return next((bucket for bucket in BUCKETS if num_documents <= bucket), None)

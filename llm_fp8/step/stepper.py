@@ -93,11 +93,11 @@ class Stepper:
     def take_graphs_if_idle(
         self, profile: StepProfile, steps: list[dict[str, Any]], num_micro_batches: int, step: int, asks_again: bool
     ) -> str | None:
-        """Run micro-batches as CUDA graphs from the next step on if the GPU is often idle. Return a note if it is, else
-        None. All ranks must call it.
+        """Run micro-batches as CUDA graphs from the next step on, if the GPU is often idle and has enough memory.
+        Return a note to print, or None if graphs are not worthwhile. All ranks must call this method.
 
         `profile` is the profile of a recorded step. `steps` (used on the main rank) are the records of all steps up to
-        `step`. Set `asks_again` to keep the question open: if the GPU is not often idle, `may_take_graphs` stays True.
+        `step`. If `asks_again` is set and the GPU is not often idle, `may_take_graphs` stays True for a later call.
         """
         from llm_fp8.step.micro_batch_graphs import WORTH_GRAPHS, memory_beside_graphs
 
@@ -133,7 +133,7 @@ class Stepper:
         self._graphs = self._build_graphs()
 
     def drop_graphs_if_memory_is_short(self) -> None:
-        """Determine after a step if graphs must be deleted before eager passes from now on. All ranks must call it."""
+        """After a step, decide if each later eager pass must delete the graphs first. All ranks must call this."""
         if self._graphs is not None:
             from llm_fp8.step.micro_batch_graphs import memory_beside_graphs
 
@@ -220,6 +220,6 @@ class Stepper:
     def _micro_batch_by_old_scales(
         self, batch: Batch, num_supervised: Tensor, first: bool | None, last: bool = True
     ) -> Tensor:
-        """Run `micro_batch` without updating delayed scales in it. The caller must then call `update_scales`."""
+        """Run `micro_batch` without updating delayed scaling's scales. The caller must then call `update_scales`."""
         with self.precision.defer_scale_updates():
             return self.micro_batch(batch, num_supervised, first, last)

@@ -48,7 +48,7 @@ class FusedWgradAccumulation:
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Return the context for the passes of a micro-batch. `last` is True for the last of its step."""
+        """Return the context for the passes of a micro-batch. `last` is True for the last micro-batch of a step."""
         if self._find_main_grad is None or self._strategy.reduces_by_hooks(last):
             yield
             return
@@ -64,8 +64,9 @@ class FusedWgradAccumulation:
                     vars(weight).pop("main_grad", None)
 
     def _set_main_grads(self, module: Any, weights: list[Tensor], fused: list[tuple[Any, list[Tensor]]]) -> None:
-        """Make `module` add to the main gradients of its weights and append it to `fused`, if all weights allow it.
-        This is a separate function, since local variables of `micro_batch` would keep main gradients in memory.
+        """If GEMMs can add to the main gradients of all `weights` of `module`, make them do so, and append the module
+        and its gathered weights to `fused`. This is not in `micro_batch`, where local variables would keep main
+        gradients in memory.
         """
         if _would_lose_main_grad(module):
             return

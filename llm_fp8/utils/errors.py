@@ -26,7 +26,7 @@ class FailedCheck(Exception):
 @contextlib.contextmanager
 def reading(flag: str, name: object, content: str = "it", advice: str = "") -> Iterator[None]:
     """Convert an error of a library or file system in the block to a `UserError`: "{flag} {name}: cannot read {content}
-    (error). {advice}". Do not convert `UserError`, `FailedCheck`, or errors that memory or disk is full.
+    (error). {advice}". Do not convert `UserError`, `FailedCheck`, or an error which says that memory or disk is full.
     """
     try:
         yield
@@ -87,7 +87,7 @@ def did_you_mean(name: str, choices: Iterable[object]) -> str:
 
 
 def _resembles(name: str, choice: str) -> bool:
-    """Return True for a similar spelling, or if each word of `name` starts one of `choice`, with at most 2 more."""
+    """Return True for similar spelling, or if all words of `name` begin words of `choice`, which has at most 2 more."""
     words, choice_words = (re.findall(r"[a-z]+|\d+", text) for text in (name, choice))
     has_words = all(any(choice_word.startswith(word) for choice_word in choice_words) for word in words)
     is_close = difflib.SequenceMatcher(None, name, choice).ratio() > 0.85

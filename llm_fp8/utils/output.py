@@ -17,8 +17,8 @@ on_closed_pipe: Callable[[], object] | None = None
 
 @contextlib.contextmanager
 def surviving_closed_output() -> Iterator[None]:
-    """If printing in the block fails because the terminal is gone, ignore it and send all later output to /dev/null. If
-    `on_closed_pipe` is set, do the same if the reader of a pipe (`| tee`) is gone or the disk of a log is full.
+    """If printing in the block fails because the terminal is gone, ignore the error and send later output to /dev/null.
+    If `on_closed_pipe` is set, do the same if the reader of a pipe (`| tee`) is gone or the disk of a log is full.
     """
     try:
         yield

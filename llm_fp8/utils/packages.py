@@ -36,7 +36,7 @@ class OptionalPackage(NamedTuple):
     install: str
 
     def require(self, feature: str) -> ModuleType:
-        """Import and return the module. If it does not load, raise a `UserError`: `feature` (a flag) needs it."""
+        """Import and return the module. If that fails, raise a `UserError` saying that `feature` (a flag) needs it."""
         try:
             return importlib.import_module(self.module)
         except (ImportError, OSError, RuntimeError) as error:

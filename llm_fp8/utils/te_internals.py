@@ -31,9 +31,9 @@ def require_te(feature: str) -> Any:
 
 
 def prefer_torchs_cudnn() -> None:
-    """Make Transformer Engine, if not imported yet, load torch's cuDNN instead of the system's. If both are loaded, it
-    silently uses unfused attention (2.7 times slower on an H200). CUDNN_HOME and CUDNN_PATH take precedence. All of
-    cuDNN's libraries are loaded here, since cuDNN itself would search for them in the system's folders.
+    """If Transformer Engine is not imported yet, make it load torch's cuDNN instead of the system's. If both are
+    loaded, Transformer Engine silently uses unfused attention (2.7 times slower on an H200). CUDNN_HOME and CUDNN_PATH
+    take precedence. All of cuDNN's libraries are loaded here, since cuDNN itself would search the system's folders.
     """
     if "transformer_engine" in sys.modules or os.environ.get("CUDNN_HOME") or os.environ.get("CUDNN_PATH"):
         return

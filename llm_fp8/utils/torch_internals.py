@@ -90,7 +90,7 @@ def unwrapped_by_torchao(local: Any) -> Tensor:
 
 
 def fsdp_entries(unit: Any) -> Iterator[tuple[Tensor, Any]]:
-    """Yield each parameter of `unit` that FSDP2 shards, as it is between steps, and FSDP2's object for it."""
+    """Yield each parameter of `unit` that FSDP2 shards, and FSDP2's object for it. Call this only between steps."""
     state = unit._get_fsdp_state()
     for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
         for entry in getattr(group, "fsdp_params", ()):
@@ -99,5 +99,5 @@ def fsdp_entries(unit: Any) -> Iterator[tuple[Tensor, Any]]:
 
 
 def gathered_parameter(entry: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gathered weight (None before a forward pass) and fp32 gradient (or None) of FSDP2's object `entry`."""
+    """Return the gathered weight (None before a forward pass) and its fp32 gradient (or None) from FSDP2's `entry`."""
     return getattr(entry, "_unsharded_param", None), getattr(entry, "unsharded_accumulated_grad", None)
