@@ -71,9 +71,9 @@ class UnsupportedArchitecture(ValueError):
 
 @dataclass(frozen=True)
 class Part:
-    """Position of a Hugging Face tensor in a parameter of the model: rows `start` to `stop` of dim 0. If `strides` is
-    given, the tensor is a strided view that begins at element `offset` of these rows. Then it is inside one row, or
-    each of its rows (along dim 0) is inside one row of the parameter.
+    """Position of a Hugging Face tensor in a parameter of the model. The tensor is rows `start` to `stop` of dim 0 or,
+    if `strides` is given, a strided view that begins `offset` elements after the start of row `start`. A strided view
+    lies in a single row of the parameter, or row i of the view lies in row `start` + i of the parameter.
     """
 
     hf_name: str
@@ -85,11 +85,11 @@ class Part:
 
     @property
     def by_rows(self) -> bool:
-        """True if each row of the parameter contains one row of the tensor."""
+        """True if each row of the parameter from `start` to `stop` contains one row of the tensor."""
         return self.strides is None or self.stop - self.start > 1
 
     def view(self, rows: Tensor) -> Tensor:
-        """Return the tensor as a view of `rows`, the parameter's rows from `start` to `stop` (or fewer of them)."""
+        """Return the tensor as a view of `rows`, all or some of the parameter's rows from `start` to `stop`."""
         if self.strides is None:
             return rows
         shape = (len(rows), *self.shape[1:]) if self.by_rows else self.shape
@@ -97,11 +97,11 @@ class Part:
 
 
 def num_positions(config: Any) -> int | None:
-    """Return the maximum number of positions according to a language model's config, or None if it has no limit.
+    """Return the largest number of positions that a language model's config allows, or None if there is no limit.
 
-    The maximum is the larger of max_position_embeddings and `factor` times the length before RoPE scaling. Dynamic
-    scaling does not increase it, since its frequencies depend on the longest sequence so far. If each layer type has a
-    table, the table must contain the length before scaling: Gemma 3's max_position_embeddings is the length after it.
+    It is the larger of max_position_embeddings and the length before RoPE scaling times the scaling's `factor`. Dynamic
+    scaling is not counted, since its frequencies depend on the longest sequence so far. If a table's config lacks the
+    length before scaling, max_position_embeddings is used, unless there are several tables (in Gemma 3 it is scaled).
     """
     limit: int | None = getattr(config, "max_position_embeddings", None)
     if limit is None:
@@ -159,7 +159,7 @@ class LayerSpec:
 
     @property
     def kv_size(self) -> int:
-        """Number of output features of the key projection. The value projection has as many."""
+        """Number of output features of the key projection. The value projection has the same number."""
         return self.num_kv_heads * self.head_dim
 
     @property
@@ -212,7 +212,7 @@ def _llama(config: Any, **features: Any) -> LayerSpecs:
 
 
 def _qwen2(config: Any) -> LayerSpecs:
-    """Describe Qwen2 and Qwen2.5, which have biases on q, k and v only, without an entry for it in their config."""
+    """Describe Qwen2 and Qwen2.5. Only q, k and v have biases, although no entry of the config says so."""
     return _llama(config, qkv_bias=True, output_bias=False)
 
 
@@ -249,7 +249,9 @@ FAMILIES: dict[str, Callable[[Any], LayerSpecs]] = {
 
 
 def layer_specs(config: PretrainedConfig, unfused_mlp: bool = False) -> LayerSpecs:
-    """Return the `LayerSpecs` for a Hugging Face config. Raise `UnsupportedArchitecture` if TE does not support it."""
+    """Describe the decoder layers of a model, given its Hugging Face config. For `unfused_mlp` see `LayerSpec`. Raise
+    `UnsupportedArchitecture` if the TE decoder does not support the model.
+    """
     if config.model_type not in FAMILIES:
         raise UnsupportedArchitecture(
             f"model_type '{config.model_type}' has no TE decoder (supported: {', '.join(FAMILIES)})"
@@ -283,7 +285,7 @@ def decoder_sizes(config: PretrainedConfig) -> DecoderSizes:
 
 
 def _window(config: PretrainedConfig, layer: int) -> int | None:
-    """Return a layer's sliding window, or None. Without layer types (Mistral), all layers have the same window."""
+    """Return a layer's window, or None. A config without layer types (Mistral) has one window for all layers."""
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None and layer_types[layer] != "sliding_attention":
@@ -292,7 +294,7 @@ def _window(config: PretrainedConfig, layer: int) -> int | None:
 
 
 def stacked(*tensors: tuple[str, tuple[int, ...]]) -> tuple[Part, ...]:
-    """Return the parts of a parameter that stacks Hugging Face tensors (name, shape) along dim 0. A scalar is a row."""
+    """Return the parts of a parameter that stacks `tensors` (name, shape) along dim 0. A scalar fills one row."""
     parts: list[Part] = []
     for name, shape in tensors:
         start = parts[-1].stop if parts else 0
@@ -332,10 +334,10 @@ def layer_map(spec: LayerSpec) -> dict[str, tuple[Part, ...]]:
 
 
 def parameter_map(model: nn.Module) -> dict[str, tuple[Part, ...]]:
-    """Return parameter name -> the Hugging Face tensors that are stacked along dim 0 in this parameter, in order.
+    """For each parameter of `model`, return the Hugging Face tensors that are stacked along its dim 0, in order.
 
-    Parameters outside TE layers are mapped to themselves. Adapters inside TE layers have no entry, nor has a tied
-    `lm_head.weight`, which is the embedding.
+    A parameter outside TE layers consists of one tensor, which has the parameter's name. Adapters inside TE layers have
+    no entry. A tied `lm_head.weight` has none either, since it is the embedding.
     """
     maps: dict[str, dict[str, tuple[Part, ...]]] = {}
     for layer, module in model.named_modules():
@@ -358,8 +360,8 @@ def layer_weight_shapes(spec: LayerSpec) -> tuple[tuple[int, int], ...]:
 
 
 def in_hf_layout(entries: Mapping[str, tuple[Part, ...]], te_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return views of TE tensors (weights, or gradients with the same names) with Hugging Face's names and shapes.
-    The result has no tied `lm_head.weight`, as in checkpoints.
+    """Return views of `te_tensors` (parameters or their gradients) with Hugging Face's names and shapes, according to
+    `entries` of a `parameter_map`. Like checkpoints, the result has no tied `lm_head.weight`.
     """
     return {
         part.hf_name: te_tensors[te_name][part.start : part.stop]
@@ -393,7 +395,7 @@ class RotaryTable(nn.Module):
     def forward(
         self, hidden: Tensor | None = None, position_ids: Tensor | None = None, layer_type: str | None = None
     ) -> Tensor:
-        """Return the table of this layer type. Hugging Face passes the other arguments, which are ignored."""
+        """Return the angles of `layer_type`. Hugging Face passes the other arguments, which are ignored."""
         return self.angles[layer_type]
 
 
@@ -430,7 +432,7 @@ class UnfusedMLP(nn.Module):
         self.fc2 = te.Linear(ffn, h, bias=spec.mlp_bias, **shared)
 
     def forward(self, hidden_states: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """Compute [B, S, h] from `hidden_states` [B, S, h]."""
+        """Return the MLP's output [B, S, h]. For `is_first_microbatch` see `TEDecoderLayer`."""
         gate_and_up = self.fc1(hidden_states, is_first_microbatch=is_first_microbatch)
         activated = _GatedActivation.apply(gate_and_up.flatten(0, 1), self.activation)
         activated = activated.unflatten(0, gate_and_up.shape[:2])
@@ -441,7 +443,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
     """Decoder layer with the call signature of Hugging Face's layers. It returns hidden states [B, S, h].
 
     If `is_first_microbatch` is True, a forward pass casts the weights to fp8 and stores the casts. If it is False, the
-    pass uses the stored casts. If it is None, the casts are not stored. Outside fp8 it has no effect.
+    pass uses the stored casts. If it is None, the casts are not stored. Outside fp8 the attribute has no effect.
     """
 
     def __init__(
@@ -505,9 +507,10 @@ class TEDecoderLayer(GradientCheckpointingLayer):
     def set_context_parallel_group(
         self, group: torch.distributed.ProcessGroup, ranks: list[int], stream: torch.cuda.Stream
     ) -> None:
-        """Split every document over `group`, whose global ranks are `ranks` (see `_documents`).
+        """Use ring attention, in which the ranks of `group` share every document (see `_documents`).
 
-        TE runs every second step of its ring (p2p) on `stream`. The ring supports no sliding windows and no fp32.
+        `ranks` are the group's global ranks. TE runs every second step of the ring (p2p) on `stream`. The ring supports
+        no sliding windows and no fp32.
         """
         self.context_size = len(ranks)
         self.context_rank = ranks.index(torch.distributed.get_rank())
@@ -524,7 +527,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         max_length_q: int | None = None,
         **_: Any,
     ) -> Tensor:
-        """Return hidden states [B, S, h]. The module's docstring explains the arguments."""
+        """Return hidden states [B, S, h]. The docstring of this file explains the forms of input."""
         angles = position_embeddings if isinstance(position_embeddings, Tensor) else self.angles
         assert angles is not None
         fused = self.qkv(hidden_states, is_first_microbatch=self.is_first_microbatch)
@@ -538,7 +541,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + (self.mlp_norm(transformed) if self.mlp_norm else transformed)
 
     def _split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split the fused projection into q, k and v [..., heads, d]. They are views; a QK norm copies q and k."""
+        """Split `fused`, the QKV projection's output, into views q, k, v [..., heads, d]. A QK norm copies q and k."""
         spec = self.spec
         q, k, v = fused.unflatten(-1, (-1, spec.head_dim)).split(
             (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=-2
@@ -546,14 +549,16 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         return (self.q_norm(q), self.k_norm(k), v) if spec.qk_norm else (q, k, v)
 
     def _one_kernel_rotates(self, fused: Tensor) -> bool:
-        """Return True if `rope_triton` supports the projection: on a GPU, without context parallelism and QK norm."""
+        """Return True if `rope_triton` supports `fused`: on a GPU, without context parallelism and QK norm."""
         known = fused.is_cuda and fused.dtype in (torch.bfloat16, torch.float16, torch.float32)
         return known and self.context_size == 1 and not self.spec.qk_norm
 
     def _split_and_rotate(
         self, fused: Tensor, angles: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split into q, k, v and apply RoPE: packed [T, size] -> [T, heads, d], or [B, S, size] -> [B, S, heads, d]."""
+        """Split `fused`, the output of the QKV projection, into q, k and v, and apply RoPE to q and k. With
+        `cu_seqlens` (packed): [T, size] -> [T, heads, d]. Without: [B, S, size] -> [B, S, heads, d].
+        """
         if self._one_kernel_rotates(fused):
             from llm_fp8.kernels.rope_triton import split_rope
 
@@ -576,12 +581,12 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         return rotate(q), rotate(k), v.contiguous()
 
     def _documents(self, fused: Tensor, angles: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
-        """Compute attention within each document, without a KV cache: [B, S, size] -> [B, S, heads * d].
+        """Compute attention within each document, without a KV cache: `fused` [B, S, size] -> [B, S, heads * d].
 
         B == 1 with several documents is the packed form (TE's "thd"). Otherwise each sequence is one right-padded
         document. With context parallelism over C ranks, the form is always packed, and the length of each document is a
-        multiple of 2 C. Rank r then has chunks r and 2 C - 1 - r of its 2 C chunks. `cu_seqlens` and `max_seqlen` are
-        those of the unsliced documents.
+        multiple of 2 C. Of the 2 C chunks of a document, rank r has chunks r and 2 C - 1 - r. `cu_seqlens` and
+        `max_seqlen` describe the unsliced documents.
         """
         batch, length = fused.shape[:2]
         num_documents = cu_seqlens.shape[0] - 1
@@ -606,7 +611,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
     def _general(
         self, fused: Tensor, angles: Tensor, position_ids: Tensor | None, mask: Tensor | None, cache: Any
     ) -> Tensor:
-        """Compute attention with a 4-D mask (None: causal) and a KV cache: [B, S, size] -> [B, S, heads * d]."""
+        """Compute attention with a 4-D mask (None: causal) and KV cache (if any): [B, S, size] -> [B, S, heads * d]."""
         batch, length = fused.shape[:2]
         assert position_ids is not None
         angles = angles[position_ids].flatten(2)
@@ -649,9 +654,9 @@ def build_te_model(
 ) -> PreTrainedModel:
     """Build a Hugging Face causal LM with TE decoder layers. Raise `UnsupportedArchitecture` if TE cannot build it.
 
-    The parameters (`dtype`, on `device`) are uninitialised, and on "meta" without memory; fill them with
-    `llm_fp8.models.build.fill_weights`. The rotary table is on `table_device` (default: `device`). The layers are added
-    to `model`, a Hugging Face model without memory (default: a new one). For `unfused_mlp` see `LayerSpec`.
+    The parameters have `dtype`, are on `device` (if "meta", without memory) and are uninitialised. They can be filled
+    by `llm_fp8.models.build.fill_weights`. The rotary table is on `table_device` (default: `device`). TE layers replace
+    the layers of `model`, a Hugging Face model without memory (default: a new one). For `unfused_mlp` see `LayerSpec`.
     """
     import transformer_engine.pytorch as te
 

@@ -33,8 +33,9 @@ def _copy(
     BLOCK: tl.constexpr,
     BACKWARD: tl.constexpr,
 ) -> None:
-    """Copy COLUMNS columns of each token for which `inside` is True from `fused` to `part`, or back if BACKWARD. Both
-    are pointers to a token's first column [tokens, 1].
+    """For each token for which `inside` is True, copy COLUMNS columns from `fused` to `part` or, if BACKWARD, from
+    `part` to `fused`. Both are pointers [tokens, 1] to the first column of each token. `part_stride` is the stride of
+    the columns in `part`. BLOCK is a power of two, at least COLUMNS.
     """
     columns = tl.arange(0, BLOCK)[None, :]
     mask = inside & (columns < COLUMNS)
@@ -58,7 +59,9 @@ def _rotate(
     BLOCK_REST: tl.constexpr,
     BACKWARD: tl.constexpr,
 ) -> None:
-    """Rotate one head from `fused` to `part` or back, like `_copy`. `cosine`, `sine`: fp32 [tokens, BLOCK_HALF]."""
+    """Rotate one head of each token from `fused` to `part` or, if BACKWARD, by the negative angle from `part` to
+    `fused`. `cosine` and `sine` are fp32 [tokens, BLOCK_HALF]. For the other arguments see `_copy`.
+    """
     HALF: tl.constexpr = ROTARY_DIM // 2
     columns = tl.arange(0, BLOCK_HALF)[None, :]
     mask = inside & (columns < HALF)

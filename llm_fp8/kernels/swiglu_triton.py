@@ -85,7 +85,7 @@ def _dswiglu_cast_kernel(
 def dswiglu_cast(
     gradient: Tensor, gate_and_up: Tensor, scale: Tensor, amax: Tensor, fp8_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradient of SiLU(gate) up with respect to gate and up, times `scale`. With s = sigmoid(gate):
+    """Compute the gradient of SiLU(gate) * up with respect to gate and up, times `scale`. With s = sigmoid(gate):
 
         d_gate = dy up s (1 + gate (1 - s))          d_up = dy gate s
 

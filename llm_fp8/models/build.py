@@ -39,7 +39,7 @@ _Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 def choose_attention(choice: str, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return transformers' attn_implementation (None: its default). `choice` "auto" selects flash-attn if usable."""
+    """Return the attn_implementation for transformers (None: its default). "auto" selects flash-attn if usable."""
     if choice == "flash_attention_2":
         FLASH_ATTENTION_2.require("--attn_implementation flash_attention_2")
     if choice != "auto":
@@ -87,9 +87,9 @@ def build_model(
     keep_lower_bits: bool = False,
     **structure: Any,
 ) -> Model:
-    """Build the model on `device` with the weights in `stored`, or random weights if it is None. `structure` contains
-    more arguments of `build_structure`. With `keep_lower_bits`, each bf16 parameter gets a remainder, which stores the
-    lower bits of an fp32 weight (`llm_fp8.optim.adamw_master`).
+    """Build the model on `device` with the weights in `stored` or, if `stored` is None, with random weights.
+    `structure` contains more arguments of `build_structure`. With `keep_lower_bits`, each bf16 parameter gets a
+    remainder, which stores the lower bits of an fp32 weight (`llm_fp8.optim.adamw_master`).
     """
     model = build_structure(options, hf_config, stored, device=device, te_on_meta=False, **structure)
     if not options.use_te:
@@ -113,8 +113,8 @@ def fill_weights(model: Model, device: Device = "cpu", seed: int = 0, keep_lower
 
 
 def filled_layers(model: Model, layers: Iterable[nn.Module], device: Device, seed: int) -> Iterator[nn.Module]:
-    """Fill the model and yield each of `layers` once it is filled. A layer's memory is allocated just before, so the
-    caller can cast or free a layer before the next one is allocated. Tensors outside `layers` must have memory.
+    """Fill the model as `fill_weights` does, and yield each of `layers` once it is filled. A layer's memory is
+    allocated just before, so the caller can free or cast it before the next allocation. Other tensors must have memory.
     """
     tensors = saved_tensors(model.module)
     owners = {id(parameter): layer for layer in layers for parameter in layer.parameters()}
@@ -132,7 +132,7 @@ def filled_layers(model: Model, layers: Iterable[nn.Module], device: Device, see
 
 
 def model_from_config(hf_config: PretrainedConfig, **options: Any) -> Model:
-    """Build the Hugging Face model of `hf_config`. For a multimodal model, build only the part that processes text."""
+    """Build the Hugging Face model, with transformers' `options`. If it is multimodal, keep only the part for text."""
     with reading_model(f"causal language model of type '{hf_config.model_type}'", hf_config.name_or_path or ""):
         module = auto_class(hf_config).from_config(hf_config, trust_remote_code=False, **options)
         return without_towers(module) if is_multimodal(hf_config) else Model(module)
@@ -149,7 +149,7 @@ def auto_class(hf_config: PretrainedConfig) -> Any:
 
 
 def without_towers(model: PreTrainedModel) -> Model:
-    """Remove all modules that do not process text (all except decoder and lm_head). Return `model` as a `Model`."""
+    """Remove all modules with weights outside the decoder and lm_head from `model`, and return it as a `Model`."""
     decoder, head = text_decoder(model), model.get_output_embeddings()
     text_parts = {module for part in (decoder, head) if part is not None for module in part.modules()}
     left_out: list[str] = []
@@ -176,7 +176,7 @@ def model_on_meta(hf_config: PretrainedConfig) -> Model:
 
 
 def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -> DecoderSize:
-    """Return the decoder's dimensions, from which FLOPs are counted. Experts that a token does not use are excluded."""
+    """Return the sizes that determine FLOPs. Of the experts, only those that a token uses are counted."""
     model, decoder = model_on_meta(hf_config), text_config(hf_config)
     routed, num_linear = routed_modules(model.module), 0.0
     for module in model.module.modules():
@@ -194,8 +194,8 @@ def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -
 
 
 def read_by_kernels(model: nn.Module) -> dict[str, nn.Module]:
-    """Return name -> module of the linear layers in Mamba's mixers that training does not call, since fused kernels
-    read their weights: the output projection and, in Mamba 1, two more. An adapter or fp8 module there would not run.
+    """Return name -> module of the linear layers in Mamba's mixers whose weights are read by fused kernels: the output
+    projection and, in Mamba 1, two more. Training does not call them, so an adapter or fp8 module would not run.
     """
     return {
         f"{prefix}.{name}": child
@@ -235,7 +235,9 @@ class LocalShard:
     remainder: Tensor | None = None  # int16 [n, ...], to be filled with the lower bits of fp32 weights
 
     def fill(self, part: Part, rows: Any) -> None:
-        """Copy this shard's rows of a Hugging Face tensor to `data`, with a cast. `rows[a:b]` reads its rows a to b."""
+        """Copy the rows in this shard of a Hugging Face tensor to `data`, with a cast. `part` is the position of the
+        tensor in the parameter, and `rows[a:b]` reads rows a to b of the tensor.
+        """
         first, last = max(part.start, self.start), min(part.stop, self.start + len(self.data))
         if first >= last:
             return
@@ -252,7 +254,7 @@ class LocalShard:
 
 
 def local_shard(tensor: Tensor) -> LocalShard:
-    """Return this rank's rows of `tensor` (a view): all rows of a plain tensor, or a DTensor's dim-0 shard. FSDP gives
+    """Return this rank's rows of `tensor` as a view: all rows of a plain tensor, or a DTensor's dim-0 shard. FSDP gives
     each of n ranks ceil(R / n) of R rows, and the last ranks fewer or none. A 0-d tensor has one row.
     """
     remainder, start = remainder_of(tensor), 0

@@ -67,7 +67,7 @@ def experts_per_token(hf_config: PretrainedConfig | None) -> int | None:
 
 
 def compute_experts(model: nn.Module, autocast_dtype: torch.dtype | None) -> None:
-    """Make experts with grouped GEMMs use `grouped_experts`. In autocast, all experts compute in `autocast_dtype`."""
+    """Make experts with grouped GEMMs call `grouped_experts`. In autocast, make all experts use `autocast_dtype`."""
     for module in filter(expert_weights, model.modules()):
         if runs_grouped_gemms(module):
             wrap_forward(module, functools.partial(grouped_experts, module))

@@ -53,8 +53,8 @@ def export_hf(
     origin: Origin = NO_SOURCE,
 ) -> None:
     """Write `model`, with parameters cast to `dtype`, and `tokenizer` to `folder`, which is replaced if it exists.
-    `card` is the content of README.md. All ranks must call it; only the rank with `is_main` writes. If writing fails,
-    leave an existing folder unchanged and raise `UserError`, which ends with `advice`.
+    `card` is the table in README.md. All ranks must call this function; only the rank with `is_main` writes. If writing
+    fails, leave an existing folder unchanged and raise `UserError`, which ends with `advice`.
     """
     gathered = hf_tensors(model, dtype if is_main else None)
     if not is_main:
@@ -82,7 +82,7 @@ def export_adapter(
     is_main: bool = True,
     origin: Origin = NO_SOURCE,
 ) -> None:
-    """Write only the adapters, in PEFT's format with `base_model` as the base model. Otherwise like `export_hf`."""
+    """Write only the adapters, in PEFT's format; `base_model` is a folder or hub id. Otherwise like `export_hf`."""
     from llm_fp8.models.lora import adapter_tensors, config_for_loading
 
     matrices = adapter_tensors(model.module).items()
@@ -99,7 +99,7 @@ def export_adapter(
 
 
 def export_size_bytes(model: Model, dtype: torch.dtype, *, adapters_only: bool) -> int:
-    """Return the bytes of an export: of the model's tensors as `dtype`, or of the adapters in their dtype."""
+    """Return an export's size in bytes: all tensors, parameters as `dtype`, or if `adapters_only` only the adapters."""
     if adapters_only:
         return sum(parameter.nbytes for name, parameter in model.module.named_parameters() if is_adapter(name))
     return sum(tensor.nbytes for tensor in planned_tensors(model, dtype).values())
@@ -107,7 +107,7 @@ def export_size_bytes(model: Model, dtype: torch.dtype, *, adapters_only: bool) 
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path, contents: str = "The trained model", advice: str = _ADVICE) -> Iterator[Path]:
-    """Yield a temporary folder, which then replaces `folder`. If writing fails, raise `UserError` about `contents`."""
+    """Yield a temporary folder, which replaces `folder` after the block. `contents` and `advice` are for errors."""
     folder = folder.resolve()  # a folder cannot replace a link, so replace the link's target
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -163,8 +163,8 @@ def planned_tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def write_weights(planned: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Write `tensors` to model.safetensors, or to several files with an index, as `save_pretrained` does. Tensors that
-    are not in `planned` are skipped. If both have the same order, only one file is incomplete at a time.
+    """Write `tensors` to model.safetensors, or to several files with an index, as `save_pretrained` does. `planned` has
+    the tensors to write, without data; others are skipped. In the order of `planned`, one file at a time is incomplete.
     """
     split = split_torch_state_dict_into_shards(planned, max_shard_size=MAX_FILE_SIZE)
     pending: dict[str, dict[str, Tensor]] = {name: {} for name in split.filename_to_tensors}
@@ -223,8 +223,8 @@ def tokenizer_of(folder: str | Path, base: str | None) -> PreTrainedTokenizerBas
 
 
 def merged_by_peft(model: PreTrainedModel, folder: str | Path, flag: str) -> PreTrainedModel:
-    """Merge the PEFT adapter in `folder` into `model`. Raise `UserError` about the option `flag` if they do not match
-    or a merged weight is not finite.
+    """Merge the PEFT adapter in `folder` into `model`. Raise `UserError` about the option `flag` if model and adapter
+    do not match or a merged weight is not finite.
     """
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer

@@ -70,8 +70,8 @@ class DequantisedRows:
 
 
 def dequantised(values: Tensor, scale: Tensor, block: tuple[int, int], first: int = 0) -> Tensor:
-    """Return the fp32 weights for fp8 `values` [r, k], which are rows `first` to `first + r` of a weight. `scale` is
-    that of the whole weight: one number per block of `block` = (rows, columns). Blocks at the edges may be smaller.
+    """Return the fp32 weights for fp8 `values` [r, k], which are rows `first` to `first + r` of a weight. `scale` has
+    one number for each block of the whole weight. `block` is (rows, columns); blocks at the edges may be smaller.
     """
     width, (height, columns) = values.shape[1], block
     row_blocks = torch.arange(first, first + len(values), device=values.device) // height

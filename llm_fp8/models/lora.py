@@ -73,7 +73,7 @@ def add_adapters(model: Model, options: LoraConfig, dtype: torch.dtype) -> str:
 
 
 def _check_names(model: Model, options: LoraConfig) -> None:
-    """Raise `UserError` if PEFT could not load the exported adapters. It renames tensors as transformers does."""
+    """Raise `UserError` if PEFT, which renames tensors as transformers does, could not load the exported adapters."""
     from peft import PeftModel, set_peft_model_state_dict
 
     tensors = {name: tensor.to("meta") for name, tensor in adapter_tensors(model.module).items()}
@@ -88,8 +88,8 @@ def _check_names(model: Model, options: LoraConfig) -> None:
 
 
 def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> tuple[list[str], set[str], str]:
-    """Return the name suffixes of linear layers and of parameters that get an adapter, and a note about other layers.
-    Raise `UserError` for a name in --lora_targets that `model` does not have.
+    """Return the name suffixes of linear layers and of parameters that get an adapter, and a note about layers without
+    one. Raise `UserError` for a name in --lora_targets that `model` does not have.
     """
     others = {model.get_output_embeddings(), *routed_modules(model)}
     mamba = sorted({name.rpartition(".")[2] for name in read_by_kernels(model)})  # PEFT forbids an adapter there
@@ -143,7 +143,7 @@ def peft_config(options: LoraConfig, modules: Iterable[str], parameters: Iterabl
 def config_for_loading(model: Model, options: LoraConfig, base_model: str) -> Any:
     """Return the `peft_config` with which PEFT loads the adapters of `model` into the base model. In a mixture of
     experts, PEFT takes every gate_proj, up_proj or down_proj for an expert, since experts had these names in
-    transformers 4. Such layers are therefore listed by their weights, as parameters, which PEFT does not convert.
+    transformers 4. Layers that are not experts are therefore listed by their weights, which PEFT does not convert.
     """
     module, adapters = model.module, adapters_of(model.module)
     parameters = {".".join(adapter.weight.split(".")[-2:]) for adapter in adapters.values() if adapter.delta}
@@ -210,7 +210,7 @@ def _with_adapters(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Tens
 
 
 class FusedAdapters(nn.Module):
-    """Adapters of a fused module, one for each of `parts`, the Hugging Face weights that its weight consists of."""
+    """Adapters of a fused module: one for each of `parts`, the Hugging Face weights that its weight contains."""
 
     def __init__(self, parts: Iterable[Part], options: LoraConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -224,11 +224,10 @@ class FusedAdapters(nn.Module):
 
     @property
     def gemm_weights(self) -> list[Tensor]:
-        """A and B of all adapters."""
         return list(self.parameters())
 
     def forward(self, inputs: Tensor, output: Tensor) -> Tensor:
-        """Add the adapters' output for `inputs` [..., in] to the module's `output` [..., out] in place. Return it."""
+        """Add the adapters' output for `inputs` [..., in] to `output` [..., out] in place, and return `output`."""
         dtype = output.dtype
         stacked = torch.cat([a.to(dtype) for a in self.lora_A.values()])
         low = F.linear(F.dropout(inputs.to(dtype), self.dropout, self.training), stacked) * self.scaling

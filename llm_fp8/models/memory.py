@@ -58,7 +58,7 @@ _SHARDS_WITHOUT_ROOM = 0.4  # largest fraction of gradient shards that needed ne
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory of a run on the GPU that needs most."""
+    """Estimated memory of a run, on the GPU that needs the most memory."""
 
     parts: dict[str, float]  # GiB of tensors at the peak, as in `torch.cuda.max_memory_allocated`
     beside_gib: float = RESERVE_GIB  # GiB that the GPU needs in addition to tensors
@@ -74,7 +74,7 @@ class MemoryEstimate:
 
 
 def saved_bytes(spec: te_llama.DecoderSizes, recipe: str, adapted: frozenset[str], lora_rank: int) -> float:
-    """Return the bytes that a TE decoder layer saves per token for backward. `adapted`: its layers with an adapter."""
+    """Return the bytes that a TE decoder layer saves per token for backward. `adapted`: linears with an adapter."""
     h, f, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
     per_token = _BF16 * (2 * h + q + 2 * kv + q + 2 * f) + _FP32 * spec.num_heads
     if spec.qk_norm:
@@ -94,8 +94,8 @@ def saved_bytes(spec: te_llama.DecoderSizes, recipe: str, adapted: frozenset[str
 
 
 def recomputed_layers(amount: Amount, num_layers: int) -> range:
-    """Return the indices of the recomputed decoder layers. A fraction selects the first layers, which are recomputed
-    after the activations of the others are freed. A number n > 1 selects every n-th layer, and 'auto' all layers.
+    """Return the indices of the layers that --gradient_checkpointing `amount` recomputes: for a fraction the first
+    layers (the activations of the others are freed before), for n > 1 every n-th layer, for 'auto' all layers.
     """
     if amount == "auto":
         return range(num_layers)
@@ -105,7 +105,7 @@ def recomputed_layers(amount: Amount, num_layers: int) -> range:
 
 
 def resolve_optimizer(config: Config, mode: str, compute: str = "bf16", device_type: str = "cuda") -> OptimizerKind:
-    """Return --optimizer, or if it is auto, the optimizer for this mode and `compute` dtype (fp32, bf16 or fp16)."""
+    """Return --optimizer or, if it is auto, the optimizer for a sharding mode and compute dtype (fp32, bf16, fp16)."""
     if config.optim.optimizer != "auto":
         return config.optim.optimizer
     row = MODES[mode]
@@ -170,7 +170,7 @@ class RunSize:
 
     @property
     def spec(self) -> te_llama.DecoderSizes | None:
-        """Sizes of the TE decoder, or None without a TE decoder or if activations cannot be estimated."""
+        """Sizes of the TE decoder, or None if the run has none or if the memory of activations cannot be estimated."""
         counted = self.recipe in ("bf16", *RECIPES_COUNTED) and self.mode in MODES_COUNTED
         counted = counted and self.config.model.use_te and self.config.num_slices == 1
         return self.sizes if counted and not (self.sharded and self.num_gpus == 1) else None
@@ -186,7 +186,7 @@ class RunSize:
 
     @property
     def adapted(self) -> frozenset[str]:
-        """Names of linear layers with an adapter."""
+        """Names of the linear layers with an adapter."""
         targets = self.config.lora.targets if self.config.trains_adapters else ()
         return frozenset(DECODER_LINEARS if ALL_LINEAR in targets else targets)
 

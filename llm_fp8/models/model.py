@@ -30,7 +30,7 @@ _IGNORED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # buffers that ol
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A model and its properties. Cached properties are computed once and do not change during a run."""
+    """A causal language model with its properties. Cached properties are computed once and never change."""
 
     module: PreTrainedModel
     stored: StoredCheckpoint | None = None  # the stored weights; None if they are random
@@ -39,7 +39,6 @@ class Model:
 
     @functools.cached_property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers in order."""
         return decoder_layers(self.module)
 
     @functools.cached_property
@@ -49,11 +48,11 @@ class Model:
 
     @functools.cached_property
     def layout(self) -> dict[str, tuple[Part, ...]]:
-        """Name in `saved_tensors` -> the tensors of the model's files that this tensor consists of.
+        """Name of each tensor in `saved_tensors` -> the tensors of the model's files that the tensor consists of.
 
-        transformers 5 may fuse several tensors of the files. If `stored` has the fused tensor, the layout is that one
-        tensor. Otherwise transformers' conversion for saving runs on tensors without memory, and the layout follows
-        from its results, which are views of these. Raises `UserError` if a result is not a view of a model's tensor.
+        transformers 5 may fuse several tensors of the files into one. If `stored` has the fused tensor, the entry is
+        that tensor. Otherwise transformers' conversion for saving runs on tensors without memory and returns views of
+        them, which define the layout. Raises `UserError` if a result is not a view of a model's tensor.
         """
         if self.uses_te:
             return te_llama.parameter_map(self.module)
@@ -123,20 +122,20 @@ class Model:
 
     @functools.cached_property
     def _renamed(self) -> Callable[[str], str]:
-        """transformers' function for renaming stored tensors. It is needed only if a stored name is unknown."""
+        """transformers' function that renames stored tensors. Created only if a stored name is unknown."""
         return renaming_on_load(self.module)
 
     @functools.cached_property
     def source_names(self) -> dict[str, str]:
-        """transformers' name of a stored tensor -> its name in the files, which may be that of an older version."""
+        """Name of a stored tensor in transformers -> name in the files, which may be a name in an older version."""
         return {part.hf_name: name for name, (_, part) in self.targets.items()}
 
     def file_name(self, hf_name: str) -> str:
-        """Return the name of a tensor in an export: the source's if modules were left out, else transformers'."""
+        """Return the name that a tensor has in an export: the source's if modules were left out, else `hf_name`."""
         return self.source_names.get(hf_name, hf_name) if self.left_out else hf_name
 
     def read(self, hf_name: str, device: torch.device) -> Any:
-        """Read the whole stored tensor that has the name `hf_name` in transformers."""
+        """Read the whole stored tensor that transformers calls `hf_name` to `device`."""
         assert self.stored is not None
         return self.stored.read(self.source_names[hf_name], device)
 
@@ -152,7 +151,7 @@ class Model:
         return {} if stored is None else {name: stored.on_meta(name) for name in self.left_out_of(stored.stored)}
 
     def describe_left_out(self) -> str:
-        """Return a line to print at the start of a run, or "" if no module is left out or weights are random."""
+        """Return a line about `left_out` for the start of a run, or "" if it is empty or the weights are random."""
         if not self.left_out or self.stored is None:
             return ""
         tensors = self.left_out_tensors.values()
@@ -183,7 +182,7 @@ def is_adapter(name: str) -> bool:
 
 
 def name_without_adapter(name: str) -> str:
-    """Return the name in the model without adapters. PEFT inserts `base_layer`: `q_proj.base_layer.weight`."""
+    """Return the name of a tensor before adapters were added. PEFT inserts `base_layer`: `q_proj.base_layer.weight`."""
     return name.replace(".base_layer", "")
 
 
@@ -205,7 +204,7 @@ class _CopiesAreViews(TorchFunctionMode):
 
 
 def _part_of(name: str, view: Tensor, shape: tuple[int, ...]) -> Part | None:
-    """Return the `Part` for tensor `name`, a `view` of a contiguous tensor of `shape`, or None if no `Part` fits it."""
+    """Return the position of `view`, the tensor `name`, in a contiguous tensor of `shape`, or None if impossible."""
     if view.shape == shape and view.is_contiguous():
         return Part(name, 0, shape[0] if shape else 1, shape)
     row, offset = math.prod(shape[1:]), int(view.storage_offset())

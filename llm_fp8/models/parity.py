@@ -46,7 +46,7 @@ _ADVICE = "Report this with config.json, or train without --use_te."
 
 
 class Comparison(NamedTuple):
-    """Distances of three versions of a tensor from Hugging Face's in fp32, as fractions of its norm."""
+    """Relative distances of three versions of a tensor from the tensor that Hugging Face's layer computes in fp32."""
 
     layer: int
     tensor: str
@@ -56,7 +56,7 @@ class Comparison(NamedTuple):
 
 
 def judge(comparisons: Sequence[Comparison], dtype: torch.dtype) -> str:
-    """Evaluate tests 2 and 3 for the training dtype `dtype`. Return a summary; raise `UserError` on failure or NaN."""
+    """Run this file's tests 2 and 3 for training in `dtype`. Return a summary; raise `UserError` on failure or NaN."""
     logarithms: dict[int, list[float]] = {}
     for tensor in comparisons:
         logarithm = math.log((tensor.te + SMALLEST_ERROR) / (tensor.hf + SMALLEST_ERROR))
@@ -90,8 +90,8 @@ def relative_difference(value: Tensor, reference: Tensor) -> float:
 
 
 def first_row(batch: Batch, max_seq_length: int, num_slices: int) -> Row:
-    """Return the first sequence of a batch, truncated to `MAX_TOKENS` tokens, without padding. If ranks share
-    sequences (`num_slices` > 1), `batch` is a slice; treat the slice of each document as a document.
+    """Return the first sequence of a batch without padding, truncated to `MAX_TOKENS` tokens. If ranks share sequences
+    (`num_slices` > 1), `batch` has a slice of every document, and each slice is treated as a document.
     """
     if batch.cu_seqlens is None:
         assert batch.attention_mask is not None
@@ -110,8 +110,8 @@ def first_row(batch: Batch, max_seq_length: int, num_slices: int) -> Row:
 def check_parity(
     model: Model, layers: Iterable[Any], batch: Batch, max_seq_length: int, dtype: torch.dtype, num_slices: int = 1
 ) -> str:
-    """Run the three tests on a TE decoder that computes in `dtype`. Return a summary; raise `UserError` if one fails.
-    `layers` may free a layer's weights once the next one is requested. For `num_slices` see `first_row`. Collective.
+    """Run this file's three tests on a TE decoder that computes in `dtype`. Return a summary; raise `UserError` if one
+    fails. `layers` may free a layer once the next is requested. For `num_slices` see `first_row`. All ranks call this.
     """
     entries = te_llama.parameter_map(model.module)
     outside, names = dict(entries), {module: name for name, module in model.module.named_modules()}
@@ -142,7 +142,7 @@ def check_weights(model: Model, entries: Mapping[str, tuple[Part, ...]]) -> None
 
 
 def compare_layers(model: Model, layers: Iterable[Any], row: Row, dtype: torch.dtype) -> list[Comparison]:
-    """Rebuild each layer with its weights in TE and in Hugging Face, and compare both. For `row` see `first_row`."""
+    """Build TE and Hugging Face layers with the model's weights, and compare them for `row` (see `first_row`)."""
     input_ids, position_ids, cu_seqlens = row
     documents = {"cu_seq_lens_q": cu_seqlens, "max_length_q": int((cu_seqlens[1:] - cu_seqlens[:-1]).max())}
     config, full_tensor = text_decoder(model.module).config, model.full_tensor
@@ -204,7 +204,7 @@ def _one_layer_model(config: PretrainedConfig, layer: int, dtype: torch.dtype, d
 
 @torch.no_grad()
 def _first_layer_input(model: Any, embeddings: Tensor) -> Tensor:
-    """Return the input [1, S, h] of the model's first layer for `embeddings` [1, S, h]: some families scale them."""
+    """Return the input [1, S, h] of the model's first layer for `embeddings` [1, S, h], which some families scale."""
     inputs: list[Tensor] = []
     with model.layers[0].register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0])):
         model(inputs_embeds=embeddings, use_cache=False)
@@ -230,7 +230,7 @@ def _run(module: nn.Module, hidden: Tensor, gradient: Tensor, **arguments: objec
 
 
 def _joined(parts_of_layer: Mapping[str, Sequence[Part]], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients with those of the q, k and v biases concatenated, since k's alone is only rounding error."""
+    """Return the gradients by name. Those of the q, k and v biases are joined, since k's is mostly rounding error."""
     joined = {}
     for parts in parts_of_layer.values():
         names = [part.hf_name for part in parts]

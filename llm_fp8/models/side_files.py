@@ -99,7 +99,7 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, has_config
 
 
 def _copy(location: str, patterns: tuple[str, ...], folder: Path) -> None:
-    """Copy files that match `patterns` from a model's `location`, unless it is "", to `folder`."""
+    """Copy the files that match `patterns` from a model's `location` to `folder`, or nothing if `location` is ""."""
     paths = {path for pattern in patterns if location for path in source_folder(location).glob(pattern)}
     for path in filter(Path.is_file, paths):
         shutil.copyfile(path, folder / path.name)
@@ -123,8 +123,8 @@ def _describe(model: PreTrainedModel, dtype: torch.dtype, config: dict[str, Any]
 
 
 def _put_eos_first(tokenizer: PreTrainedTokenizerBase, folder: Path, eos_ids: tuple[int, ...]) -> None:
-    """Put `eos_ids` before the old EOS ids in all files. Unless the chat template uses the tokenizer's EOS, the trained
-    EOS also becomes the tokenizer's EOS, which vLLM and llama.cpp read.
+    """Put `eos_ids` before the old EOS ids in config.json and generation_config.json. Unless the chat template uses the
+    tokenizer's EOS, make the first of `eos_ids` the tokenizer's EOS, which vLLM and llama.cpp read.
     """
     for name in (GENERATION_CONFIG_NAME, CONFIG_NAME):
         with edited_json(folder / name) as entries:

@@ -61,14 +61,14 @@ def resolve_source(options: ModelConfig) -> ModelSource:
 
 
 def bundled_name(name: str) -> str | None:
-    """Return the key in `BUNDLED` for a name or hub id (in any case), or None if there is none."""
+    """Return the key in `BUNDLED` for a name or hub id (ignoring case), or None if the model is not bundled."""
     # The hub has used both prefixes for the 8B model. An instruct model has the architecture of its base model.
     plain = name.rpartition("/")[2].lower().replace("meta-llama", "llama").removesuffix("-instruct")
     return next((bundled for bundled in BUNDLED if bundled.lower() == plain), None)
 
 
 def reading_model(part: str, name: str | None) -> contextlib.AbstractContextManager[None]:
-    """Return the context `reading` for the `part` of the model in --model_name."""
+    """Return a context in which an error while reading `part` of the model `name` becomes a `UserError`."""
     advice = "Give a model's folder (for a run: its final/) or a reachable hub id (if it is gated: 'hf auth login')."
     return reading("--model_name", name, f"the {part}", advice)
 
@@ -103,7 +103,7 @@ def stored_dtype(hf_config: PretrainedConfig, default: torch.dtype) -> torch.dty
 
 
 def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTrainedTokenizerBase, str | None]:
-    """Return the model's tokenizer, with --chat_template, and a note if the embedded tokenizer is used instead."""
+    """Return the model's tokenizer with --chat_template, or the tiny bundled model's tokenizer and a note."""
     note, location = None, source.location
     if source.is_random and source.location.endswith(".json"):
         note = f"--random_init {source.name}: using the embedded tokenizer, which is fine for random weights."
@@ -133,7 +133,7 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
 
 
 def require_positions(hf_config: PretrainedConfig, num_tokens: int, name: str, flag: str) -> None:
-    """Raise `UserError` about the option `flag` if `num_tokens` exceeds the number of positions of the model `name`."""
+    """Raise `UserError` about the option `flag` if the model `name` has fewer than `num_tokens` positions."""
     limit = te_llama.num_positions(text_config(hf_config))
     if limit is not None and num_tokens > limit:
         raise UserError(f"{flag} {num_tokens} is more than the {limit} positions of {name}; lower it.")

@@ -164,7 +164,7 @@ class GroupedAdamW(Optimizer):
 
 class MasterAdamW(GroupedAdamW):
     """AdamW over bf16 parameters with exact fp32 master weights. If the lower bits of a master weight were not loaded,
-    they are drawn at random with `seed`, or are zero if it is None. The state is sharded like the parameter.
+    they are drawn at random with `seed` or, without a seed, are zero. The state is sharded like the parameter.
     """
 
     def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:

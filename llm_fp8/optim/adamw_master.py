@@ -70,7 +70,7 @@ def draw_remainder(weight: Tensor, generator: torch.Generator) -> Tensor:
 
 @torch.no_grad()
 def draw_lower_bits_(parameters: Iterable[Tensor], seed: int) -> None:
-    """Draw the lower bits of fp32 parameters (or this rank's shards) in place, where the value is a bf16 number."""
+    """Draw the lower bits of fp32 parameters (or this rank's shards) in place, for elements that are bf16 numbers."""
     for number, parameter in enumerate(parameters):
         local = local_of(parameter)
         generator = torch.Generator(local.device).manual_seed(seed + number)

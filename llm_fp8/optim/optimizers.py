@@ -36,7 +36,7 @@ Groups = list[dict[str, Any]]
 
 
 def parameter_groups(named_parameters: NamedParameters, weight_decay: float) -> Groups:
-    """Group trainable parameters, tied ones once: matrices (also embeddings) with weight decay, others without."""
+    """Divide trainable parameters (tied ones once) into matrices, with weight decay, and others, without."""
     unique = dict.fromkeys(parameter for _, parameter in named_parameters if parameter.requires_grad)
     matrices = [parameter for parameter in unique if parameter.ndim > 1]
     norms_and_biases = [parameter for parameter in unique if parameter.ndim <= 1]
@@ -78,7 +78,7 @@ def _adamw_8bit(parameters: NamedParameters, config: OptimConfig, draws_lower_bi
 
 @dataclass(frozen=True)
 class OptimizerRow:
-    """Properties of an optimizer. Bytes are per trainable parameter; if this varies, those of the largest."""
+    """Properties of an optimizer. Bytes are per trainable parameter (if they vary, of the largest parameters)."""
 
     parameter_dtype: torch.dtype  # of trainable parameters and their gradients; fp32 works with every optimizer
     state_bytes: float
@@ -103,7 +103,7 @@ OPTIMIZERS: dict[OptimizerKind, OptimizerRow] = {
 def build_optimizer(
     config: OptimConfig, kind: OptimizerKind, named_parameters: NamedParameters, draws_lower_bits: bool = False
 ) -> Optimizer:
-    """Build the optimizer `kind`. If `draws_lower_bits`, it draws lower bits of weights (see `adamw_master`)."""
+    """Build the optimizer `kind`. If `draws_lower_bits`, it draws the lower bits of master weights (`adamw_master`)."""
     return OPTIMIZERS[kind].build(named_parameters, config, draws_lower_bits)
 
 
@@ -119,7 +119,7 @@ def not_optimised(model: nn.Module, optimizer: Optimizer) -> list[str]:
 
 
 def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-    """Clip gradients to the global L2 norm `max_norm`, unless it is 0, and step. Return the unclipped norm in fp32."""
+    """Clip gradients to the global L2 norm `max_norm` (0: do not clip), and step. Return the unclipped norm in fp32."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     # torch's `clip_grad_norm_` accumulates in the gradients' dtype; in bf16 its error is up to 0.4 %.
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32)))
@@ -167,7 +167,7 @@ def bytes_on_host(optimizer: Optimizer) -> int:
 
 
 def set_completed_steps(optimizer: Optimizer, step: int) -> None:
-    """Set the number of completed steps of a `GroupedAdamW`; torch's AdamW stores it in its state."""
+    """Set a `GroupedAdamW`'s number of completed steps. torch's AdamW stores the number in its state instead."""
     for group in unwrap(optimizer).param_groups:
         if "step" in group:
             group["step"] = step

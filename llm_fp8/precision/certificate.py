@@ -60,8 +60,8 @@ class ExpectedKernels:
     def of_model(
         cls, precision: Precision, coverage: Fp8Coverage, recomputed: Sequence[nn.Module] = ()
     ) -> ExpectedKernels:
-        """Return the kernels of a model to which `precision` is attached. Modules in `recomputed` run fprop twice,
-        unless torch.compile chooses what is recomputed.
+        """Return the kernels of a model with the given `precision` and `coverage`. Modules in `recomputed` run fprop
+        twice, unless torch.compile chooses the operations to recompute.
         """
         plan = precision.plan
         parts = recomputed if precision.backend.recomputes_fprop else ()
@@ -127,7 +127,7 @@ class Certificate:
         return f"certificate: {verdict}{self.precision}, {kernels}{attention}{remarks}"
 
     def failure(self, path: Path, otherwise: str = "--no_certify trains all the same") -> str:
-        """Return the error message for a failed certificate stored at `path`. `otherwise` is advice for the user."""
+        """Return the error message for a failed certificate stored at `path`. It ends with the advice `otherwise`."""
         reasons = f"the certificate failed ({self.precision}): {'; '.join(self.reasons)}"
         return f"{reasons} (on rank {self.rank}). See {path}; {otherwise}."
 
@@ -143,7 +143,7 @@ def certify(
 ) -> Certificate:
     """Compare the kernels that one GPU must run in a step of `num_micro_batches` with the `kernels` of a recorded step.
 
-    `state` describes the modules that must be in fp8 or, in a run without fp8, all linear modules that could be.
+    `state` describes the modules that must be in fp8 or, in a run without fp8, all linear modules that could be in fp8.
     `attention` is the name of the model's attention implementation.
     """
     by_class, gemms = time_by_class(kernels), gemm_kernels(kernels)
@@ -182,12 +182,12 @@ def certify(
 
 
 def worst(certificates: Sequence[Certificate]) -> Certificate:
-    """Return the certificate with the worst verdict, the first one if there are several."""
+    """Return the certificate with the worst verdict. If several have this verdict, return the first of them."""
     return max(certificates, key=lambda certificate: get_args(Verdict).index(certificate.verdict))
 
 
 def attention_library(kernels: KernelTimes) -> str:
-    """Return the library whose kernel took most of the time in torch's SDPA, or 'math' if no attention kernel ran."""
+    """Return the library whose kernel took the most time in torch's SDPA, or 'math' if no attention kernel ran."""
     attention = time_by_class(kernels).get("attention")
     if attention is None:
         return "math"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def backend_class(name: str | None) -> type[TEBackend | TorchaoBackend]:
-    """Return the back-end class for `PrecisionPlan.backend`. Without fp8, it is Transformer Engine's."""
+    """Return the class of the back end `name`. If `name` is None (no fp8), it is Transformer Engine's."""
     if name != "torchao":
         return TEBackend
     from llm_fp8.precision.torchao import TorchaoBackend
@@ -78,9 +78,9 @@ class Precision:
         self, model: nn.Module, decoder_layers: nn.ModuleList, converts: bool = False, fp8_params: bool = False
     ) -> dict[str, str]:
         """Choose the fp8 modules of `model`. Return name -> reason for each linear layer that does not compute in fp8.
-        If `converts`, first replace the linear layers of a Hugging Face decoder by fp8 modules, which with `fp8_params`
-        let FSDP gather weights in fp8. Make experts compute in the compute dtype. Raise `UserError` if nothing would
-        run in fp8.
+        If `converts`, first replace the linear layers of a Hugging Face decoder by fp8 modules. With `fp8_params`, FSDP
+        can gather the weights of the new modules in fp8. Make experts compute in the compute dtype. Raise `UserError`
+        if nothing would run in fp8.
         """
         reasons = dict[str, str]()
         if converts and self.in_fp8:
@@ -129,7 +129,7 @@ class Precision:
         return self.backend.state((self._fp8_modules if self.in_fp8 else self._linears).values())
 
     def keep_casts_of_frozen_weights(self) -> None:
-        """Cast frozen weights only once from now on. With delayed scaling, cast once more after the first pass."""
+        """Cast frozen weights to fp8 only in the next training pass (with delayed scaling, in the next two)."""
         self._num_casts_to_come = 2 if self.scales_lag else 1
 
     @contextlib.contextmanager
@@ -169,7 +169,7 @@ class Precision:
 
     @contextlib.contextmanager
     def preserving_state(self) -> Iterator[None]:
-        """Return a context for passes outside training. Afterwards, scales and amax histories are as before; TE would
+        """Return a context for passes outside training. At its end, scales and amax histories are restored; TE would
         update them even without gradients.
         """
         current = list(self.state_tensors().values())

@@ -47,8 +47,8 @@ class ModuleState:
 
 @dataclass(frozen=True)
 class Fp8Coverage:
-    """Linear weights in fp8 and other linear weights. A GEMM has 2 FLOPs per token and weight element. In a mixture of
-    experts, FLOPs include only the experts that a token uses.
+    """Counts of the linear weights in fp8 and of all linear weights. A GEMM has 2 FLOPs per token and weight element.
+    In a mixture of experts, FLOPs include only the experts that a token uses.
     """
 
     num_fp8_weights: int  # number of elements of weights in fp8
@@ -82,10 +82,10 @@ def measure_coverage(
     gemms: Mapping[nn.Module, int] = MappingProxyType({}),
     most_in_fp8: int = GEMMS_PER_WEIGHT,
 ) -> Fp8Coverage:
-    """Count the linear weights of a converted `model`. GEMMs of `fp8_modules` run in fp8, all others in `compute`.
+    """Count the linear weights of `model` after conversion. GEMMs of `fp8_modules` run in fp8, all others in `compute`.
 
-    `reasons` is module name -> reason why the module is not in fp8, if known. For `gemms` see `gemms_per_weight`.
-    `most_in_fp8` is the number of the three GEMMs of a trained weight that the recipe computes in fp8.
+    `reasons` is module name -> reason why the module is not in fp8, if known. For `gemms` see `gemms_per_weight`. A
+    trained weight has three GEMMs; the recipe computes `most_in_fp8` of them in fp8.
     """
     in_fp8, routed, reasons = set(fp8_modules), routed_modules(model), never_in_fp8(model) | reasons
     converted: Counter[str] = Counter()

@@ -22,7 +22,7 @@ from llm_fp8.utils.torch_internals import free_memory_
 
 
 def prepare_module(module: Any, recipe: Any) -> list[str]:
-    """Put a TE module into the state that `te.quantized_model_init` creates. Return the names of its weights."""
+    """Put a TE module into the state that `te.quantized_model_init` creates. Return its weights' names."""
     import transformer_engine.pytorch as te
 
     names = [name for name, entry in module.param_init_meta.items() if entry.fp8_meta_index is not None]

@@ -25,7 +25,7 @@ VARIABLES = ("NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN")
 
 
 def prepare_te_decoder(hidden_size: int, device: torch.device) -> None:
-    """Import Transformer Engine and choose its kernels by environment variables, except those that the user has set."""
+    """Import Transformer Engine, and set environment variables that choose its kernels but keep the user's."""
     require_te("--use_te")
     # TE would choose an installed flash-attn 4, a beta whose dQ was wrong for a head_dim of 80.
     os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
@@ -34,9 +34,9 @@ def prepare_te_decoder(hidden_size: int, device: torch.device) -> None:
 
 
 def choose_norm_backend(width: int, major_capability: int, environ: MutableMapping[str, str]) -> None:
-    """Select cuDNN's RMSNorm for this process if it is faster. Existing variables in `environ` are not changed.
+    """Set variables in `environ` that select cuDNN's RMSNorm if it is faster. Existing variables are not changed.
 
-    For widths other than `TUNED_WIDTHS`, TE runs a general kernel. On an H200 with 16,384 tokens of width 3,072 it took
+    For a `width` outside `TUNED_WIDTHS`, TE runs a general kernel. On an H200 with 16,384 tokens of width 3,072 it took
     316 us (forward and backward with quantisation), and cuDNN's took 117 us (benchmarks/LOG.md). But cuDNN plans for up
     to a second for each new number of tokens, which is longer than the time saved in small models.
     """
@@ -87,7 +87,9 @@ class TEBackend:
         return {name: m for name, m in model.named_modules() if hasattr(m, "fp8_meta") and linear_weights(m)}
 
     def convert(self, model: nn.Module, in_bf16: Iterable[nn.Module] = (), fp8_params: bool = False) -> dict[str, str]:
-        """Replace `nn.Linear` modules of `model` in place. Return name -> reason for each one that is not replaced."""
+        """Replace `nn.Linear` modules of `model` in place. Return name -> reason for each `nn.Linear` that stays. This
+        back end does not use `in_bf16` (see `choose`) and `fp8_params`.
+        """
         te = require_te("--mixed_precision fp8")
 
         class SwappedLinear(te.Linear):  # type: ignore[name-defined]
@@ -140,7 +142,7 @@ class TEBackend:
         )
 
     def end_fp8(self, modules: Iterable[nn.Module]) -> None:
-        """Make `modules` compute in bf16 in all further passes, which are not in the autocast context."""
+        """Free the fp8 casts of weights. The caller runs all further passes outside the autocast context (in bf16)."""
         forget_weight_casts(modules)
 
     def autocast(self, enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
@@ -155,7 +157,9 @@ class TEBackend:
             return forward(*args, **kwargs)
 
     def state_tensors(self, modules: Mapping[str, Any], in_fp8: bool) -> dict[str, Tensor]:
-        """Return the fp32 tensors of delayed scaling: scales [num_tensors], amax histories [history, num_tensors]."""
+        """Return the fp32 tensors of delayed scaling by name: scales [num_tensors], amax histories [history,
+        num_tensors]. `in_fp8` is False after `Precision.end_fp8`.
+        """
         state: dict[str, Tensor] = {}
         # With gradients enabled, the end of the autocast would count as a forward pass and shift the histories.
         with torch.no_grad(), self.autocast():
@@ -171,7 +175,7 @@ class TEBackend:
         """Do nothing, since TE's kernels do not need a compiler."""
 
     def unwrapped_shard(self, parameter: Tensor) -> Tensor:
-        """Return `parameter` unchanged, since its class does not cast it before the all-gather."""
+        """Return `parameter` unchanged, since Transformer Engine does not wrap parameters."""
         return parameter
 
     def refresh_scales_(self, model: nn.Module) -> None:

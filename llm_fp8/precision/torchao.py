@@ -108,7 +108,7 @@ class TorchaoBackend:
         return {}
 
     def compile_layers(self, layers: Iterable[nn.Module], recomputed: bool) -> None:
-        """Compile each layer in place, in its first call. `recomputed`: layers may recompute in the backward pass."""
+        """Compile each layer in place at its first call. `recomputed`: layers may recompute in the backward pass."""
         if self.recipe.emulate:
             return
         if recomputed:
@@ -130,7 +130,7 @@ class TorchaoBackend:
 
 
 def _cast_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Cast the input to the dtype of the CPU's autocast, since torchao applies only the GPU's autocast."""
+    """Forward pre-hook that casts the input to the dtype of CPU autocast, since torchao applies only GPU autocast."""
     device_type = inputs[0].device.type
     if device_type == "cuda" or not torch.is_autocast_enabled(device_type):
         return None

@@ -36,7 +36,7 @@ class Machine:
 
 def detect_machine(precision: PrecisionConfig, ranks: LaunchRanks, asks_te: bool = True) -> Machine:
     """Return the machine of this launch. If the run may use fp8, Transformer Engine determines the available recipes.
-    If `asks_te` is False, they are determined by the compute capability. All ranks must call it.
+    Otherwise, or if `asks_te` is False, the compute capability does. All ranks must call this function.
     """
     host_free_gib = psutil.virtual_memory().available / GIB
     if not torch.cuda.is_available():
@@ -62,6 +62,6 @@ def assumed_machine(
 
 
 def lacking_by_capability(capability: tuple[int, int]) -> dict[str, str]:
-    """Return `Machine.lacking` for a GPU with this compute capability."""
+    """Return name -> reason for the recipes of Transformer Engine that need a higher compute capability."""
     needed = {name: RECIPES[name].capability for name in recipe_names("te")}
     return {n: f"it needs compute capability {a}.{b}." for n, (a, b) in needed.items() if capability < (a, b)}

@@ -24,7 +24,7 @@ EIGHT_BIT = {"optimizer": "adamw_8bit"}
 
 
 def row_multiple(run: RunSize) -> int:
-    """Return n such that fp8 GEMMs support a micro-batch if its number of rows is a multiple of n."""
+    """Return the number that must divide a micro-batch's number of rows so that fp8 GEMMs support the micro-batch."""
     multiple = max(row_of(run.recipe).token_multiple, FP8_SIZE_MULTIPLE)
     return multiple // math.gcd(run.config.data.max_seq_length, multiple)
 
@@ -37,7 +37,7 @@ def fits(run: RunSize, gpu_gib: float) -> bool:
 
 def settle_micro_batches(run: RunSize, gpu_gib: float, resumed_rows: int | None = None) -> RunSize:
     """Merge as many micro-batches of a step as the GPU's memory allows with a margin, and choose a number for
-    --gradient_checkpointing auto. Return the changed run. Merge to `resumed_rows` rows, if given and possible.
+    --gradient_checkpointing auto. Return the changed run. Micro-batches get `resumed_rows` rows if given and possible.
 
     Recomputing a layer costs a third of its time, more than merging saves. So first choose the fewest recomputed layers
     with which any micro-batch fits, then the largest micro-batches. If nothing fits, merge none and recompute all.
@@ -63,7 +63,7 @@ def settle_micro_batches(run: RunSize, gpu_gib: float, resumed_rows: int | None 
 
 
 def largest_fitting(run: RunSize, gpu_gib: float) -> RunSize | None:
-    """Return the run with the largest micro-batches that fit, no larger than now and with the same rows per step."""
+    """Return `run` with micro-batches divided until they fit, and as many rows per step, or None if none fits."""
     size = run.config.data.batch_size
     in_step = size * run.config.optim.gradient_accumulation_steps
     sizes = (rows for rows in range(size, 0, -1) if in_step % rows == 0)
@@ -74,9 +74,9 @@ def largest_fitting(run: RunSize, gpu_gib: float) -> RunSize | None:
 def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None) -> tuple[RunSize, list[str]]:
     """Return the run with merged micro-batches and with numbers instead of auto, and notes to print.
 
-    `resumed_rows` is the number of rows per micro-batch in the checkpoint to continue. Raise `UserError` if weights,
-    gradients and optimizer state, or all tensors, or the smallest micro-batch of --batch_size auto exceed the GPU's
-    `gpu_gib`.
+    `resumed_rows` is the number of rows per micro-batch in the checkpoint to continue. Raise `UserError` if the run
+    does not fit in `gpu_gib`: weights, gradients and optimizer state alone, all tensors, or any size for --batch_size
+    auto.
     """
     requested, length, notes = run.config, run.config.data.max_seq_length, list[str]()
     automatic = requested.data.batch_size == AUTO_BATCH_SIZE

@@ -29,7 +29,7 @@ from te_llama import keeps_hf_layers
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan(Settled):
-    """A settled run with the objects that its model is built with."""
+    """A settled run, and the objects that are needed to build its model."""
 
     source: sources.ModelSource
     accelerator: Accelerator
@@ -56,7 +56,7 @@ class RunPlan(Settled):
 
     @property
     def rounds_weights(self) -> bool:
-        """True if stored weights are rounded to the model's bf16 weights."""
+        """True if loading rounds the stored weights to bf16."""
         return self.weight_dtype == torch.bfloat16 and self.stores_lower_bits
 
     @property
@@ -71,7 +71,7 @@ class RunPlan(Settled):
 
 
 def probe_hf_layers(settled: Settled, device: torch.device) -> PackedForm | None:
-    """Return the `probe` of transformers' decoder layers, or None if all layers are Transformer Engine's."""
+    """Return the result of `probe` for transformers' decoder layers, or None if all layers are Transformer Engine's."""
     uses_te = settled.config.model.use_te
     if uses_te and (settled.size.sizes is None or not keeps_hf_layers(settled.hf_config)):
         return None

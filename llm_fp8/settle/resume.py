@@ -60,7 +60,7 @@ def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
 
 
 def weights_digest(files: Sequence[Path]) -> str:
-    """Return a 16-digit hex digest of each file's size, first MiB and last MiB."""
+    """Return one 16-digit hex digest of the size, first MiB and last MiB of all `files`."""
     digest = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
@@ -89,7 +89,7 @@ def total_steps(config: Config, data: PreparedData, resumed: SavedRun | None) ->
 
 
 def check_compatible(saved_run: SavedRun, fingerprint: Mapping[str, Any]) -> None:
-    """Raise `UserError` if the checkpoint's fingerprint differs from `fingerprint`, that of the resumed run."""
+    """Raise `UserError` if the checkpoint's fingerprint differs from `fingerprint`, that of the run to start now."""
     saved = saved_run.meta["fingerprint"]
     current = json.loads(json.dumps(fingerprint))  # converts tuples to lists, as in the file
     if names := [name for name in {**saved, **current} if saved.get(name) != current.get(name)]:
@@ -117,7 +117,7 @@ def changed_options(config: Config, saved_run: SavedRun, options: Mapping[str, A
 def refuse_finished(
     config: Config, folder: Path | None, resume_from: str | None, resumed: SavedRun, num_steps: int
 ) -> None:
-    """Raise `UserError` if a finished run has no more steps, or if its `latest` checkpoint precedes its last step."""
+    """Raise `UserError` if no steps are left, or if the run is finished and `latest` precedes its last step."""
     step, patience = resumed.step, config.run.early_stopping_patience
     path = None if folder is None else folder / "summary.json"
     summary = read_json(path) if path is not None and path.exists() else {}

@@ -34,7 +34,7 @@ STATE_SHARE = 0.6  # fraction of a GPU's memory for weights, gradients and optim
 
 @dataclass(frozen=True, kw_only=True)
 class Settled:
-    """Decisions about a run. `config` has merged micro-batches, and numbers instead of auto."""
+    """Decisions about a run. In `config`, micro-batches are merged and numbers replace auto."""
 
     config: Config
     machine: Machine
@@ -243,7 +243,7 @@ def check_machine(config: Config, machine: Machine, mode: str, precision: Precis
 
 
 def check_te_decoder(config: Config, spec: te_llama.DecoderSizes, num_shards: int) -> None:
-    """Raise `UserError` if options are not possible with this decoder, sharded over `num_shards` GPUs."""
+    """Raise `UserError` if options are not possible with a TE decoder like `spec` on `num_shards` GPUs."""
     if config.parallel.context_parallel_size > 1 and any(window is not None for window in spec.windows):
         raise UserError("--context_parallel_size does not support sliding-window attention (config.json); drop it.")
     if config.parallel.fp8_params:
