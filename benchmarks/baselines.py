@@ -76,7 +76,7 @@ def build_accelerator(name: str, config: Config) -> Accelerator:
 
 
 def build_model(name: str, config: Config, hf_config: Any, device: torch.device) -> Any:
-    """Build transformers' model with random weights. Convert it to fp8 if `name` is a baseline of torchao."""
+    """Build transformers' model with random weights on `device`. For the baselines of torchao, convert it to fp8."""
     weights = torch.float32 if config.parallel.sharding_mode == "fsdp_full" else torch.bfloat16
     with device:
         model = AutoModelForCausalLM.from_config(hf_config, dtype=weights, attn_implementation="sdpa")
@@ -87,7 +87,7 @@ def build_model(name: str, config: Config, hf_config: Any, device: torch.device)
 
 
 def hf_inputs(batch: Batch, device: torch.device) -> dict[str, Any]:
-    """Convert a padded micro-batch to the arguments of transformers' model, which shifts the labels itself."""
+    """Return a padded batch as arguments of transformers' model. Its labels are unshifted, as the model shifts them."""
     batch = batch.to(device)
     # Rolling the labels loses none, since a row's last label is never supervised.
     return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": batch.labels.roll(1, 1)}

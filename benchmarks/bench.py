@@ -97,7 +97,7 @@ def parse_variants(text: str, num_gpus: int = 1) -> list[Variant]:
 
 
 def write_random_rows(path: Path, num_rows: int, length: int) -> None:
-    """Write rows of random numbers separated by spaces. Each row has at least `length` tokens with any tokenizer."""
+    """Write `num_rows` documents of random numbers as JSON lines. Each has `length` or more tokens in any tokenizer."""
     numbers = random.Random(0)
     with path.open("w") as file:
         for _ in range(num_rows):
@@ -113,7 +113,7 @@ class Plan(NamedTuple):
 
 
 def measure(work: Workload, variant: Variant, dataset: str, plan: Plan) -> dict[str, Any]:
-    """Train a variant once. Return the timed steps, all losses and the kernels of one step, or {"failed": reason}."""
+    """Train `variant` on `dataset` once. Return timed steps, all losses, one step's kernels, or {"failed": reason}."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "run")
@@ -129,7 +129,7 @@ def measure(work: Workload, variant: Variant, dataset: str, plan: Plan) -> dict[
 
 
 def summarise(work: Workload, variant: Variant, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Combine the results of `measure`, one per round, into a row: median, 10th and 90th percentile of each speed."""
+    """Return a table row for a variant: quantiles of speeds, losses and memory. `rounds` are results of `measure`."""
     row: dict[str, Any] = {"workload": work.name, **asdict(work), "variant": variant.name, "baseline": variant.baseline}
     row["options"] = shlex.join(variant.argv)
     measured = [result for result in rounds if result["failed"] is None]
@@ -149,7 +149,7 @@ def summarise(work: Workload, variant: Variant, rounds: Sequence[Mapping[str, An
 def measure_all(
     work: Workload, variants: Sequence[Variant], plan: Plan, output: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Measure each variant once per round, and return a row per variant. After each measurement, write `output`."""
+    """Measure each variant once per round. Return a table row per variant. Rewrite `output` after each measurement."""
     rounds: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in variants}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -173,7 +173,7 @@ def measure_all(
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a line per row with its speed and the ratio of this speed to that of the first row."""
+    """Print a line per variant: its speed, and this speed divided by that of the first variant with a speed."""
     kind = "real_tokens_per_s" if rows[0]["dataset"] else "tokens_per_s"
     first = next((row for row in rows if kind in row), {})
     title = kind.replace("_per_", "/").replace("_", " ")
@@ -206,7 +206,7 @@ def measuring_plan(options: argparse.Namespace) -> Plan:
 
 
 def main() -> int:
-    """Measure the variants of the command line and print the table. The exit code is 1 if none was measured."""
+    """Measure the variants of the command line and print the table. The exit code is 1 if every variant failed."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("--model", default="Llama-3.2-1B", help="bundled name or folder (default %(default)s)")

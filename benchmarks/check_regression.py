@@ -51,8 +51,6 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements in one file."""
-
     path: Path
     gpu: str
     time_utc: str
@@ -70,15 +68,13 @@ class Ratio:
 
 @dataclass
 class Findings:
-    """The results of the comparison, as sentences."""
-
     regressions: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     num_compared: int = 0
 
 
 def read(path: Path) -> Measured:
-    """Read a file of measurements. Raise `UserError` if it was not written by a throughput benchmark."""
+    """Read a file of results. Raise `UserError` if it was not written by a throughput benchmark."""
     with reading("results", path, "the rows of a throughput benchmark"):
         record = read_json(path)
         workloads: dict[str, dict[str, Row]] = {}
@@ -93,8 +89,8 @@ def read(path: Path) -> Measured:
 
 
 def baseline_of(variant: str, baseline: str, rows: dict[str, Row]) -> str | None:
-    """Return the name of the row that measured `baseline`. If several did, prefer the sharding mode of `variant`
-    ('MODE:NAME'), else the first. Return None if there is no such row.
+    """Return the variant in `rows` that measured `baseline`, or None if there is none. If there are several, prefer the
+    one with the sharding mode of `variant` ('MODE:NAME'), else the first.
     """
     names = [name for name, row in rows.items() if row["baseline"] == baseline]
     mode = variant.partition(":")[0]
@@ -102,7 +98,7 @@ def baseline_of(variant: str, baseline: str, rows: dict[str, Row]) -> str | None
 
 
 def speed_key(row: Row) -> str:
-    """Return the key of the speed that is compared. On real documents this speed does not count padding."""
+    """Return the key of the speed in `row` that is compared. On real documents, this speed does not count padding."""
     return "real_tokens_per_s" if row.get("dataset") else "tokens_per_s"
 
 
@@ -114,7 +110,7 @@ def spread_of(row: Row) -> float:
 
 
 def ratio_in(measured: Measured, workload: str, variant: str, baseline: str) -> Ratio | None:
-    """Return the speed of `variant` divided by that of `baseline` in a file, or None if one of them has no speed."""
+    """Return the speed of `variant` divided by that of `baseline` on `workload`. None if one was not measured."""
     rows = measured.workloads.get(workload, {})
     ours, base = rows.get(variant, {}), rows.get(baseline, {})
     if "tokens_per_s" not in ours or "tokens_per_s" not in base:
@@ -124,8 +120,8 @@ def ratio_in(measured: Measured, workload: str, variant: str, baseline: str) -> 
 
 
 def compare(new: Measured, recorded: Sequence[Measured], baseline: str, minimum: float) -> Findings:
-    """Divide the speed of each of our variants in `new` by that of `baseline`, and compare this ratio with that in the
-    newest file in `recorded`. `minimum` is the tolerance without spread. Raise `UserError` if nothing can be compared.
+    """Divide the speed of each of our variants in `new` by the speed of `baseline`, and compare the ratio with the
+    newest one in `recorded`. `minimum` is the tolerance for zero spread. Raise `UserError` if no ratio was recorded.
     """
     findings = Findings()
     for other in recorded:

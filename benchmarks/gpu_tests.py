@@ -36,7 +36,7 @@ Entry = dict[str, Any]
 
 
 class Outcomes:
-    """A pytest plugin that records outcomes in `output`. Raise `UserError` if this file exists but is no record."""
+    """A pytest plugin that records outcomes in `output`. Raise `UserError` if that file exists but is not a record."""
 
     def __init__(self, output: Path) -> None:
         self._output = output
@@ -49,8 +49,8 @@ class Outcomes:
                 self.earlier = read_json(output)["files"]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Add a report to its test's outcome. pytest reports set-up, call and tear-down, and each of them can fail the
-        test. A test whose process died has a single report, a failure. The outcome of a running test is None.
+        """Update a test's outcome by `report`. pytest reports set-up, call and tear-down, and each of them can fail the
+        test. If a test's process died, its only report is a failure. While a test runs, its outcome is None.
         """
         entry = self._tests.setdefault(report.nodeid, {"outcome": None, "duration_s": 0.0})
         entry["duration_s"] += report.duration
@@ -62,7 +62,7 @@ class Outcomes:
             self.write(exit_code=None)
 
     def files(self) -> dict[str, Entry]:
-        """Return the entry of each test file from this run, or else from an earlier one."""
+        """Return each test file's entry in the record: from this run if it ran the file, else from an earlier run."""
         files: dict[str, Entry] = {}
         gpu = next((gpu["name"] for gpu in self._provenance["gpus"]), None)
         commit = self._provenance["git"]["commit"]
@@ -97,7 +97,7 @@ def gpu_files(paths: list[str]) -> list[str]:
 
 
 def run_tests(files: list[str], num_workers: int, outcomes: Outcomes, gpus: list[str]) -> int:
-    """Run the test files on `gpus` (entries of CUDA_VISIBLE_DEVICES). Return pytest's exit code."""
+    """Run test files on `gpus` (as in CUDA_VISIBLE_DEVICES). Record them in `outcomes`. Return pytest's exit code."""
     workers = ["-n", str(num_workers)]
     if len(gpus) > 1:
         workers = []
@@ -114,7 +114,6 @@ def run_tests(files: list[str], num_workers: int, outcomes: Outcomes, gpus: list
 
 
 def main() -> int:
-    """Run the selected tests, record them, and return pytest's exit code."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--output", required=True, type=writable, help="JSON file to write")
     parser.add_argument("--workers", type=int, default=8, help="tests at a time (default 8)")

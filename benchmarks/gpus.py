@@ -8,7 +8,7 @@ import torch
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs that CUDA can see, by number or UUID as in CUDA_VISIBLE_DEVICES."""
+    """Return the GPUs that CUDA can see, each as its number or UUID, which CUDA_VISIBLE_DEVICES accepts."""
     numbers = [str(number) for number in range(torch.cuda.device_count())]
     named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(numbers)
     # CUDA ignores every name after an unknown one.

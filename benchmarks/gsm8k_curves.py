@@ -109,7 +109,7 @@ def plan(settings: argparse.Namespace) -> list[Job]:
 
 
 def run_job(job: Job, settings: argparse.Namespace, folder: Path, gpu: str) -> dict[str, Any]:
-    """Train one job and return its evaluations and summary. A single-GPU job runs on `gpu`."""
+    """Train one job in the run folder `folder` and return its results. A job for one GPU runs on `gpu`."""
     environment = dict(os.environ)
     if job.mode is None:
         environment["CUDA_VISIBLE_DEVICES"] = gpu
@@ -137,14 +137,14 @@ def run_job(job: Job, settings: argparse.Namespace, folder: Path, gpu: str) -> d
 
 
 def evaluations(records: list[dict[str, Any]]) -> list[list[float]]:
-    """Return [step, tokens seen, eval loss] for each evaluation."""
+    """Return [step, tokens seen, eval loss] for each evaluation in `records`, the entries of metrics.jsonl."""
     tokens = {record["step"]: record["tokens_seen"] for record in records if "tokens_seen" in record}
     evaluated = [record for record in records if "eval_loss" in record]
     return [[record["step"], tokens[record["step"]], record["eval_loss"]] for record in evaluated]
 
 
 def compare(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the final eval losses of each variant, their mean distance from bf16's, and bf16's spread over seeds."""
+    """Return each variant's final eval losses and their mean difference from bf16, and bf16's spread over seeds."""
     by_variant: dict[str, list[float]] = {}
     for run in runs:
         by_variant.setdefault(run["variant"], []).append(run["final_eval_loss"])
@@ -180,7 +180,7 @@ def compare_to_one_gpu(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def finished_runs(settings: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[list[Any], list[Any]]:
-    """Read the runs that an earlier call wrote, and their provenance. Raise `UserError` if it had other options."""
+    """Read the runs in --output, and their provenance. Raise `UserError` if they were trained with other options."""
     output: Path = settings.output
     if not output.exists():
         return [], []

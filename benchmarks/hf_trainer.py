@@ -48,7 +48,7 @@ OUR_VARIANTS = {"train_fp8": "fp8", "train_bf16": "bf16"}
 
 
 def write_inputs(work: Workload, folder: Path, num_steps: int) -> tuple[Path, Path]:
-    """Write a model folder (config, embedded tokenizer) and a file of rows that fill the sequence. Return the paths."""
+    """Write a model (config and tokenizer) and rows that fill its sequence to `folder`. Return the paths of both."""
     model, rows, numbers = folder / "model", folder / "rows.jsonl", random.Random(0)
     load_config(resolve_source(ModelConfig(model_name=work.model, random_init=True))).save_pretrained(model)
     AutoTokenizer.from_pretrained(MODEL_DIR).save_pretrained(model)
@@ -62,7 +62,7 @@ def write_inputs(work: Workload, folder: Path, num_steps: int) -> tuple[Path, Pa
 
 
 def command_of(variant: str, work: Workload, model: Path, rows: Path, folder: Path, num_steps: int) -> list[str]:
-    """Return the command that trains a variant with the output folder `folder`."""
+    """Return the command that trains `variant` of `model` on `rows`. `folder` becomes the output folder of the run."""
     shared = [
         f"--model_name={model}", f"--dataset_name={rows}", f"--max_seq_length={work.seq_length}",
         f"--max_steps={num_steps}", f"--gradient_accumulation_steps={work.micro_batches}", "--learning_rate=1e-5",
@@ -81,7 +81,7 @@ def command_of(variant: str, work: Workload, model: Path, rows: Path, folder: Pa
 
 
 def figures(folder: Path, warmup: int) -> dict[str, Any]:
-    """Return the tokens/s of each step after `warmup` steps, the losses and the peak memory of a run. Read them from
+    """Return the tokens/s of each step after the first `warmup` steps, the losses and the peak memory. Read them from
     our metrics.jsonl or the Trainer's trainer_state.json, which counts tokens and seconds since training began.
     """
     state = folder / "trainer_state.json"
@@ -97,7 +97,7 @@ def figures(folder: Path, warmup: int) -> dict[str, Any]:
 
 
 def summarise(variant: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Combine the results of a variant, one per round, into a row. The speed is the median over all timed steps."""
+    """Combine a variant's results, one per round, into a table row. The speed is the median over all timed steps."""
     measured = [result for result in rounds if result["failed"] is None]
     if not measured:
         return {"variant": variant, "failed": rounds[0]["failed"]}
@@ -111,7 +111,6 @@ def summarise(variant: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure every variant in every round, and write the results as JSON."""
     known = [*TRAINER_VARIANTS, *OUR_VARIANTS]
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", default="Llama-3.1-8B", help="a bundled architecture (default %(default)s)")

@@ -74,14 +74,14 @@ DRAWN = {
 
 
 def write_message(figure: Any, message: str, measured: str) -> None:
-    """Write `message` as the plot's title. At the bottom write `measured`, which describes the measurement."""
+    """Write `message` as the plot's title, and at the bottom `measured`, a description of the measurement."""
     figure.suptitle(message, x=0.01, ha="left", fontsize=12, weight="bold")
     figure.supxlabel(measured, x=0.01, ha="left", fontsize=9, color="#555555")
 
 
 def label_ends(axis: Any, x: float, ends: dict[str, tuple[float, Any]], gap: float) -> None:
-    """Label lines at their right ends, whose x coordinate is `x`. Labels are at least `gap` apart in height. `ends`
-    maps each label to the height of its line's end and to its colour.
+    """Write the label of each line at the line's right end, whose x coordinate is `x`. `ends` maps a label to the y
+    coordinate of the line's end and to the colour. Labels are at least `gap` apart, in units of the y axis.
     """
     height = float("-inf")
     for label, (end, colour) in sorted(ends.items(), key=lambda item: item[1][0]):
@@ -98,13 +98,15 @@ def save(figure: Any, path: Path) -> None:
 
 
 def precision_of(variant: str) -> str:
-    """Return the part of a variant's name, such as 'fsdp_full:bf16', that has a colour, or else the first part."""
+    """Return the part of a variant's name that is in `COLOURS` ('bf16' of 'fsdp_full:bf16'), or else the first part."""
     parts = variant.split(":")
     return next((part for part in parts if part in COLOURS), parts[0])
 
 
 def read_rows(path: Path, row_name: str | None, variants: list[str] | None) -> list[Row]:
-    """Read a workload's rows of `variants`, or else of baselines and recipes. Raise `UserError` if one is missing."""
+    """Read from `path` the results of `variants` (None: baselines and plain recipes) on the workload `row_name` (None:
+    the only workload in the file). Raise `UserError` if a variant or the workload is missing.
+    """
     with reading("results", path, "the rows of a throughput benchmark"):
         record = read_json(path)
         gpu = record["provenance"]["gpus"][0]["name"].removeprefix("NVIDIA ")
@@ -140,7 +142,6 @@ def label(row: Row) -> str:
 
 
 def describe_workload(row: Row) -> str:
-    """Describe model, GPUs and tokens per step, for the bottom of a plot."""
     num_gpus = row.get("num_gpus", 1)
     gpus = f"{num_gpus} {row['gpu']}s" if num_gpus > 1 else f"one {row['gpu']}"
     num_tokens = num_gpus * row["micro_batches"] * row["batch_size"] * row["seq_length"]
@@ -149,7 +150,7 @@ def describe_workload(row: Row) -> str:
 
 
 def finish(axis: Any) -> None:
-    """Put the first bar at the top, and remove ticks and frame."""
+    """Draw the first bar at the top of `axis`, and hide ticks and frame."""
     axis.invert_yaxis()
     axis.set_xticks([])
     axis.tick_params(left=False)
@@ -182,7 +183,7 @@ def draw_speed(rows: list[Row], path: Path) -> None:
 
 
 def step_parts(row: Row) -> dict[str, float]:
-    """Return the time of each of `PARTS` in the recorded step, in ms. The GPU's idle time is part of "all else"."""
+    """Return the ms of each of `PARTS` in the step whose kernels were recorded. Idle time is part of "all else"."""
     step = row["recorded_step"]
     classes = dict(step["time_s_by_class"])
     parts = {part: 1e3 * sum(classes.pop(name, 0.0) for name in names) for part, names in PARTS.items()}
@@ -191,7 +192,7 @@ def step_parts(row: Row) -> dict[str, float]:
 
 
 def draw_parts(rows: list[Row], path: Path) -> None:
-    """Draw a bar per variant with the time of a step in `PARTS`. The title compares the last variant with the first."""
+    """Draw each variant's time of a step, split into `PARTS`. The title compares the last variant with the first."""
     with reading("results", path, "a recorded step of each variant"):
         parts = [step_parts(row) for row in rows]
     figure, axis = plt.subplots(figsize=(8, 1.6 + 0.55 * len(rows)), layout="constrained")
@@ -248,8 +249,8 @@ def draw_curves(record: Row, path: Path) -> None:
 
 
 def draw_pretrained(record: Row, path: Path) -> None:
-    """Draw the cost of each variant against the learning rate. The cost is the eval loss of its bf16 export minus that
-    of the bf16 run with the same seed. Each point is a seed, and a line connects the means.
+    """Draw the cost of each variant against the learning rate. The cost is the eval loss of the variant's bf16 export
+    minus that of the bf16 run with the same seed. Each point is a run, and a line connects the means over seeds.
     """
     runs = [run for run in record["runs"] if run["seed"]]
     losses = {(run["variant"], run["learning_rate"], run["seed"]): run["bf16_eval_loss"] for run in runs}

@@ -94,7 +94,7 @@ MAX_NEW_TOKENS = 256
 
 @dataclass(frozen=True)
 class Job:
-    """One training run, or with seed 0 an evaluation of the untrained model."""
+    """One training run or, if `seed` is 0, an evaluation of the untrained model."""
 
     variant: str
     learning_rate: float
@@ -147,7 +147,7 @@ def held_out_batches(settings: argparse.Namespace) -> list[Batch]:
 
 @torch.no_grad()
 def plain_loss(model: Path, batches: list[Batch], device: str) -> float:
-    """Load a model with transformers in bf16. Return its mean cross entropy per supervised token."""
+    """Load the model in the folder `model` with transformers in bf16. Return the mean loss per supervised token."""
     decoder: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(device).eval()
     total = torch.zeros((), dtype=torch.float64, device=device)
     count = 0
@@ -160,12 +160,12 @@ def plain_loss(model: Path, batches: list[Batch], device: str) -> float:
 
 
 def begin_worker(gpus: Queue[str]) -> None:
-    """Take a GPU from the queue for this worker process, before CUDA reads the environment."""
+    """Take a GPU from `gpus` for this worker process, before CUDA reads CUDA_VISIBLE_DEVICES."""
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus.get()
 
 
 def run_job(job: Job, settings: argparse.Namespace, batches: list[Batch], scratch: Path, began: float) -> Row | None:
-    """Train, then evaluate the export in bf16. Return the results, or None if `began` is more than --deadline_s ago."""
+    """Train, evaluate the export on `batches` and return results, or None if --deadline_s passed since `began`."""
     if time.time() - began > settings.deadline_s:
         return None
     folder = scratch / f"{job.variant.replace('/', ':')}-{job.learning_rate}-{job.seed}"
@@ -204,21 +204,21 @@ def run_job(job: Job, settings: argparse.Namespace, batches: list[Batch], scratc
 
 
 def interval(differences: list[float]) -> dict[str, Any]:
-    """Return the mean of paired differences and its 95% interval (Student's t). A single pair has no interval."""
+    """Return the mean of paired differences and half the width of its 95% interval (Student's t; None for one pair)."""
     mean = t_interval(differences)
     half = None if mean.low is None else mean.value - mean.low
     return {"num_pairs": len(differences), "mean": mean.value, "half_width": half, "differences": differences}
 
 
 def equal_loss_steps(run: Row, reference: Row) -> float:
-    """Return the share of its steps that `reference` needed to reach the loss of the export of `run`, or 1 if never."""
+    """Return the fraction of the reference's steps after which it reached the loss of `run`'s export, or 1 if never."""
     steps, losses = zip(*reference["evaluations"], strict=True)
     best = np.minimum.accumulate(losses)
     return float(np.interp(-run["bf16_eval_loss"], -best, steps)) / steps[-1]
 
 
 def compare(runs: list[Row]) -> list[Row]:
-    """Return the differences between paired runs of a variant and its reference, by learning rate (0: untrained)."""
+    """Return the differences between each variant's runs and the reference's, by learning rate (0: untrained)."""
     losses = {(run["variant"], run["learning_rate"], run["seed"]): run for run in runs if "eval_loss" in run}
     comparisons = []
     for variant in dict.fromkeys(run["variant"] for run in runs):

@@ -220,7 +220,7 @@ def train_unsloth(job: Job, probe: Probe) -> None:
 
 
 def adapt_torch() -> bool:
-    """Add the functions of later torch versions that torchtitan 0.3's Llama needs. Return True if any was missing."""
+    """Patch a torch that is too old for torchtitan 0.3's Llama. Return True if it lacks DataParallelMeshDims."""
     distributed: Any = torch.distributed
     if not hasattr(distributed, "set_timeout"):
         distributed.set_timeout = distributed.distributed_c10d._set_pg_timeout
@@ -234,9 +234,9 @@ def adapt_torch() -> bool:
 
 
 def train_torchtitan(job: Job, probe: Probe) -> None:
-    """Run torchtitan 0.3, compiled, with its llama3_8b settings and the job's model, rows and shape. Its own loader
-    packs the rows as chats and trains on the answers. An 8B model on one GPU has bf16 weights and optimizer states, and
-    recomputes cheap operations.
+    """Run torchtitan 0.3, compiled, with its llama3_8b settings and the job's model, rows and batch size. torchtitan's
+    loader packs the rows as chats and trains on the answers. An 8B model on one GPU has bf16 weights and optimizer
+    states, and recomputes cheap operations.
     """
     is_old = adapt_torch()
     from torchtitan import train
@@ -299,7 +299,7 @@ def train_torchtitan(job: Job, probe: Probe) -> None:
 
 
 def train_automodel(job: Job, probe: Probe) -> None:
-    """Run NeMo Automodel's fine-tuning recipe with the settings of its llama3_1_8b_hellaswag_fp8.yaml."""
+    """Run NeMo Automodel's fine-tuning recipe with the settings of its example llama3_1_8b_hellaswag_fp8.yaml."""
     import yaml
 
     fp8 = "recipe" in job["options"]
@@ -356,7 +356,7 @@ def train_automodel(job: Job, probe: Probe) -> None:
 
 
 def run_job(path: Path) -> int:
-    """Run the job in the JSON file `path` in this process, and write the probe's figures to another file."""
+    """Run the job in the JSON file `path` in this process. Write the measurements of this rank to a file beside it."""
     job = read_json(path)
     probe = Probe()
     globals()[f"train_{job['package']}"](job, probe)
@@ -366,7 +366,7 @@ def run_job(path: Path) -> int:
 
 
 def write_model(model: str, folder: Path) -> None:
-    """Write a model folder: a bundled architecture with random bf16 weights, embedded tokenizer and a chat template."""
+    """Write to `folder` the bundled architecture `model` with random bf16 weights, a tokenizer and a chat template."""
     options = ModelConfig(model_name=model, random_init=True)
     config = load_config(resolve_source(options))
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
@@ -379,8 +379,8 @@ def write_model(model: str, folder: Path) -> None:
 
 
 def write_rows(path: Path, text: Path | None, model: Path, seq_length: int, num_tokens: int) -> None:
-    """Write rows of `text`, which default to the embedded dataset, until they have over `num_tokens` tokens in total.
-    Leave out rows of `seq_length` or more tokens. Repeat the text if needed. The tokenizer is in the folder `model`.
+    """Write rows of `text` (None: the bundled dataset) to `path` until they have over `num_tokens` tokens in total.
+    Skip rows of `seq_length` or more tokens. At the end of the text, begin again. The folder `model` has the tokenizer.
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
     sources = [text] if text is not None else sorted((DATASET_DIR / "data").glob("train-*.jsonl"))
@@ -396,8 +396,8 @@ def write_rows(path: Path, text: Path | None, model: Path, seq_length: int, num_
 
 
 def measure(job: Job, site: str | None, scratch: Path, timeout_s: float) -> dict[str, Any]:
-    """Train one variant and return its entry. Each time memory runs out, halve the rows per micro-batch, double the
-    number of micro-batches, and try again. `site` is the folder of the variant's package, if that is not installed.
+    """Train one variant and return its entry in the results. Each time memory runs out, halve the rows per micro-batch,
+    double the number of micro-batches, and try again. `site` is the folder with the variant's package, or None.
     """
     while True:
         path = scratch / f"{job['name']}-{job['batch_size']}.json"

@@ -3,7 +3,7 @@
     python benchmarks/same_losses.py OLD_REV NEW_REV        (minutes; exit code 1 at the first difference)
 
 A refactoring must not change any number. Each commit is checked out into a temporary git worktree, and `TRAININGS` run
-there on the embedded model and dataset, with this interpreter and one thread per process. The last training uses
+there on the tiny bundled model and dataset, with this interpreter and one thread per process. The last training uses
 emulated fp8, the others use fp32. `loss` and `grad_norm` are read from metrics.jsonl, which has all their bits.
 """
 
@@ -66,7 +66,7 @@ def worktree(revision: str, folder: Path) -> Iterator[Path]:
 
 
 def train(checkout: Path, commands: list[list[str]], run_dir: Path) -> list[tuple[int, float, float]]:
-    """Run the commands one after the other in the checkout. Return (step, loss, gradient norm) of every step."""
+    """Run `commands` in turn in `checkout`, with the run folder `run_dir`. Return (step, loss, grad norm) per step."""
     environment = {**os.environ, "PYTHONPATH": str(checkout), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_DATASETS_CACHE=str(run_dir.parent / "datasets"))
     for template in commands:
@@ -81,7 +81,7 @@ def train(checkout: Path, commands: list[list[str]], run_dir: Path) -> list[tupl
 
 
 def first_difference(old: list[tuple[int, float, float]], new: list[tuple[int, float, float]]) -> str | None:
-    """Describe the first step that differs. Return None if all steps are equal and none is missing."""
+    """Describe the first step whose numbers differ. Return None if all steps are equal and none is missing."""
     for (step, *before), (new_step, *after) in zip(old, new, strict=False):
         if (step, before) != (new_step, after):
             return f"step {step}: loss and grad_norm {before}, then (step {new_step}) {after}"
@@ -92,7 +92,6 @@ def first_difference(old: list[tuple[int, float, float]], new: list[tuple[int, f
 
 
 def compare(old: str, new: str) -> int:
-    """Run every training at both commits, print the comparison and return the exit code."""
     with (
         tempfile.TemporaryDirectory(prefix="same-losses-") as folder,
         worktree(old, Path(folder, "old")) as old_checkout,

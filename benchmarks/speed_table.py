@@ -41,7 +41,7 @@ Row = dict[str, Any]
 
 
 def read_table(path: Path, names: str | None = None) -> list[Row]:
-    """Read the rows of a table, or those in the comma-separated `names`. Raise `UserError` for an unknown name."""
+    """Read a table's rows, or only those in the comma-separated `names`. Raise `UserError` for an unknown name."""
     with reading("--table", path, "the table"):
         rows = {row["row"]: row for row in json.loads(path.read_text())["rows"]}
     selected = names.split(",") if names else list(rows)
@@ -57,7 +57,7 @@ def workload_of(row: Row) -> Workload:
 
 
 def variants_of(row: Row) -> list[Variant]:
-    """Parse the variants of a row. Raise `UserError` if an option does not exist or options contradict each other."""
+    """Parse the variants of a table row. Raise `UserError` if an option is unknown or options contradict each other."""
     variants = []
     for name, options in row["variants"].items():
         (variant,) = parse_variants(f"x: {options}", row.get("num_gpus", 1))
@@ -66,7 +66,7 @@ def variants_of(row: Row) -> list[Variant]:
 
 
 def judge(row: Row, measured: list[Row]) -> list[str]:
-    """Return a sentence for each target of `row`: the best measured value and whether it reaches the target."""
+    """Return a sentence for each target in `row`: the best value in `measured`, and whether it reaches the target."""
     sentences = []
     ours = [entry for entry in measured if entry["baseline"] is None and "tokens_per_s" in entry]
     target = row.get("target_tokens_per_s_per_gpu")
@@ -88,7 +88,6 @@ def verdict(reached: bool) -> str:
 
 
 def main() -> int:
-    """Measure the rows that are not in --output yet, and print which targets are reached."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--table", type=Path, default=TABLE, help="JSON file of the rows (default %(default)s)")
     parser.add_argument("--rows", help="names of rows, separated by commas (default: all)")

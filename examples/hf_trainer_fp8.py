@@ -65,7 +65,7 @@ class ExampleArguments:
 
 @contextlib.contextmanager
 def loading(flag: str, value: str) -> Iterator[None]:
-    """Within the block, turn an error of a library that loads `value` into a `UserError` about the option `flag`."""
+    """Within the block, turn a library's error in loading `value` into a `UserError` about the option `flag`."""
     try:
         yield
     except (OSError, ValueError, DatasetGenerationError) as error:
@@ -75,7 +75,7 @@ def loading(flag: str, value: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def launching() -> Iterator[None]:
-    """Within the block, turn the ImportError for a package that the launcher's --config_file needs into `UserError`."""
+    """Within the block, turn the ImportError of a missing package that the launcher's config needs into `UserError`."""
     try:
         yield
     except ImportError as error:

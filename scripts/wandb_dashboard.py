@@ -80,7 +80,7 @@ COLUMNS = (PRECISION, "certificate/verdict", "model_short_name", "gpu_name", "sh
 
 
 def build_workspace(entity: str, project: str, group: str | None, name: str) -> Any:
-    """Build the dashboard as a `wandb_workspaces.workspaces.Workspace`. Nothing is sent."""
+    """Build a `wandb_workspaces.workspaces.Workspace` without sending it. `group` selects runs; None means all."""
     import wandb_workspaces.workspaces as ws
     from wandb_workspaces import expr
 

@@ -43,8 +43,8 @@ _LINEAR = {
 
 
 def fp8_rows(values: Tensor, scale_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Quantise finite `values` [..., k]. Return the e4m3 tensor and one scale per row [..., 1], such that the product
-    of both is close to `values`. A row of zeros has scale 1.
+    """Quantise finite `values` [..., k] to e4m3. Return the e4m3 tensor [..., k] and one scale per row [..., 1], in
+    `scale_dtype`. Their product approximates `values`. The scale of a row of zeros is 1.
     """
     wide = values.to(torch.float32)
     scale = (wide.abs().amax(dim=-1, keepdim=True) / _E4M3_MAX).to(scale_dtype)
@@ -71,7 +71,7 @@ def round_inputs_(model: PreTrainedModel) -> None:
 
 
 def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
-    """Write the model in `folder` to `output` in fp8. Return the bytes of its weight files before and after. Raise
+    """Write the model in `folder` to `output` in fp8. Return the bytes of the weight files before and after. Raise
     `UserError` if the model cannot be read or written, is quantised, is a mixture of experts, or holds NaN or infinity.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -118,7 +118,7 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
 
 
 def _in_fp8(tensors: Iterable[tuple[str, Tensor]], weights: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield pairs (name, tensor). Replace each tensor named in `weights` with its fp8 values and their scales."""
+    """Yield the pairs (name, tensor), but for each name in `weights` yield two: the fp8 values and the scales."""
     for name, tensor in tensors:
         if name not in weights:
             yield name, tensor
@@ -129,9 +129,9 @@ def _in_fp8(tensors: Iterable[tuple[str, Tensor]], weights: set[str]) -> Iterato
 
 
 def eval_loss(folder: Path, data: PreparedData, round_inputs: bool = False) -> tuple[float, int, str]:
-    """Evaluate the model in `folder` on the validation split of `data`, or on all rows if it has none. Return the mean
-    cross entropy per supervised token, the number of these tokens, and the compute dtype. If `round_inputs`, linear
-    layers round their inputs to fp8 and back.
+    """Evaluate the model in `folder` on the validation split of `data`, or on all rows if there is none. Return the
+    mean cross entropy per supervised token, the number of these tokens, and the name of the compute dtype. If
+    `round_inputs`, linear layers round their inputs to fp8 and back.
     """
     options, device = ModelConfig(model_name=str(folder)), device_of_process()
     source, dtype = resolve_source(options), torch.bfloat16 if device.type == "cuda" else torch.float32

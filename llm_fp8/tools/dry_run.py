@@ -1,4 +1,4 @@
-"""Implement --dry_run: settle the options, prepare the data, and print what the run would do."""
+"""Implement --dry_run: decide the open options, prepare the data, and print what the run would do."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from llm_fp8.utils.ranks import LaunchRanks
 
 
 def dry_run(config: Config) -> int:
-    """Print data, number of steps and memory of the run without training, and return the exit code. If the options need
-    a GPU and there is none, assume one. Transformer Engine need not be installed. Collective.
+    """Print the data, the number of steps and the memory of the run without training. Return the exit code. If the
+    options need a GPU and there is none, assume a GPU. Transformer Engine need not be installed. Collective.
     """
     quiet_libraries()
     ranks = LaunchRanks.from_environment(os.environ)

@@ -51,8 +51,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def data_options(options: argparse.Namespace) -> DataConfig:
-    """Return the data options in the run.json beside the model, replaced by those of the command line. If the command
-    line names a dataset, only options that suit any dataset come from run.json.
+    """Return data options from the command line, else from the run.json beside the model. If the command line names a
+    dataset, only options that suit any dataset come from run.json.
     """
     typed = {name: value for name, value in vars(options).items() if name in DATA_OPTIONS}
     record, recorded = Path(options.model_name).absolute().parent / "run.json", {}
@@ -65,8 +65,8 @@ def data_options(options: argparse.Namespace) -> DataConfig:
 
 
 def prompt_and_solution(input_ids: list[int], labels: list[int]) -> tuple[list[int], list[int]]:
-    """Split a row before its last supervised part. Return the token ids before this part, and those of this part.
-    `labels[t]` is the id at t + 1 if that is supervised, else -100.
+    """Split a row before its last span of supervised tokens. Return the token ids before the span and those in it.
+    `labels[t]` is the token id at t + 1 if that token is supervised, else -100.
     """
     last = max(t for t, label in enumerate(labels) if label >= 0)
     first = next((t + 1 for t in range(last, -1, -1) if labels[t] < 0), 0)
@@ -74,7 +74,7 @@ def prompt_and_solution(input_ids: list[int], labels: list[int]) -> tuple[list[i
 
 
 def has_answer(expected: str) -> bool:
-    """Return True if a row's solution marks its final answer, is a single word, or contains no words (a formula)."""
+    """Return True if a solution can be checked: it marks its final answer, is one word, or has no words (a formula)."""
     marks = re.search(r"####|\\boxed|\banswer( is\b|:)", expected, re.IGNORECASE)
     is_answer = re.fullmatch(r"\S{1,20}", expected.strip()) or not re.search(r"(?<!\\)[^\W\d_]{2,}", expected)
     return bool(expected.strip() and (marks or is_answer))
@@ -111,7 +111,7 @@ def generate(
 
 
 def eval_loss(model: PreTrainedModel, batches: Iterable[Batch]) -> tuple[float, int]:
-    """Return the mean cross entropy per supervised token and the number of these. Each batch holds one document."""
+    """Return the mean cross entropy per supervised token and the number of such tokens. A batch holds one document."""
     import torch
 
     from llm_fp8.models.source import require_positions

@@ -17,7 +17,7 @@ from llm_fp8.tools.script import CUDA_DEFAULTS
 def fine_tune(**options: Any) -> dict[str, Any]:
     """Fine-tune in this process and return the contents of summary.json. `options` are named as in train_fp8.py. Raise
     `UserError` for bad options, and `FailedCheck` if the kernels that ran do not have the requested precision. If a
-    signal stops the run, it is raised again after the checkpoint is saved; SIGINT raises KeyboardInterrupt.
+    signal stops the run, raise the signal again after saving a checkpoint; SIGINT raises KeyboardInterrupt.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, {**CUDA_DEFAULTS, **os.environ}))

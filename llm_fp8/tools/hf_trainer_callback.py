@@ -54,12 +54,12 @@ def certify_step(
     optimizer: optim.Optimizer | None = None,
     num_micro_batches: int = 1,
 ) -> Certificate:
-    """Call `step`, which takes one optimizer step (any but the first), and return the certificate of its kernels.
-    Collective: every process returns the worst certificate of all. Raise `UserError` if there is no NVIDIA GPU.
+    """Call `step`, which takes one optimizer step (any but the first), and check that its kernels have `precision`.
+    Return the result, the worst certificate of all processes. Collective. Raise `UserError` if there is no NVIDIA GPU.
 
-    `precision` is the requested precision. `recipe` is the expected fp8 recipe (a value of --fp8_scenario); it defaults
-    to that of `CertificateCallback`. The certificate fails if `optimizer` lacks a trained parameter.
-    `num_micro_batches` is the number of forward and backward passes in the step.
+    `recipe` is the expected fp8 recipe, a value of --fp8_scenario. It defaults to that of `CertificateCallback`. The
+    check fails if `optimizer` lacks a trained parameter. `num_micro_batches` is the number of forward and backward
+    passes in the step.
     """
     _check("precision", precision, get_args(RequestedPrecision))
     _check("recipe", recipe, recipe_names())
@@ -74,8 +74,8 @@ class CertificateCallback(TrainerCallback):
     """Record and judge one optimizer step of a Trainer. Without an NVIDIA GPU, print that this is not possible.
 
     Args:
-        precision: the requested precision. None means the one that `accelerate launch` has set when this object is
-            created, else `bf16` or `fp16` of the TrainingArguments. The expected fp8 recipe is MXFP8 if the launcher
+        precision: the requested precision. None means the precision that `accelerate launch` has set when this object
+            is created, else `bf16` or `fp16` of the TrainingArguments. The expected fp8 recipe is MXFP8 if the launcher
             requested it, else delayed scaling. torchao's layers may have any recipe, but all must have the same one.
         step: the optimizer step to record, counted from the start of training. A shorter run records its last step.
     """
@@ -115,7 +115,7 @@ class CertificateCallback(TrainerCallback):
         self._num_micro_batches += 1
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
-        """Judge the step if it was recorded. A failed certificate raises `SystemExit` with code 1 on every process."""
+        """If this step was recorded, judge it. A failed certificate raises `SystemExit`, code 1, on every process."""
         if self._recording is None:
             return
         recording, profile = self._recording
@@ -148,7 +148,7 @@ def _judge(
     num_micro_batches: int,
     recipe: str | None = None,
 ) -> Certificate:
-    """Judge the kernels in `profile`, and return the worst certificate over all ranks. `model` has no DDP wrapper.
+    """Judge the kernels in `profile`, and return the worst certificate of all ranks. `model` is not wrapped in DDP.
     `launch` has the environment variables of `accelerate launch`. Collective.
     """
     backend = backend_in(model)
@@ -209,7 +209,7 @@ def requested_precision(chosen: RequestedPrecision | None, launch: Mapping[str, 
 
 
 def _convertible(model: nn.Module) -> list[str]:
-    """List the names of linear layers that are not in fp8 but could be converted. The lm_head never could."""
+    """List the names of linear layers that were not converted to fp8 but could be. The lm_head could not."""
     not_convertible = linears_left(model)
     return [name for name in plain_linears(model) if name not in not_convertible]
 
@@ -217,9 +217,9 @@ def _convertible(model: nn.Module) -> list[str]:
 def _expected_in_fp8(
     model: nn.Module, layers: list[nn.Module], launch: Mapping[str, str], state: ModuleState, scenario: str | None
 ) -> ExpectedKernels:
-    """Return the kernels that one micro-batch must run. A trained weight needs two or three fp8 GEMMs, as the recipe
-    says, one fewer if no layer before it is trained, and one more if a Transformer Engine layer is recomputed.
-    `layers` are the converted layers. If there are none, all layers that could be converted count instead.
+    """Return the kernels that one micro-batch must run. Each trained weight needs two or three fp8 GEMMs, depending on
+    the recipe `scenario`: one fewer if no earlier layer is trained, one more if a Transformer Engine layer is
+    recomputed. `layers` are the converted layers. If there are none, all layers that could be converted count.
     """
     is_torchao = state.library == "torchao"
     scenario = scenario or (next(iter(state.recipes), DEFAULTS["torchao"]) if is_torchao else te_recipe(launch))
@@ -242,14 +242,16 @@ def _expected_in_fp8(
 
 
 def _trained_first(model: nn.Module) -> list[nn.Module]:
-    """List the modules of the layer with the first trained parameter. Some need no dgrad, and it is unknown which."""
+    """List the modules of the layer with the first trained parameter. Some need no dgrad GEMM; it is unknown which."""
     first = next((name for name, parameter in model.named_parameters() if parameter.requires_grad), "")
     layer = re.match(r"(.+?\.)?\d+(?=\.)", first)
     return list(model.get_submodule(layer[0]).modules()) if layer else [model.get_submodule(first.rpartition(".")[0])]
 
 
 def _compare_recipe(layers: list[nn.Module], launch: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Compare fp8_config with the recipe in use. Return two lists of differences: failures, and remarks on defaults."""
+    """Compare the launcher's fp8_config with the recipe in use. Return two lists of sentences: differences in entries
+    that were set, which are failures, and differences in entries with default values.
+    """
     states = [getattr(layer, "fp8_meta", {}) for layer in layers]
     recipe = next((state["recipe"] for state in states if "recipe" in state), None)
     failures, remarks = list[str](), list[str]()

@@ -54,7 +54,7 @@ HUB_OWNERS = {"Llama-3": "meta-llama", "Qwen": "Qwen"}  # prefix of a bundled mo
 
 
 class Row(NamedTuple):
-    """One of `WAYS` in a sharding mode. `run` has the requested batch size, `fitted` the largest one that fits."""
+    """One of `WAYS` in a sharding mode: `run` with the requested batch size, `fitted` with the largest that fits."""
 
     way: str
     run: RunSize
@@ -90,7 +90,7 @@ class Row(NamedTuple):
 
 
 def assumed_machine(gpu: str | None, num_gpus: int) -> Machine:
-    """Return a machine with `num_gpus` GPUs. `gpu` is a name, a memory in GiB, or None for the GPU of this machine."""
+    """Return a machine with `num_gpus` GPUs. `gpu` is a name, a memory size in GiB, or None for this machine's GPU."""
     from llm_fp8.settle.machine import assumed_machine, detect_machine
 
     ranks = LaunchRanks(world_size=num_gpus, local_world_size=num_gpus)
@@ -114,7 +114,7 @@ def assumed_machine(gpu: str | None, num_gpus: int) -> Machine:
 
 
 def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
-    """Load the config of the model `name`. Return it and the options of the training scripts that name this model."""
+    """Return the config of the model `name`, and the options by which the training scripts load this model."""
     from llm_fp8.models.source import bundled_name, load_config, resolve_source
 
     argv = [f"--model_name={name}"]
@@ -129,7 +129,7 @@ def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
 
 
 def rows_of(config: Config, hf_config: PretrainedConfig, machine: Machine) -> list[Row]:
-    """Return a row for each of `WAYS` in each sharding mode. The cheapest that fits comes first."""
+    """Return a table row for each of `WAYS` in each sharding mode. The cheapest way that fits comes first."""
     from llm_fp8.models.build import count_parameters
     from llm_fp8.models.memory import RunSize
     from llm_fp8.settle.memory import is_consistent, largest_fitting
@@ -162,7 +162,7 @@ def rows_of(config: Config, hf_config: PretrainedConfig, machine: Machine) -> li
 
 
 def main() -> int:
-    """Print a table of the rows, and write them as JSON. Options have the names and defaults of train_fp8.py."""
+    """Print a table of the estimates and write them as JSON. Options have the names and defaults of train_fp8.py."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     add, defaults = parser.add_argument, Config().options
     names = f"hub id, folder, or bundled name: {', '.join(BUNDLED)}"

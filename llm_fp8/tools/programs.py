@@ -32,7 +32,7 @@ _REASON = re.compile(r"(\[\w+\]:\s*)?(error: |(?!.*(ChildFailed|CalledProcess)Er
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a program."""
+    """The result of a program that ended or was killed."""
 
     exit_code: int | None  # None after a kill at the time limit
     output: str
@@ -59,7 +59,7 @@ def run_program(
     timeout_s: float | None = None,
 ) -> Outcome:
     """Run a program until it ends, and append its output to `log`. `environ` and `cwd` default to this process's. After
-    `timeout_s`, or if this call is interrupted, send SIGTERM to the program and, within 30 s, SIGKILL to its group.
+    `timeout_s`, or on an interrupt of this call, send the program SIGTERM, wait up to 30 s, and kill its process group.
     """
     with log.open("ab") as file:
         start_byte, started_s = file.tell(), time.monotonic()

@@ -35,7 +35,7 @@ EXIT_INTERRUPTED, EXIT_OUTPUT_CLOSED = 130, 141
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Disable garbage collection while the block imports modules (5 s instead of 7), and never collect them later."""
+    """Disable garbage collection while the block imports modules (5 s instead of 7). Never collect these modules."""
     gc.disable()
     try:
         yield
@@ -53,7 +53,7 @@ def open_missing_output() -> None:
 
 
 def writable(text: str) -> Path:
-    """Return the path of an output file and create its folder. Raise `ArgumentTypeError` if it cannot be written."""
+    """Return an output file's path and create its folder. Raise `ArgumentTypeError` if the file is not writable."""
     path = Path(text).expanduser()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def _explanation(error: Exception) -> str | None:
 
 
 def first_to_end() -> bool:
-    """Return True if this process is the first of its launch to end and so prints the reason, or if this is unknown."""
+    """Return True if this process is the first of its launch to end, which prints the reason, or if that is unknown."""
     with contextlib.suppress(RuntimeError, ValueError):  # the launcher is gone (DistError), or its port is not a number
         if (store := launcher_store()) is not None:
             return store.add(f"llm_fp8/ended/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1) == 1
@@ -93,8 +93,8 @@ def first_to_end() -> bool:
 
 def run_script(main: Callable[[], int]) -> None:
     """Run `main` and exit with the code that it returns. If it raises an error for which `_explanation` has a sentence,
-    one process of the launch prints it, and the exit code is 2 (1 for a `FailedCheck`). The exit code is 130 after
-    Ctrl-C and 141 after a closed pipe.
+    one process of the launch prints the sentence, and the exit code is 2 (1 for a `FailedCheck`). The exit code is 130
+    after Ctrl-C and 141 after a closed pipe.
     """
     open_missing_output()
     if not faulthandler.is_enabled():

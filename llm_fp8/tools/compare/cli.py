@@ -66,7 +66,7 @@ class PlannedRun:
 
 
 def plan_runs(train: str, variants: Sequence[str], num_seeds: int, num_gpus: int, folder: Path) -> list[PlannedRun]:
-    """Plan a run per seed and variant below `folder`. Raise `UserError` if they cannot share the options `train`."""
+    """Plan a run per seed and variant, below `folder`. Raise `UserError` if the shared options `train` are unusable."""
     with reading("--train", repr(train), "the options"):
         argv = [with_underscores(word) for word in shlex.split(train)]
     names = {word.partition("=")[0].removeprefix("--") for word in argv}
@@ -88,7 +88,7 @@ def plan_runs(train: str, variants: Sequence[str], num_seeds: int, num_gpus: int
 
 
 def _run(run: PlannedRun, num_gpus: int, console: Console) -> Failure | None:
-    """Start or resume a run, unless it has finished already. Return its failure, if any."""
+    """Start or resume a planned run, unless it has finished already. Return the failure, if any."""
     name, summary = run.folder.name, run.folder / "summary.json"
     if summary.is_file() and run_record.why_unfinished(read_json(summary)) is None:
         console.print(f"{name}: finished earlier ({run.folder})")
@@ -105,7 +105,7 @@ def _run(run: PlannedRun, num_gpus: int, console: Console) -> Failure | None:
 
 
 def main() -> int:
-    """Train or read runs, then compare and report them. If a run fails, the others go on and the exit code is 1."""
+    """Train or read runs, then compare and report them. If a run fails, continue with the others and return 1."""
     options, console = parse(sys.argv[1:]), wide_console(soft_wrap=True, markup=False)
     folder, num_gpus, failures = options.output, options.num_gpus, list[Failure]()
     if options.train is not None:

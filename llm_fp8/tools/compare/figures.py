@@ -28,7 +28,7 @@ _SEVERITY = ("certified", "missing", "undetermined", "failed")
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and the ends of its 95% interval. The ends are None for a single run."""
+    """An estimate and its 95% confidence interval. `low` and `high` are None for a single run."""
 
     value: float
     low: float | None
@@ -40,7 +40,7 @@ class Interval:
 
 
 def t_interval(values: Sequence[float]) -> Interval:
-    """Return the mean of one or more independent `values`, with Student's t interval."""
+    """Return the mean of one or more independent `values` and its 95% interval by Student's t distribution."""
     mean = float(np.mean(values))
     if len(values) < 2:
         return Interval(mean, None, None)
@@ -50,14 +50,14 @@ def t_interval(values: Sequence[float]) -> Interval:
 
 
 def rate_interval(rates: Sequence[float]) -> Interval:
-    """Return the geometric mean of `rates`. The interval is computed on logarithms, so its ends are positive."""
+    """Return the geometric mean of `rates` and its interval, which is computed on logarithms so that it is positive."""
     logs = t_interval(np.log(rates).tolist())
     return Interval(*(None if end is None else math.exp(end) for end in (logs.value, logs.low, logs.high)))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Gap(Interval):
-    """A variant's figure minus the reference's for the same seed, averaged over the seeds that both have."""
+    """A variant's figure minus the reference's figure with the same seed, averaged over the seeds that both have."""
 
     by_seed: dict[int, float]
 
@@ -131,7 +131,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _gap(pairs: Sequence[tuple[RunRecord, RunRecord]], figure: Callable[[RunRecord], float | None]) -> Gap | None:
-    """Average the differences of `figure` over pairs (run, reference run). Return None if no pair has both values."""
+    """Average `figure(run) - figure(reference)` over pairs (run, reference). Return None if no pair has both values."""
     by_seed = {}
     for run, base in pairs:
         value, reference = figure(run), figure(base)
@@ -145,7 +145,7 @@ def _gap(pairs: Sequence[tuple[RunRecord, RunRecord]], figure: Callable[[RunReco
 
 
 def certificate_state(summaries: Sequence[dict[str, Any]]) -> CertificateState:
-    """Return the worst verdict in the runs' `summaries`. A run that leaves fp8 has a second verdict, for bf16."""
+    """Return the worst certificate in `summaries` of runs. A run that changes from fp8 to bf16 has two certificates."""
     certificates = [summary.get("certificate") or {"verdict": "missing"} for summary in summaries]
     certificates += [after for summary in summaries if (after := summary.get("certificate_after_fp8"))]
     worst = max((each["verdict"] for each in certificates), key=_SEVERITY.index, default="missing")
@@ -170,7 +170,7 @@ _EFFECTS = {prefix: effect for effect, text in _FIELDS.items() for prefix in tex
 
 @dataclass(frozen=True)
 class Difference:
-    """A field of the run records that does not have the same value in all runs."""
+    """A field in the records of the compared runs whose value is not the same in all runs."""
 
     field: str
     effect: str  # a key of `_FIELDS`
@@ -179,7 +179,7 @@ class Difference:
 
 
 def _facts(run: RunRecord) -> dict[str, Any]:
-    """Return the facts about a run that should be equal in all runs. They exclude the options that define variants."""
+    """Return the entries of a run's record that should be equal in all compared runs, whatever their variants."""
     last = run.evaluations[-1] if run.evaluations else {}
     return {
         **{name: run.stored[name] for name in ("effective", "data", "model", "provenance")},
@@ -192,14 +192,14 @@ def _facts(run: RunRecord) -> dict[str, Any]:
 
 
 def _precision_facts(run: RunRecord) -> dict[str, Any]:
-    """Return the facts about a run that should be equal in all runs of its variant."""
+    """Return the entries of a run's record that should be equal in all runs of the same variant."""
     config = run.stored["config"]
     options = {**config["precision"], "fp8_params": config["parallel"]["fp8_params"]}
     return {"config.precision": options, "precision.effective": run.effective_name}
 
 
 def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
-    """List the differences among `runs` that confound figures, sorted by the figures that they confound."""
+    """List the differences among `runs` that could also explain a difference in figures, sorted by kind of figure."""
     differences = _differing(runs, _facts)
     for variant in sorted({run.variant for run in runs}):  # all runs of a variant should compute in one precision
         differences += _differing([run for run in runs if run.variant == variant], _precision_facts)
@@ -233,5 +233,5 @@ def _differing(runs: Sequence[RunRecord], facts_of: Callable[[RunRecord], dict[s
 
 
 def concerning(differences: Sequence[Difference], variant: str, effect: str) -> list[str]:
-    """List the fields whose differences confound `variant`'s figures of the kind `effect` (a key of `_FIELDS`)."""
+    """List the fields in `differences` that confound `variant`'s figures of the kind `effect` (a key of `_FIELDS`)."""
     return list(dict.fromkeys(each.field for each in differences if each.effect == effect and variant in each.variants))

@@ -46,7 +46,7 @@ class Comparison:
 
 
 def compare(runs: Sequence[RunRecord], failures: Sequence[Failure] = (), margin: float = QUALITY_MARGIN) -> Comparison:
-    """Compare finished runs. `margin` is --quality_margin. Raise `UserError` if two have the same variant and seed."""
+    """Compare finished runs. `margin` is --quality_margin. Raise `UserError` if two runs share variant and seed."""
     sources: dict[str, str] = {}
     for run in runs:
         if run.label in sources:
@@ -90,7 +90,7 @@ def _text(value: Interval | float | None, spec: str) -> str:
 
 
 def figure_texts(figures: VariantFigures) -> dict[str, str]:
-    """Format the figures of one variant. Map the title of each figure, with its unit, to its text."""
+    """Format one variant's figures. Return a dict from the title of each figure, with its unit, to the text."""
     certificate, time_s = figures.certificate, figures.time_to_reference_loss_s
     return {
         "ran as": " and ".join(figures.effective) if set(figures.effective) - {figures.name} else "-",
@@ -109,7 +109,7 @@ def figure_texts(figures: VariantFigures) -> dict[str, str]:
 
 
 def figure_table(comparison: Comparison) -> dict[str, list[str]]:
-    """Map the title of each figure to its texts for all variants. Leave out figures that no variant has."""
+    """Return a dict from the title of each figure to a text per variant. Leave out figures that no variant has."""
     columns = [figure_texts(figures) for figures in comparison.variants]
     rows = {title: [column[title] for column in columns] for title in columns[0]}
     return {title: texts for title, texts in rows.items() if set(texts) != {"-"}}
@@ -139,8 +139,8 @@ def leading_variant(comparison: Comparison) -> str:
 
 
 def gap_chart(comparison: Comparison) -> dict[str, Any] | None:
-    """Return the data of a chart: each run's eval loss minus bf16's with the same seed at the same step. If any run has
-    fewer than three evaluations, use trailing means of the training loss instead. Return None for fewer than two steps.
+    """Return a chart's data: the eval loss of each run minus that of the bf16 run with the same seed, by step. If any
+    run has fewer than three evaluations, use trailing means of the training loss. Return None for fewer than two steps.
     """
     key = "eval_loss" if min(len(curve["eval_loss"]) for curve in comparison.curves) > 2 else "loss"
     reference = {curve["seed"]: dict(curve[key]) for curve in comparison.curves if curve["variant"] == REFERENCE}

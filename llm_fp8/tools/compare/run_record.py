@@ -20,13 +20,13 @@ VARIANT_FIELDS = ("mixed_precision", "fp8_backend", "fp8_scenario")  # the optio
 
 
 def variants() -> dict[str, tuple[str, ...]]:
-    """Map the name of each variant to its options. 'fp8' is another name of the default recipe, and 'no' is fp32."""
+    """Return a dict from the name of each variant to its options. 'fp8' means the default recipe, and 'no' is fp32."""
     plain = {name: ("--mixed_precision", name) for name in (REFERENCE, "no")}
     return {**plain, "fp8": recipe_argv(DEFAULTS["te"]), **{name: recipe_argv(name) for name in RECIPES}}
 
 
 def parse_variants(text: str) -> list[str]:
-    """Parse a comma-separated list of variants, and put the reference first. Raise `UserError` for a bad list."""
+    """Parse comma-separated variants and move the reference to the front. Raise `UserError` for a bad list."""
     names = [DEFAULTS["te"] if name == "fp8" else name for name in map(str.strip, text.split(","))]
     if len(set(names) & variants().keys()) < len(names):
         choices = ", ".join(variants())
@@ -35,7 +35,7 @@ def parse_variants(text: str) -> list[str]:
 
 
 def variant_argv(variant: str, argv: list[str]) -> list[str]:
-    """Return a variant's options: `argv` without the fp8 options that it does not accept, then those that define it."""
+    """Return `variant`'s options: `argv` without fp8 options that it rejects, then the options that define it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in dataclasses.fields(PrecisionConfig):
         if option.name not in VARIANT_FIELDS:
@@ -60,7 +60,7 @@ class RunRecord:
 
     @property
     def precision(self) -> dict[str, Any]:
-        """The requested precision and the one that ran."""
+        """The precision section of run.json: the requested precision and the precision that ran."""
         return self.stored["precision"]
 
     @property
@@ -100,7 +100,7 @@ class RunRecord:
         return next((entry["eval_loss"] for entry in self.evaluations[::-1] if entry["step"] == last), None)
 
     def seconds_to(self, eval_loss: float | None) -> float | None:
-        """Return the training time in s until the eval loss first reached `eval_loss`. None if it never did."""
+        """Return the training time in s until an evaluation first reached `eval_loss`. None if none reached it."""
         target = -math.inf if eval_loss is None else eval_loss
         reached = next((entry["step"] for entry in self.evaluations if entry["eval_loss"] <= target), None)
         if reached is None:
@@ -115,7 +115,7 @@ class RunRecord:
 
 
 def why_unfinished(summary: dict[str, Any]) -> str | None:
-    """Return why the run with this summary.json did not finish, or None if it did."""
+    """Return why a run did not finish, or None if it did. `summary` is the content of the run's summary.json."""
     if "stopped_by" in summary:
         return f"it was stopped by {summary['stopped_by']} after step {summary.get('steps')}"
     return f"it failed: {summary['failed']}" if "failed" in summary else None
@@ -124,7 +124,7 @@ def why_unfinished(summary: dict[str, Any]) -> str | None:
 def _record(
     source: str, run: dict[str, Any], metrics: list[dict[str, Any]], summary: dict[str, Any], *answers: bool
 ) -> RunRecord:
-    """Build the record of a run from run.json (`run`) and the other files. Raise `UserError` if it did not finish."""
+    """Build a run's record from its files' contents (`run`: run.json). Raise `UserError` if the run did not finish."""
     if reason := why_unfinished(summary):
         raise UserError(f"{source}: the run did not finish, {reason}; finish it with --resume_from latest.")
     steps, evaluations = ([each for each in metrics if kind in each] for kind in ("loss", "eval_loss"))

@@ -40,7 +40,7 @@ class Verdict:
 def judge(
     figures: VariantFigures, reference: VariantFigures | None, differences: Sequence[Difference], margin: float
 ) -> Verdict:
-    """Judge a variant against the baseline `reference`, None if no run of it finished. `margin` is --quality_margin."""
+    """Judge a variant against bf16. `reference` is None if no bf16 run finished. `margin` is --quality_margin."""
     name, state, reasons = figures.name, figures.certificate.state, "; ".join(figures.certificate.reasons)
     if not figures.seeds:
         return Verdict("failed", [f"{name}: no run finished, so there is nothing to compare."])
@@ -93,7 +93,7 @@ def _quality(figures: VariantFigures, confounded: bool, margin: float) -> str:
 
 
 def _conclude(figures: VariantFigures, quality: str, speed_confounded: bool, quality_confounded: bool) -> str:
-    """Return the most severe conclusion that applies, a key of `_ADVICE`."""
+    """Return the most severe conclusion that applies, a key of `_ADVICE`. `quality` is a result of `_quality`."""
     gap, speedup = figures.loss_gap, figures.speedup
     if figures.certificate.state == "failed":
         return "not certified"

@@ -71,7 +71,7 @@ def plan_without_output(config: Config) -> RunPlan:
 
 
 def diagnose(config: Config, trace: Path | None = None) -> dict[str, Any]:
-    """Build the run of `config`, measure it and return the findings. Write a trace of one step to the file `trace`."""
+    """Build the run of `config`, measure its steps and return the findings. Write one step's trace to `trace`."""
     plan = plan_without_output(config)
     set_seed(plan.config.optim.seed)
     tokenizer, _ = load_tokenizer(plan.config.model, plan.source)
@@ -85,7 +85,7 @@ def diagnose(config: Config, trace: Path | None = None) -> dict[str, Any]:
 
 
 def measure(setup: TrainingSetup, stepper: Stepper, loader: TrainLoader, trace: Path | None) -> dict[str, Any]:
-    """Return the findings about steps after a warm-up: time, memory and kernels. Write one step's trace to `trace`."""
+    """Measure time, memory and kernels of steps after a warm-up. Return findings. Write one step's trace to `trace`."""
     plan, steps = setup.plan, iter(loader)
     stepper.model.train()
 
@@ -168,7 +168,7 @@ def memory_by_kind(stepper: Stepper, take_step: Callable[[], object]) -> dict[st
 
 
 def problems(findings: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each difference from the requested run, and for unfused attention."""
+    """Return a sentence for each way in which the run was not as requested, and for unfused attention."""
     precision, certificate = findings["precision"], findings["certificate"]
     sentences = list(certificate["reasons"]) if certificate["verdict"] == "failed" else []
     if precision["fallback_reason"]:
@@ -180,7 +180,7 @@ def problems(findings: Mapping[str, Any]) -> list[str]:
 
 
 def measure_quality(config: Config) -> dict[str, Any]:
-    """Measure how much quality fp8 costs the model of `config`, on the eval data or else the training data."""
+    """Measure how far fp8 changes the model's predictions, on the eval data or else on the training data."""
     plan = plan_without_output(config)
     if plan.precision.recipe is None:
         raise UserError("--quality compares fp8 with bf16; add --mixed_precision fp8.")
@@ -196,7 +196,7 @@ def measure_quality(config: Config) -> dict[str, Any]:
 
 
 class _Comparison:
-    """Compare a model's predictions in bf16 with its predictions when all but chosen modules compute in fp8."""
+    """Compare a model's predictions in bf16 with its predictions in fp8, in which chosen modules stay in bf16."""
 
     def __init__(self, setup: TrainingSetup, batches: list[Batch]) -> None:
         self.setup, self.batches = setup, batches
@@ -234,7 +234,7 @@ class _Comparison:
         }
 
     def cost(self, in_bf16: Collection[nn.Module]) -> dict[str, float]:
-        """Return divergence and loss difference from bf16, in nats per token, if only modules `in_bf16` are in bf16."""
+        """Return KL divergence and loss difference from bf16, in nats per token, if only modules `in_bf16` are bf16."""
         self._in_bf16 = in_bf16
         sums = torch.zeros(2, dtype=torch.float64, device=self.setup.plan.device)
         for batch, reference in zip(self.batches, self.reference, strict=True):
@@ -249,7 +249,7 @@ class _Comparison:
         return {"divergence": divergence, "loss_difference": loss_difference}
 
     def _hidden(self, batch: Batch) -> Tensor:
-        """Compute the last hidden states [tokens, h] of the supervised tokens."""
+        """Return the last layer's hidden states [tokens, h] for the supervised tokens of `batch`."""
         with self.setup.precision.context(first_microbatch=None):
             return self.setup.training_model.hidden(batch)[batch.labels != IGNORE_INDEX]
 
@@ -266,7 +266,7 @@ class _Comparison:
 
 
 def describe_quality(findings: dict[str, Any]) -> str:
-    """Format the findings as text. Name the kind of module for which bf16 lowers the divergence most per FLOP."""
+    """Format the findings as text. Name the kind of module for which bf16 would lower the divergence most per FLOP."""
     total, kinds = findings["all_in_fp8"]["divergence"], findings["kinds"]
     saved = {kind: total - cost["without"]["divergence"] for kind, cost in kinds.items()}
     shares = {kind: cost["linear_flop_share"] for kind, cost in kinds.items()}

@@ -106,7 +106,7 @@ def pins_of(text: str) -> list[Requirement]:
 
 
 def read_pins(has_gpu: bool) -> list[Requirement]:
-    """Return the pinned requirements of this machine. With a GPU, the pins for GPUs replace those of the same name."""
+    """Read the requirements that are pinned for this machine. With a GPU, pins for GPUs override the general pins."""
     files = (*REQUIREMENTS, GPU_REQUIREMENTS) if has_gpu else REQUIREMENTS
     return list({pin.name: pin for file in files for pin in pins_of((SHIPPED / file).read_text())}.values())
 
@@ -154,7 +154,7 @@ def check_packages(setup: Setup) -> Result:
 
 
 class Rule(NamedTuple):
-    """Patterns of a variable to report. In a finding, `name` and `value` are those of the variable that matched."""
+    """A variable to report. In `RULES`, `name` and `value` are patterns. In a finding, they are the variable's."""
 
     name: str  # a regular expression for the whole name
     value: str  # a regular expression for the whole value, ignoring case
@@ -188,7 +188,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def judge_variables(environ: Mapping[str, str]) -> list[Rule]:
-    """List the variables in a shell's `environ` that match one of `RULES`. Harmful ones come first."""
+    """Return a finding for each variable in `environ` that matches one of `RULES`. Harmful variables come first."""
     findings: dict[str, Rule] = {}
     for rule, (name, value) in itertools.product(RULES, environ.items()):
         if re.fullmatch(rule.name, name) and re.fullmatch(rule.value, value.strip(), re.I | re.S):
@@ -260,7 +260,7 @@ def measure_tflops(device: torch.device) -> dict[str, float]:
 
 
 def judge_tflops(measured: dict[str, float], gpu_name: str) -> Result:
-    """Warn if a measured rate is below `MIN_SHARE` of the rate in `KNOWN_TFLOPS`."""
+    """Warn if a rate in `measured` is below `MIN_SHARE` of the rate in `KNOWN_TFLOPS` for the GPU `gpu_name`."""
     recorded = KNOWN_TFLOPS.get(gpu_name, measured)
     share = min(value / recorded[name] for name, value in measured.items())
     result = Result(", ".join(f"{name} {value:,.0f} TFLOP/s" for name, value in measured.items()))

@@ -32,7 +32,7 @@ _STYLES = {"failed": "bold red", "warning": "yellow", "skipped": "dim", "passed"
 
 
 class Check(NamedTuple):
-    """A check and the conditions under which it runs. --quick leaves it out if `quick` is False."""
+    """A check. With fewer than `needs_gpus` GPUs it is skipped. --quick leaves it out if `quick` is False."""
 
     name: str
     function: Callable[[Setup], Result]

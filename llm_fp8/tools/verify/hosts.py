@@ -45,7 +45,7 @@ NETWORK = (
 
 
 def check_hosts(argv: Sequence[str], ranks: LaunchRanks) -> list[Result]:
-    """Run the checks with the run's options `argv` until one fails, and return the results. Collective."""
+    """Run the checks until one fails, and return the results. `argv` has the options of the planned run. Collective."""
     folder = Path(parse_launch(list(argv), os.environ, parallel=True).run.output_dir or "runs")
     checks = {"versions": lambda: check_versions(ranks), "network": check_network, "step": lambda: check_step(folder)}
     results: list[Result] = []
@@ -75,7 +75,7 @@ def _within_limit(name: str, check: Callable[[], Result]) -> Result:
 
 
 def _end(name: str, reason: str) -> NoReturn:
-    """End this process at once, since its collectives may hang. The first rank to end prints the check and `reason`."""
+    """End this process at once, since its collectives may hang. The first rank to end prints `name` and `reason`."""
     try:
         if first_to_end():
             print(f"error: {platform.node()}: {name}: {reason}", file=sys.stderr, flush=True)

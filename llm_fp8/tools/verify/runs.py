@@ -1,8 +1,8 @@
 """Start short training runs by a user's commands, and read the results from their run folders.
 
-On a GPU, two decoder layers of --model_name train from random weights on the embedded dataset, in bf16 and in each fp8
+On a GPU, two decoder layers of --model_name train from random weights on the bundled dataset, in bf16 and in each fp8
 recipe. A recipe is judged by its certificate, its attention backend and the distance of its losses from bf16's. Without
-a GPU, the embedded model trains on the CPU and emulates torchao's recipes.
+a GPU, the tiny bundled model trains on the CPU and emulates torchao's recipes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Run(NamedTuple):
 
 
 def cut_model(setup: Setup) -> Path:
-    """Write a model folder with the config of --model_name, cut to `NUM_LAYERS` layers, and the embedded tokenizer."""
+    """Write and return a model folder: the config of --model_name cut to `NUM_LAYERS` layers, a bundled tokenizer."""
     from llm_fp8.config.options import ModelConfig
     from llm_fp8.data.embedded import MODEL_DIR
     from llm_fp8.models.source import load_config, resolve_source
@@ -77,8 +77,8 @@ def train(setup: Setup, name: str, *argv: str, num_processes: int = 1) -> Run:
 
 
 def judge(result: Result, run: Run, baseline: Run | None = None) -> None:
-    """Add a run's facts and failures to `result`. The run must be certified, use fast attention and lower its loss.
-    Its losses must stay within `MAX_LOSS_DIFFERENCE` of those of `baseline`.
+    """Add a run's facts and failures to `result`. The kernels must have the requested precision, attention must be
+    fused, and the loss must fall. Losses must stay within `MAX_LOSS_DIFFERENCE` (relative) of those of `baseline`.
     """
     name, losses, rerun = run.name, run.losses, shlex.join(run.command)
     result.facts[name] = {"wall_s": run.outcome.wall_s, "losses": losses, "summary": run.summary}
@@ -105,7 +105,7 @@ def judge(result: Result, run: Run, baseline: Run | None = None) -> None:
 
 
 def train_all(setup: Setup, recipes: Iterable[str], *argv: str) -> Result:
-    """Train in bf16 and in each of `recipes`, with the options `argv`, and judge the runs. No recipe may fall back."""
+    """Train in bf16 and each recipe with the options `argv`. Judge the runs: a fallback to another recipe fails."""
     result = Result()
     baseline = train(setup, "bf16", "--mixed_precision", "bf16", *argv)
     judge(result, baseline)
