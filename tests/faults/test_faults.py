@@ -28,7 +28,7 @@ SCENARIOS = {
 
 
 def run_options(model: str, rows: str, scenario: str, folder: Path) -> list[str]:
-    """Return the options of a run that takes twelve steps, saves often and evaluates often. `scenario` adds options."""
+    """Return the options of a twelve-step run that saves and evaluates often. `scenario` is a key of `SCENARIOS`."""
     shared = [f"--model_name={model}", f"--dataset_name={rows}", "--max_seq_length=128", "--batch_size=8"]
     lengths = ["--max_steps=12", "--save_every=2", "--eval_every=5", "--log_every=1", "--learning_rate=1e-2"]
     return [*shared, *lengths, *SCENARIOS[scenario], f"--output_dir={folder}"]

@@ -205,7 +205,7 @@ def test_module_without_weights_on_the_logits_is_not_a_tower():
 
 
 def test_adapter_that_peft_cannot_load_is_refused_before_training():
-    """PEFT cannot load it because transformers renames the weights of Laguna's shared experts twice."""
+    """PEFT cannot load an adapter of Laguna's shared experts, because transformers renames their weights twice."""
     with pytest.raises(UserError, match="--lora_targets.*shared_experts"):
         laguna = model_from_config(AutoConfig.for_model("laguna", **hub._TEXT | hub._EXPERTS))
         add_adapters(laguna, LoraConfig(lora_rank=2), torch.float32)

@@ -36,7 +36,7 @@ def test_linear_attention_is_packed_with_its_kernels(name, device, monkeypatch):
 @pytest.mark.skipif(not HAS_KERNELS, reason="needs causal-conv1d and flash-linear-attention")
 @pytest.mark.parametrize("packing", ["--packing", "--no_packing"])
 def test_kernels_with_wrong_gradients_are_refused(packing, device):
-    """flash-linear-attention raises an error on Hopper with Triton 3.4 to 3.7.0, which compute wrong gradients."""
+    """flash-linear-attention raises an error on Hopper with Triton 3.4 to 3.7.0, where its gradients would be wrong."""
     fla = pytest.importorskip("fla.utils")
     if not fla.IS_NVIDIA_HOPPER or not fla.TRITON_ABOVE_3_4_0 or fla.TRITON_ABOVE_3_7_1:
         pytest.skip("the gradients are right with this GPU and Triton")

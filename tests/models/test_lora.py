@@ -47,7 +47,7 @@ def stand_in(monkeypatch):
 def lora_reference(
     model_folder: str, rows: str, targets: tuple[str, ...] | str
 ) -> tuple[list[float], list[float], dict]:
-    """Train in a plain loop adapters that PEFT adds to `targets`. Return losses, gradient norms and final adapters."""
+    """Let PEFT add adapters to `targets` and train them in a plain loop. Return losses, gradient norms and adapters."""
     plain = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     targets = list(targets) if isinstance(targets, tuple) else targets
     settings = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM")
@@ -294,7 +294,7 @@ def test_checkpoints_contain_adapters_only_and_require_the_same_options(tmp_path
 
 
 def test_frozen_weights_are_cast_once(monkeypatch):
-    """Delayed scaling casts frozen weights in two training passes, since it knows their scales only after the first."""
+    """Frozen weights are cast in the first training pass and, with delayed scaling, again in the second."""
     monkeypatch.setattr(TEBackend, "autocast", lambda *_, **__: contextlib.nullcontext())
     for scenario, expected in (("current", [True, None, False, False]), ("delayed", [True, None, True, False])):
         plan = PrecisionPlan("fp8", "fp8", scenario, scenario, recipe=object())

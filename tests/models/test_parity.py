@@ -21,7 +21,7 @@ HF_ERROR = 0.01
 
 
 def verdict(**changed):
-    """Return the report of the parity check on invented errors of a TE decoder, or raise its `UserError`.
+    """Return the report of the parity check on invented errors of a TE decoder, or raise `UserError` as the check does.
 
     Errors are small except those in two dicts. `ratios` maps a layer or (layer, tensor) to the error of the TE decoder
     in bf16 divided by that of Hugging Face's. `fp32` maps (layer, tensor) to the error of the TE decoder in fp32.

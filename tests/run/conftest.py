@@ -20,7 +20,7 @@ def small_run(tiny_model: str, rows: str) -> list[str]:
 
 @pytest.fixture
 def signal_after(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that takes a step and a signal (default SIGTERM), to be sent to the run when the step ends."""
+    """Return a function that takes a step and a signal (default SIGTERM), which is sent to the run after the step."""
     stops: dict[int, signal.Signals] = {}
     take_step = Timeline.take_step
 

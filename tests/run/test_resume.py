@@ -100,7 +100,7 @@ SCENARIOS = {
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_resumed_run_equals_uninterrupted_run(tmp_path, options, uninterrupted, signal_after, scenario):
-    """A signal stops the run in the middle of an epoch. In one scenario another stops it at the end of the epoch."""
+    """A signal stops the run in the middle of an epoch. In one scenario, a second one stops it at the epoch's end."""
     options, resumed = [*options, *SCENARIOS[scenario]], tmp_path / "resumed"
     if SCENARIOS[scenario]:
         uninterrupted = tmp_path / "scenario"
@@ -242,7 +242,7 @@ def test_allowed_changes_are_printed_and_recorded(stopped, options, capsys):
 
 @pytest.mark.parametrize(("batch_size", "num_steps"), [(2, 3 + 11), (16, 3 + 2)])
 def test_epochs_are_counted_in_rows_after_a_change_of_global_batch(tmp_path, small_run, batch_size, num_steps):
-    """22 of the 24 rows are short enough. The first epoch has 3 steps of 8 rows, and the second 11 of 2 or 2 of 16."""
+    """22 of the 24 rows are short enough. Epoch 1 has 3 steps of 8 rows. Epoch 2 has 11 steps of 2 rows or 2 of 16."""
     options = [*small_run, "--num_of_samples=24", "--validation_fraction=0", "--num_epochs=2", "--save_every=3"]
     assert train(*options, "--batch_size=8", "--save_total_limit=9", f"--output_dir={tmp_path / 'first'}") == 0
     resumed = tmp_path / "resumed"
@@ -270,7 +270,7 @@ def test_adapters_are_not_resumed_on_different_frozen_weights(tmp_path, rows):
 
 @pytest.mark.parametrize("was_stopped", [False, True])
 def test_finished_run_resumes_only_with_more_steps(tmp_path, uninterrupted, options, signal_after, capsys, was_stopped):
-    """If `was_stopped`, the run does not save at regular steps. It still saves its last step, where it is continued."""
+    """If `was_stopped`, the run saves only because of a signal and at its end. It is continued from its last step."""
     if was_stopped:
         uninterrupted, options = tmp_path / "stopped", [option for option in options if "save_every" not in option]
         signal_after(2)

@@ -58,7 +58,7 @@ def packed_documents(num_documents: int, num_rows: int, length: int, vocabulary:
 
 
 class EmulatedGraph:
-    """Emulates a CUDA graph of `work`: each call runs `work` on the gradient tensors that `parameters` had at first."""
+    """Emulates a CUDA graph: each call runs `work` with the gradient tensors that `parameters` had at the capture."""
 
     def __init__(self, work: Callable[[], None], parameters: Sequence[Parameter]) -> None:
         self._work, self._parameters = work, parameters
@@ -166,7 +166,7 @@ def test_each_kind_of_micro_batch_runs_eagerly_once_and_then_as_graph(monkeypatc
 
 
 def test_eager_passes_drop_graphs_if_memory_is_short(monkeypatch):
-    """All graphs are dropped before a batch of a new bucket, a batch with too many documents and an evaluation."""
+    """All graphs are dropped before an evaluation and before a batch with more documents than earlier graphs take."""
     monkeypatch.setattr(micro_batch_graphs, "BUCKETS", (4, 8))
     recorded, few, many = RecordedMicroBatches(), batch(3), batch(6)
     recorded.graphs.drops_before_eager = True

@@ -21,7 +21,7 @@ TINY = 1e-7
 
 
 class _CastGradient(torch.autograd.Function):
-    """Return a copy of the input. Backward, cast the gradient to E5M2 and back, with a scale from an earlier pass."""
+    """Return a copy of the input. The backward pass rounds the gradient to E5M2 with a scale from an earlier pass."""
 
     @staticmethod
     def forward(ctx, output, module):

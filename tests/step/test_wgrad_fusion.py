@@ -141,7 +141,7 @@ def test_dropped_gradients_are_freed():
 
 
 def test_frozen_weights_get_no_gradient(fused_passes):
-    """The first model has LoRA adapters, so all its weights are frozen. In the second, one of two MLP weights is."""
+    """The first model has LoRA adapters, so all its weights are frozen. In the second, one weight per MLP is frozen."""
     strategy, model, _ = prepare(small_model(lora=LoraConfig(lora_rank=2)))
     backward(strategy, model, 3)
     assert not fused_passes and all("adapters" in name for name in gradients(model))

@@ -68,7 +68,7 @@ def backward(
     precision: Precision,
     batches: list[Batch],
 ) -> int:
-    """Compute the gradients of a step on `batches`. Return how many weights had `main_grad` after the last one."""
+    """Compute the gradients of a step on `batches`. Return how many weights had `main_grad` in the last micro-batch."""
     num_fused = 0
     for number, batch in enumerate(batches, start=1):
         last = number == len(batches)

@@ -1,7 +1,7 @@
 """Cause a fault in a run of several processes and check its exit codes, files and resumption, on CPUs and GPUs.
 
-The fault is a signal to one process, or NaN or infinity in one micro-batch or one fp8 scale. `options` configure a run
-that saves checkpoints in `folder`; each function adds further options."""
+A fault is a signal to one process, or NaN or infinity in one micro-batch or one fp8 scale. The arguments `options` must
+configure a run that saves checkpoints in `folder`. Each function adds further options."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ SCALES = ("scaling_fwd", "scaling_bwd")
 
 @contextlib.contextmanager
 def _planted(loop: Timeline, place: str, value: float) -> Iterator[None]:
-    """Within the block, which takes one step, set one number to `value`. For `place` "activation" it is an entry of a
-    micro-batch's embeddings, for a name in `SCALES` an fp8 scale, and else an entry of the embeddings' gradient."""
+    """Set one number to `value` within the block, which must take one step. The number is an fp8 scale if `place` is in
+    `SCALES`. For "activation" it is one of a micro-batch's embeddings, and for "gradient" one of their gradient."""
     if place in SCALES:
         scales = [tensor for name, tensor in loop.precision.state_tensors().items() if name.endswith(f"{place}.scale")]
         scales[0].data[0] = value  # the scale of a layer's input, or of the gradient of its output

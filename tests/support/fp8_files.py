@@ -49,7 +49,7 @@ def quantise(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tenso
 
 
 def expanded_scale(scale: torch.Tensor, shape: torch.Size, block: tuple[int, ...]) -> torch.Tensor:
-    """Return an fp64 matrix of `shape` with the scale of each value. `scale` has one number per block of `block`."""
+    """Return an fp64 matrix [*shape] with the scale of each value. `scale` has one entry per block of shape `block`."""
     row_blocks = scale.double().reshape(-(-shape[0] // block[0]), -1)
     return row_blocks.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
 

@@ -220,8 +220,8 @@ def check_family(name: str, folder: Path) -> SupportRow:
 
 
 def _check_adapter(options: ModelConfig, folder: Path) -> str:
-    """Check that an exported adapter gives PEFT the loss that we compute, and the same loss after it is merged. Return
-    the text of the LoRA cell."""
+    """Check that our model with an adapter, PEFT's model with the exported adapter and the merged model have the same
+    loss. Return the text of the LoRA cell."""
     built, lora = built_model(options.model_name), LoraConfig(lora_rank=4)
     model = built.module
     note = add_adapters(built, lora, torch.float32)
@@ -252,7 +252,7 @@ def documents() -> list[Document]:
 
 
 def _full_model(folder: Path) -> PreTrainedModel:
-    """Load all weights with plain transformers, towers included. In training mode, Gemma 3 would require images."""
+    """Load all weights, towers included, with plain transformers in eval mode. To train, Gemma 3 would need images."""
     model, info = auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )

@@ -41,7 +41,7 @@ def launcher_environment(**more: str) -> dict[str, str]:
 
 
 class Launch:
-    """A running training of several processes, whose output is appended to `log`. Leaving its context ends them all."""
+    """A training of several processes that append their output to `log`. As a context manager, it ends them on exit."""
 
     def __init__(self, log: Path) -> None:
         self._log, self._start = log, len(log.read_text()) if log.exists() else 0
@@ -80,7 +80,7 @@ class Torchrun(Launch):
         return self._process.poll() is None
 
     def pid_of(self, rank: int) -> int:
-        """Return the process id of a rank, after a restart that of the rank's new process."""
+        """Return the process id of a rank. After a restart, return the id of the new process."""
         children = psutil.Process(self._process.pid).children()
         (child,) = [child for child in children if child.environ().get("RANK") == str(rank)]
         return child.pid
@@ -99,7 +99,7 @@ def _failed_ranks(printed: str, code: int | None) -> dict[int, int | None]:
 
 
 def _agent(launcher: list[str], options: list[str], log: str, inherited: dict[str, str]) -> None:
-    """Run torchrun's agent, the process that starts the ranks. It forks them, which saves importing the packages."""
+    """Run torchrun's agent, the process that starts the ranks. It forks them, so that they need not import packages."""
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 

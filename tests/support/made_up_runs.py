@@ -1,4 +1,4 @@
-"""Run records and run folders with invented metrics, for tests of comparing runs of which a CPU could train none."""
+"""Run records and run folders with invented metrics, for tests that compare fp8 and bf16 runs without training."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def made_up_run(
 
 
 def write_run_folder(folder: Path, run: RunRecord) -> Path:
-    """Write to `folder` the files that training would write for `run`, and its exact_match.json if it has answers."""
+    """Write the files that a trained `run` has, with exact_match.json if `run` has answers. Return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps(run.stored))
     summary = {"steps": len(run.steps), "certificate": run.summary["certificate"], "throughput": run.summary}

@@ -49,7 +49,7 @@ def documents(rows: str, tokenizer_folder: str, train_on_prompt: bool) -> list[t
 
 
 def mean_loss(model: torch.nn.Module, rows: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Return the mean cross entropy of `rows`, as returned by `documents`, over all supervised tokens but the first."""
+    """Return the mean cross entropy over the supervised tokens of `rows`. The first token of a row is not predicted."""
     total, count = torch.zeros(()), 0
     for ids, supervised in rows:
         logits = model(ids[None]).logits[0]

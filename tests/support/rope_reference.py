@@ -118,7 +118,7 @@ def assert_same_split(
     split: Split, other: Split, case: Case, dtype: torch.dtype, layout: str, device: str | torch.device
 ) -> None:
     """Check that outputs and gradients of the implementations `split` and `other` differ by rounding only, and that
-    unrotated columns are equal. `layout`, a key of `GRADIENT_LAYOUTS`, is that of the outputs' gradients."""
+    unrotated columns are equal. The outputs' gradients get the memory layout `layout`, a key of `GRADIENT_LAYOUTS`."""
     sizes, widths = (case.num_heads, case.num_kv_heads), (case.rotary_dim, case.rotary_dim, 0)
     angles, cu_seqlens = case.angles(device), case.cu_seqlens(device)
     ours, theirs = (case.fused(dtype, device).requires_grad_() for _ in range(2))

@@ -19,7 +19,7 @@ def hf_config(model: str):
 
 
 def run_size(row: dict[str, Any], model_config: PretrainedConfig) -> RunSize:
-    """Return the `RunSize` of a run. `row` maps names of options to values, and may contain recipe, mode, num_gpus."""
+    """Return the `RunSize` of a run. `row` maps options to values and may also contain recipe, mode and num_gpus."""
     config = Config().with_options(**{"use_te": True, "mixed_precision": "fp8", **row})
     launch = {"recipe": "delayed", "mode": "single", "num_gpus": 1}
     launch |= {name: row[name] for name in launch if name in row}

@@ -64,7 +64,7 @@ def write_model(folder: Path, dtype: torch.dtype = torch.float32, max_shard_size
 
 
 def built_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 3, **options: Any) -> Model:
-    """Return the model of --model_name `name` as a run of one process builds it. `options` are `ModelConfig`'s."""
+    """Return the model of --model_name `name`, built as in a run of one process. `options` are `ModelConfig` fields."""
     config = ModelConfig(model_name=name, **options)
     source = resolve_source(config)
     hf_config = load_config(source)
@@ -74,7 +74,7 @@ def built_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 3, **
 
 
 def model_structure(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
-    """Return the model of --model_name `name` on the meta device, where a sharded run builds it before it loads it."""
+    """Return the model of --model_name `name` on the meta device, without weights, as a sharded run first builds it."""
     config = ModelConfig(model_name=name, **options)
     source = resolve_source(config)
     hf_config = load_config(source)

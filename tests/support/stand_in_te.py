@@ -228,7 +228,7 @@ dswiglu, dgeglu = (functools.partial(_backward, function) for function in (swigl
 
 
 def activations(recipe: Any = None) -> dict[str, tuple[Any, ...]]:
-    """Return name -> three functions of an activation of LayerNormMLP: forward, backward, and backward with a cast."""
+    """Return {name: (forward, backward, backward with a cast)} of LayerNormMLP's activations. The last is None."""
     return {"geglu": (geglu, dgeglu, None), "swiglu": (swiglu, dswiglu, None)}
 
 
@@ -246,7 +246,7 @@ def install_modules(monkeypatch: pytest.MonkeyPatch, contents: dict[str, dict[st
 
 
 def install_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the test ends, `transformer_engine` consists of this module's classes, and --use_te works on a CPU."""
+    """Replace `transformer_engine` by the classes of this module and allow --use_te on a CPU, until the test ends."""
     contents: dict[str, dict[str, Any]] = {
         "transformer_engine": {},
         "transformer_engine.pytorch": {
