@@ -119,7 +119,7 @@ class Job:
 
 
 def plan(settings: argparse.Namespace) -> list[Job]:
-    """List the jobs: untrained models first, then runs seed by seed, so that an early stop leaves complete pairs."""
+    """List untrained models, then runs seed by seed, so that whole seeds can be compared after an early stop."""
     variants = settings.variants.split(",")
     for name in variants:
         if (match := _VARIANT.fullmatch(name)) is None or match["base"] not in VARIANTS:

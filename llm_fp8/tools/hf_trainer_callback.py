@@ -115,7 +115,7 @@ class CertificateCallback(TrainerCallback):
         self._num_micro_batches += 1
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
-        """If this step was recorded, judge it. A failed certificate raises `SystemExit`, code 1, on every process."""
+        """Judge the kernels of a recorded step. A failed certificate raises `SystemExit`, code 1, on every process."""
         if self._recording is None:
             return
         recording, profile = self._recording

@@ -50,7 +50,7 @@ def t_interval(values: Sequence[float]) -> Interval:
 
 
 def rate_interval(rates: Sequence[float]) -> Interval:
-    """Return the geometric mean of `rates` and its interval, which is computed on logarithms so that it is positive."""
+    """Return the geometric mean of `rates`. Its interval is computed on logarithms, so both ends are positive."""
     logs = t_interval(np.log(rates).tolist())
     return Interval(*(None if end is None else math.exp(end) for end in (logs.value, logs.low, logs.high)))  # type: ignore[arg-type]
 
