@@ -14,8 +14,8 @@ WORKLOAD = {"model": "Llama-3.1-8B", "batch_size": 8, "seq_length": 1024, "micro
 
 
 def row(variant: str, tokens_per_s: float | None, spread: float = 0.0, **more) -> dict:
-    """Return a result of the benchmark. Its p10 and p90 differ from the median speed `tokens_per_s` by the fraction
-    `spread`. Without a speed, the row says that the run failed.
+    """Return a result of the benchmark with the median speed `tokens_per_s`. The p10 and p90 speeds differ from
+    `tokens_per_s` by the fraction `spread`. If `tokens_per_s` is None, the run failed. `more` adds or replaces fields.
     """
     baseline = "hf_bf16" if variant.endswith("hf_bf16") else None
     measured = {**WORKLOAD, "variant": variant, "baseline": baseline, "num_gpus": 1, **more}
@@ -49,7 +49,7 @@ def check(tmp_path, new: list[dict], recorded: list[dict], minimum: float = 0.02
     ],
 )
 def test_ratio_may_fall_by_the_spreads_and_the_minimum(tmp_path, ratio, spreads, is_regression):
-    """The new speed of the baseline, hf_bf16, is twice the recorded one. Only the ratio to the baseline counts."""
+    """The new speed of the baseline, hf_bf16, is twice the recorded speed. Only the ratio to the baseline counts."""
     new = [row("delayed", 20_000 * ratio, spreads[0]), row("hf_bf16", 20_000, spreads[0])]
     recorded = [row("delayed", 18_000, spreads[1]), row("hf_bf16", 10_000, spreads[1])]
     comparison = check(tmp_path, new, recorded)
@@ -74,7 +74,7 @@ def test_file_without_a_comparable_ratio_is_refused(tmp_path):
 
 
 def test_ratio_with_a_large_spread_is_compared_only_if_it_fell_further(tmp_path):
-    """With a spread this large, a fall of the speed by a quarter could be chance. A fall by half could not."""
+    """With a spread of 0.3, a speed lower by a quarter may be chance. A speed lower by half is a regression."""
     recorded = [row("delayed", 18_000), row("hf_bf16", 10_000)]
     with pytest.raises(UserError, match="spread is too large"):
         check(tmp_path, [row("delayed", 13_500, spread=0.3), row("hf_bf16", 10_000)], recorded)

@@ -23,7 +23,7 @@ LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_
 
 @pytest.fixture
 def launch(monkeypatch, tmp_path):
-    """Return a function from entries of a launch file to the environment variables that `accelerate launch` sets."""
+    """Return a function that takes entries of a launch file and returns the variables that `accelerate launch` sets."""
     monkeypatch.setattr(accelerate.utils.launch, "is_fp8_available", lambda: True)  # whatever is installed here
 
     def variables(*, kind: str = "MULTI_GPU", processes: int = 8, **entries: Any) -> dict[str, str]:
@@ -48,7 +48,9 @@ def options(config: Config) -> dict[str, Any]:
 
 
 def options_of_launch(environ: dict[str, str], *argv: str) -> dict[str, Any]:
-    """Parse a launch, which must remove Accelerate's variables. Return the changed options except the learning rate."""
+    """Parse `argv` and `environ`. Check that Accelerate's variables are removed from `environ`. Return the options that
+    differ from their defaults, except the learning rate.
+    """
     config = parse_launch(list(argv), environ, parallel=True)
     assert not [name for name in environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))]
     return {name: value for name, value in options(config).items() if name != "learning_rate"}

@@ -1,4 +1,4 @@
-"""RECIPES is the only list of recipes: a row that this test adds is available everywhere."""
+"""RECIPES is the only list of recipes: a recipe that the test adds there is available everywhere."""
 
 from __future__ import annotations
 

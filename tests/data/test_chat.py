@@ -54,7 +54,7 @@ ROWS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "rows.json
 
 
 def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
-    """Return the embedded model's tokenizer with the chat template `name`, whose special tokens are single ids."""
+    """Return the tokenizer of the tiny bundled model, with the chat template `name` and its marks as special tokens."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     if name == "base":
         return tokenizer
@@ -97,7 +97,7 @@ def test_ids_and_masks_equal_the_goldens(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"base", "deepseek_r1", "smollm3"}))
 def test_supervision_begins_right_after_the_generation_prompt(name: str) -> None:
-    """Two templates are left out: DeepSeek-R1's prompt opens a thought, and SmolLM3's supervises the turn's header."""
+    """The test omits two templates: DeepSeek-R1's prompt opens a thought, and SmolLM3 supervises the turn's header."""
     tokenizer, row = tokenizer_of(name), ROWS["one turn"]
     prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True)["input_ids"]
     ids, mask = encode_batch([conversation_of(row, "messages")], "messages", tokenizer, False)[0]

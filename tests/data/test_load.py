@@ -25,7 +25,7 @@ ROWS = [{"problem": f"p{i}", "generated_solution": f"s{i}"} for i in range(7)]
 
 
 def _read(name: Path | str, split: str = "train") -> list[dict[str, Any]]:
-    """Return the rows of the split, after checking that streaming gives the same rows."""
+    """Return the rows of `split` of the dataset `name`. Check that streaming gives the same rows."""
     source = open_source(str(name)).with_split(split, "--split_name", ())
     rows = list(load_split(source))
     assert list(load_split(source, streaming=True)) == rows
@@ -120,7 +120,7 @@ def test_split_is_train_or_the_only_variant_or_the_users_choice(tmp_path: Path) 
 
 
 def test_dataset_name_may_have_configurations_and_commas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder is laid out like openai/gsm8k on the hub: its card lists the files of two configurations."""
+    """The folder is laid out like openai/gsm8k on the hub: the dataset card lists the files of two configurations."""
     monkeypatch.chdir(tmp_path)
     card = ""
     for number, config in enumerate(("main", "socratic")):

@@ -58,7 +58,7 @@ def prepare(tokenizer: PreTrainedTokenizerBase) -> Any:
 
 @pytest.fixture(scope="module")
 def chat(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Return a tokenizer with a chat template."""
+    """Return a copy of `tokenizer` with a chat template."""
     with_template = copy.deepcopy(tokenizer)
     with_template.chat_template = TEMPLATE
     return with_template
@@ -74,7 +74,7 @@ def _row(problem: str, solution: str) -> dict[str, str]:
 
 
 def _write_repeated_problems(path: Path, num_problems: int = 60, each: int = 5) -> list[dict[str, Any]]:
-    """Write and return each problem `each` times, with different solutions and spelling, as in OpenMathInstruct-2."""
+    """Write and return rows in which each problem occurs `each` times, with different solutions and spellings."""
     rows = []
     for answer in range(each):
         for i in range(num_problems):
@@ -197,7 +197,7 @@ def test_unusable_dataset_is_refused_with_its_name(prepare: Any, tmp_path: Path,
 
 @PREPARED_AND_STREAM
 def test_columns_option_maps_other_names(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
-    """Batches equal those of a dataset with default names. `--columns=problem=question` ignores a column `problem`."""
+    """The batches equal those with default column names. `--columns=problem=question` ignores a column `problem`."""
     renamed = [
         {"question": r["problem"], "problem": "no", "answer": r["generated_solution"], "text": "x"} for r in MIXED
     ]
@@ -214,7 +214,7 @@ def test_columns_option_maps_other_names(prepare: Any, tmp_path: Path, streaming
 
 
 def _write_mix(folder: Path) -> str:
-    """Write 30 questions "a 0", "a 1", ... and 90 conversations "b 0", ... as two datasets. Return "NAME,NAME"."""
+    """Write 30 questions "a 0", "a 1", ... and 90 conversations "b 0", ... as two datasets. Return "FILE,FILE"."""
     questions = [{"question": f"a {i}", "answer": f"= {i}"} for i in range(30)]
     turns = ([{"from": "human", "value": f"b {i}"}, {"from": "gpt", "value": f"= {i}"}] for i in range(90))
     chats = [{"id": i, "conversations": conversation} for i, conversation in enumerate(turns)]
@@ -225,13 +225,13 @@ MIX_OPTIONS = ("--columns=problem=question,generated_solution=answer", "--valida
 
 
 def _problem_counts(steps: list[list[Batch]], tokenizer: PreTrainedTokenizerBase) -> Counter[str]:
-    """Return how many documents of each problem, for example of "a 3", are in the batches."""
+    """Count in how many documents of the batches each problem occurs. A problem is for example "a 3"."""
     texts = (tokenizer.decode(batch.input_ids.flatten()) for step in steps for batch in step)
     return Counter(problem for text in texts for problem in re.findall(r"[ab] \d+(?=\n)", text))
 
 
 def test_several_datasets_are_mixed_whole_or_by_weights(prepare: Any, tmp_path: Path, tokenizer: Any) -> None:
-    """--columns changes only the dataset that has these columns."""
+    """--columns renames columns only in the first dataset, because the second has none with these names."""
     name = _write_mix(tmp_path)
     for weights, num_questions, num_chats in (
         ((), 30, 90),
@@ -331,7 +331,7 @@ def test_padding_efficiency_is_that_of_the_batches(prepare: Any, tmp_path: Path,
 
 
 def _ids_and_labels(data: PreparedData) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Return a dict from row id to token ids and labels, for one epoch of padded batches."""
+    """Read one epoch of padded batches, and return a dict from row id to (token ids, labels)."""
     batches = [batch for step in next_steps(data.train) for batch in step]
     return {row: line for b in batches for row, *line in zip(b.row_ids, b.input_ids, b.labels, strict=False)}
 
@@ -352,7 +352,7 @@ def _chat(number: int, **extra: Any) -> dict[str, Any]:
 
 
 def test_unused_columns_and_files_are_counted(prepare_chats: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    """The counts are the same with several processes and with a cache. A stream adds them up over its passes."""
+    """The counts are the same with several processes and with a cache. A stream counts each row whenever it is read."""
     monkeypatch.setattr(tokenise, "ROWS_PER_WORKER", 10)
     monkeypatch.setattr(tokenise, "cores_of_job", lambda: 2)
     rows = [_chat(i, source="s", **({"late": 1} if i == 11 else {})) for i in range(12)]
@@ -414,7 +414,7 @@ def test_rows_with_different_system_prompts_are_different_problems(prepare: Any,
 
 
 def test_eos_ids_are_the_ends_of_documents_and_of_turns(prepare: Any, chat: Any, tmp_path: Path) -> None:
-    """prepare_data renders a sample conversation to find the end of a turn. A template may refuse this sample."""
+    """The ends are found even if the template refuses the sample conversation that `trained_eos` renders."""
     other = copy.deepcopy(chat)
     needed = "{% if messages[0].role != 'system' %}{{ raise_exception('a system prompt') }}{% endif %}"
     other.chat_template = needed + TEMPLATE.replace("<|eos|>", "<|pad|>")
@@ -427,7 +427,7 @@ def test_eos_ids_are_the_ends_of_documents_and_of_turns(prepare: Any, chat: Any,
 
 
 def test_chat_template_and_its_arguments_are_options(prepare: Any, tmp_path: Path) -> None:
-    """The template is text or a file. A row's own arguments override --chat_template_kwargs."""
+    """--chat_template is text or a file. Template arguments in a row override --chat_template_kwargs."""
     path = write_jsonl(tmp_path / "a.jsonl", [_chat(0), _chat(1, chat_template_kwargs={"brief": False})])
     template = TEMPLATE.replace("{{ m.content }}", "{% if brief %}Briefly: {% endif %}{{ m.content }}")
     (tmp_path / "t.jinja").write_text(template)

@@ -18,15 +18,15 @@ from tests.support.multi_gpu_training import train
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> dict[str, Path]:
-    """Write two models and return their folders by family. Llama's embeddings are untied, Qwen3's are tied."""
+    """Write a Llama model with untied and a Qwen3 model with tied embeddings. Return the folders by family."""
     folder = tmp_path_factory.mktemp("models")
     return {family: write_family(folder / family, family) for family in ("llama3_rope_gqa", "qwen3_qk_norm_head_dim")}
 
 
 @pytest.fixture(scope="session")
 def single_gpu(tmp_path_factory) -> Callable[..., list[dict[str, float]]]:
-    """Return a function that trains on one GPU and returns the records of the steps. Workers of pytest-xdist share the
-    results, so that each training runs once.
+    """Return a function that takes a model and options, trains on one GPU, and returns the records of the steps.
+    Workers of pytest-xdist share the results, so that each training runs only once.
     """
     # pytest-xdist's workers have the parent folder in common.
     shared = (

@@ -1,5 +1,5 @@
-"""--context_parallel_size and --fp8_params under torchrun: losses close to those of a run without the option, the
-certificate, resuming, and the export.
+"""Runs with --context_parallel_size or --fp8_params under torchrun. The losses are close to those without the option,
+the GEMMs run in fp8, and the runs resume and export.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def options(model, tmp_path) -> list[str]:
-    """Return the options of a short run except precision, batch and output folder."""
+    """Return the options of a short run. Each test adds precision, batch size and output folder."""
     flags = "--use_te --sharding_mode=fsdp_full --learning_rate=1e-4 --no_merge_micro_batches --save_total_limit=9"
     numbers = (f"--gradient_accumulation_steps={MICRO_BATCHES}", f"--max_steps={NUM_STEPS}")
     more = [*flags.split(), *numbers, f"--save_every={SAVED_STEP}"]
@@ -56,8 +56,8 @@ def figures(folder: Path, name: str = "loss") -> list[float]:
 
 
 def assert_in_fp8(folder: Path) -> None:
-    """Check that the run in `folder` was certified: its recorded step ran every GEMM of the decoder in fp8. These are
-    the forward, input gradient and weight gradient GEMMs of each linear layer and micro-batch.
+    """Check the kernels that were recorded in one step of the run in `folder`: the forward, input gradient and weight
+    gradient GEMMs of every linear layer of the decoder ran in fp8 in every micro-batch.
     """
     summary, num_linears = summary_json(folder), 4  # fused QKV, attention's output, fc1 and fc2
     certificate = summary["certificate"]
@@ -70,7 +70,7 @@ def assert_in_fp8(folder: Path) -> None:
 @pytest.mark.parametrize("layout", ROWS_PER_GPU)
 @pytest.mark.parametrize("precision", ["bf16", "delayed"])
 def test_context_parallel_steps_equal_data_parallel_steps(precision, layout, options, tmp_path, record_property):
-    """The fp8 run also resumes from its checkpoint."""
+    """In fp8, the test also resumes the context-parallel run from a checkpoint."""
     whole, split, resumed = tmp_path / "whole", tmp_path / "split", tmp_path / "resumed"
     common, rows = [*options, *PRECISIONS[precision], layout], ROWS_PER_GPU[layout]
     context_parallel = [*common, f"--batch_size={2 * rows}", "--context_parallel_size=2"]

@@ -20,7 +20,7 @@ COUNTS = ("num_tokens", "num_real_tokens", "num_supervised_tokens", "sum_squared
 
 
 def _document(length: int, row_id: int) -> Document:
-    """Return a document of random tokens, which may equal PAD. Its first third is the prompt."""
+    """Return a document whose random tokens may equal PAD. The first third of the document is the prompt."""
     ids = np.random.default_rng(row_id).integers(0, VOCABULARY, size=length)
     return Document(ids, np.arange(length) >= length // 3, row_id)
 
@@ -49,7 +49,7 @@ def _slices(batch: Batch, size: int) -> list[Batch]:
 
 
 def _bounds(batch: Batch) -> list[int]:
-    """Return where each document starts in the flattened tokens of a packed or padded batch, then the total length."""
+    """Return the start of each document in the flattened tokens of a packed or padded batch, then the total length."""
     if batch.cu_seqlens is not None:
         return batch.cu_seqlens.tolist()
     rows, width = batch.input_ids.shape

@@ -30,7 +30,7 @@ RESUMED = "qwen3_moe"
 
 
 def train_before(runs: list[list[str]], ports: list[int]) -> None:
-    """Train once with each list of options in `runs`. `ports` has one port per run and one for the run that follows."""
+    """Train with each list of options in `runs`, on one of `ports` each. Then set the last port for the next run."""
     torch.set_num_threads(1)
     for options, port in zip([*runs, None], ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)

@@ -1,5 +1,5 @@
-"""Faults under torchrun and NCCL: a killed rank, a restart, and non-finite numbers. Also checkpoints that are saved in
-the background: resuming from them is exact.
+"""Faults under torchrun and NCCL: a killed rank, a restart, and non-finite numbers. Also exact resuming from
+checkpoints that are saved in the background.
 """
 
 from __future__ import annotations

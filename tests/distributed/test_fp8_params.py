@@ -1,8 +1,8 @@
 """fp8 parameters under FSDP2: master weights, gradients, scales and all-gathers on several processes.
 
-Transformer Engine needs a GPU, so a stand-in replaces its `Float8Tensor`. It has the same hooks for FSDP2, shares its
-scale in the same way, and casts with torch. FSDP2, DTensor, the optimizer and the collectives are real.
-test_command_line_multi_gpu.py tests fp8 parameters with TE itself.
+Transformer Engine needs a GPU, so a stand-in replaces its `Float8Tensor`. The stand-in has the same hooks for FSDP2,
+shares its scale with its views as TE's tensor does, and casts with torch. FSDP2, DTensor, the optimizer and the
+collectives are real. test_command_line_multi_gpu.py tests fp8 parameters with TE itself.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ OPTIM = OptimConfig(learning_rate=1e-3, weight_decay=0.1)
 
 
 class StandInFloat8(torch.Tensor):
-    """Stand in for TE's `Float8Tensor`: fp8 values as bytes, the reciprocal of their scale, and FSDP2's hooks. `dtype`
-    is the nominal dtype, in which the tensor appears to autograd.
+    """Stand in for TE's `Float8Tensor`, with fp8 values as bytes, the reciprocal of their scale, and FSDP2's hooks.
+    `dtype` is the nominal dtype that autograd sees.
     """
 
     @staticmethod
@@ -92,7 +92,7 @@ class StandInQuantizer:
 
 
 class GivenScaleQuantizer:
-    """Stand in for TE's `Float8Quantizer`, which casts with the scale that it is given."""
+    """Stand in for TE's `Float8Quantizer`, which casts with the scale that the caller passes."""
 
     def __init__(self, scale: Tensor, amax: Tensor, fp8_dtype: str, *, rowwise: bool, columnwise: bool) -> None:
         self.scale = scale
@@ -153,8 +153,8 @@ def precision_of(modules: Any) -> Any:
 
 
 def initial_value(name: str, shape: torch.Size) -> Tensor:
-    """Return an initial value that depends on `name`. A matrix has its largest magnitude in the last row, which is on
-    the last rank, so that the ranks must exchange it.
+    """Return the initial value of the parameter `name`. The last row of a matrix, which is on the last rank, has the
+    largest magnitude. To compute one scale for the matrix, the ranks must therefore exchange their largest magnitudes.
     """
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
     value = torch.randn(shape, generator=generator) * 0.1
@@ -186,8 +186,9 @@ def shard(strategy: FsdpStrategy, model: SmallModel) -> None:
 
 
 def train_in_fp8(rank: int, mode: str, dtype: torch.dtype, sync_every_micro_batch: bool = False) -> dict[str, Any]:
-    """Train with fp8 parameters under the sharding `mode` and return what the tests check. The last layer and the norm
-    stay in `dtype`. Ranks 2 and 3 get the data of ranks 0 and 1: so the mean over four ranks equals that over two.
+    """Train with fp8 parameters under the sharding `mode`, and with the last layer and the norm in `dtype`. Return the
+    results that the test checks, by name. Ranks 2 and 3 get the data of ranks 0 and 1, so that gradients averaged over
+    four ranks equal those averaged over two.
     """
     install_stand_in()
     options = ParallelConfig(fp8_params=True, sync_every_micro_batch=sync_every_micro_batch)
@@ -233,7 +234,7 @@ def train_in_fp8(rank: int, mode: str, dtype: torch.dtype, sync_every_micro_batc
 
 
 def train_on_one_process() -> tuple[list[float], dict[str, Tensor]]:
-    """Train fp32 weights. Their casts to fp8 compute the loss and the gradients. Return gradient norms and weights."""
+    """Train fp32 weights; compute losses and gradients with fp8 copies of them. Return gradient norms and weights."""
     master_weights = {name: nn.Parameter(initial_value(name, p.shape)) for name, p in SmallModel().named_parameters()}
     optimizer = build_optimizer(OPTIM, "adamw_fp32", master_weights.items())
     norms = []
@@ -287,7 +288,7 @@ def test_master_weights_equal_those_of_one_process(tmp_path, num_ranks, mode, sy
 
 
 def train_beside_frozen_weights(rank: int) -> dict[str, Any]:
-    """Train only the biases and the norm. The matrices are frozen, as under LoRA. Return what the test checks."""
+    """Train only the biases and the norm, with frozen matrices as under LoRA. Return results for the test by name."""
     install_stand_in()
     strategy = Fp8ParamsStrategy("fsdp_full", Accelerator(cpu=True), ParallelConfig(fp8_params=True), torch.float32, 2)
     model = SmallModel()

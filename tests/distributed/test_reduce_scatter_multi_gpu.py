@@ -1,4 +1,4 @@
-"""Our reduce-scatter gives the same losses as FSDP2's and reserves less memory, as its shards reuse freed memory."""
+"""Our reduce-scatter gives FSDP2's losses and reserves less memory, because gradient shards reuse freed memory."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def change_to_folder_of_rank(folder: Path) -> None:
-    """Change to a subfolder of `folder` that only this rank uses, as on hosts without a shared disk."""
+    """Change to a subfolder of `folder` that no other rank uses, as on hosts without a shared disk."""
     rank_folder = folder / os.environ["RANK"]
     rank_folder.mkdir(exist_ok=True)
     os.chdir(rank_folder)

@@ -1,5 +1,5 @@
-"""Fused accumulation of weight gradients on two gloo ranks: the losses equal those without it. The tests also count the
-GEMMs that add to the gradient themselves, and FSDP2's all-gathers of weights.
+"""Fused accumulation of weight gradients on two gloo ranks: the losses equal those without fusion. The tests also count
+the GEMMs that add to the gradient themselves, and FSDP2's all-gathers of weights.
 
 Stand-ins for Transformer Engine's modules follow its rules for `main_grad`, the buffer to which GEMMs add weight
 gradients. DDP, FSDP2 and the optimizer are real.
@@ -49,8 +49,8 @@ def strategy_of(mode: str, options: ParallelConfig) -> DistributedStrategy:
 
 
 def train(rank: int, mode: str, in_gemms: bool, sync_every_micro_batch: bool) -> dict[str, Any]:
-    """Train with SGD. If `in_gemms`, GEMMs add weight gradients to `main_grad`; otherwise autograd adds them up. Return
-    the losses, the gradients of the first step, and the counts that the tests check.
+    """Train with SGD under the sharding `mode`. If `in_gemms`, GEMMs add weight gradients to `main_grad`; otherwise
+    autograd adds weight gradients up. Return losses, gradients of the first step, and the counts that the tests check.
     """
     fused = []
     with pytest.MonkeyPatch.context() as patch:
@@ -120,7 +120,7 @@ def test_losses_and_gradients_equal_those_without_sharding_and_fusion(runs, mode
 
 @pytest.mark.parametrize("mode", MODES)
 def test_fused_micro_batches_are_those_without_reduction(runs, mode):
-    """The first micro-batch has no gradient to add to. In the last one, DDP needs the gradient from autograd."""
+    """The first micro-batch has no gradient to add to. In the last micro-batch, DDP needs autograd's gradient."""
     num_fused_passes = MICRO_BATCHES - (2 if mode == "ddp" else 1)
     expected = WEIGHTS_PER_LAYER * tiny_config().num_hidden_layers * num_fused_passes * STEPS
     assert [result["num_fused"] for result in runs(mode)] == [expected] * RANKS

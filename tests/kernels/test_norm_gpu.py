@@ -1,6 +1,6 @@
-"""The norm kernels of Transformer Engine and of cuDNN are correct, and each runs for the widths that should use it.
+"""The norm kernels of Transformer Engine and of cuDNN are correct, and run for the widths for which they are chosen.
 
-Transformer Engine reads which of them to use once per process. So this module is also a program that measures some
+Transformer Engine reads once per process which norm kernels to use. So this module is also a program that measures some
 widths (`python -m tests.kernels.test_norm_gpu WIDTH ...`) and prints a line of JSON per width and number of tokens.
 """
 
@@ -34,7 +34,7 @@ EPSILON = 1e-5
 
 
 def reference(layer: nn.Module, inputs: Tensor, gradient: Tensor) -> list[Tensor]:
-    """Compute norm and linear layer in fp32. Return the output and the gradients of inputs and norm weight."""
+    """Compute norm and linear layer in fp32. Return the output, and the gradients of inputs and norm weight."""
     weight, scale = (value.detach().float().requires_grad_() for value in (layer.weight, layer.layer_norm_weight))
     exact = inputs.detach().float().requires_grad_()
     output = nn.functional.linear(nn.functional.rms_norm(exact, (inputs.shape[-1],), scale, EPSILON), weight)
@@ -43,7 +43,9 @@ def reference(layer: nn.Module, inputs: Tensor, gradient: Tensor) -> list[Tensor
 
 
 def measure(width: int, num_tokens: int, fp8: bool) -> dict[str, object]:
-    """Compare the fourth step, for which delayed scaling has scales, with fp32. Return differences and norm kernels."""
+    """Run four steps of a norm with a linear layer. By the fourth, delayed scaling has scales. Return the relative
+    differences of the fourth step from fp32, and the names of the norm kernels that ran.
+    """
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling
 

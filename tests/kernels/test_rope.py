@@ -30,7 +30,9 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def hf_split_rope(fused, angles, num_heads, num_kv_heads, cu_seqlens=None):
-    """Split `fused` into q, k, v; rotate q and k by Hugging Face's function. `angles` may cover only part of a head."""
+    """Split the projection `fused` into q, k and v, and rotate q and k with Hugging Face's function. `angles` may cover
+    only a part of each head. Positions count from 0 in each document.
+    """
     rotary_dim = angles.shape[-1]
     positions = (
         torch.arange(fused.shape[-2]).expand(fused.shape[:-1]) if cu_seqlens is None else positions_of(cu_seqlens)
@@ -67,7 +69,7 @@ def stand_in_kernel(monkeypatch):
 
 
 def train(family, layout, recompute):
-    """Return the loss and the gradients of an fp32 model that is built from the stand-ins of TE's modules."""
+    """Return loss and gradients of an fp32 model of `family`, built from stand-ins for TE's modules, by name."""
     model = te_llama.build_te_model(family_config(family), torch.float32, "cpu")
     fill_weights(Model(model))
     if recompute:

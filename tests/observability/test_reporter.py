@@ -1,4 +1,4 @@
-"""The reporter: its numbers are read back from every file and tracker to which it writes them."""
+"""The reporter. The tests read its numbers back from every file and tracker to which it writes."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_resumed_run_continues_its_wandb_run(tmp_path: Path, monkeypatch: pytest
 
 
 def test_failure_of_wandb_does_not_end_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """wandb fails as on a full disk, and so does its log file. Neither failure may print a traceback."""
+    """wandb fails as on a full disk, and so does wandb's log file. Neither failure may print a traceback."""
     import wandb
 
     def full(*_: object, **__: object) -> None:

@@ -166,7 +166,9 @@ def test_initialize_state_does_not_change_training(wrapped, kind, accelerator):
 
 
 def restore_state(optimizer, named_parameters, stopped, stopped_parameters):
-    """Copy `stopped_parameters` to `named_parameters` by name, and the state of `stopped` to `optimizer`."""
+    """Copy weights and optimizer state from a stopped training to a new one. `stopped` is the optimizer that updated
+    `stopped_parameters`, and `optimizer` the one that will update `named_parameters`: pairs (name, parameter).
+    """
     saved = optimizer_tensors(stopped, stopped_parameters)
     weights = dict(stopped_parameters)
     with torch.no_grad():
@@ -201,7 +203,7 @@ def test_training_from_restored_state_continues_bit_for_bit(kind):
 
 
 def train_with_scaled_gradients(kind, max_norm, steps):
-    """Train, and clip the gradients without the code under test. Return the model and the norms before clipping."""
+    """Train, and clip gradients by plain multiplication. Return the model and the gradient norms before clipping."""
     model, optimizer = make_model_and_optimizer(kind=kind)
     norms = []
     for step in range(steps):
@@ -242,7 +244,7 @@ def test_clip_and_step_equals_scaling_the_gradients(kind, wrapped, max_norm, acc
 
 
 def test_clip_and_step_under_fp16s_gradient_scaler(accelerator):
-    """Norm and clipping refer to unscaled gradients. A step with an overflow is skipped."""
+    """Norm and clipping refer to gradients without the scaler's factor. A step with an overflow is skipped."""
     expected, norms_before = train_with_scaled_gradients("adamw_fp32", 0.7, 3)
     model, plain = make_model_and_optimizer()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

@@ -18,7 +18,7 @@ def coefficients_of(step):
 
 
 def make_master(shape, dtype, any_magnitude=False):
-    """Return weight, gradient and MasterAdamW state on the GPU. If `any_magnitude`, weights have random bits."""
+    """Return weight, gradient and MasterAdamW state on the GPU. If `any_magnitude`, the weight has random bits."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal():
@@ -38,7 +38,7 @@ def make_master(shape, dtype, any_magnitude=False):
 
 
 def make_eight_bit(shape, dtype, device="cuda"):
-    """Return a weight, its gradient and a state of EightBitAdamW with non-zero moments, the same on every device."""
+    """Return weight, gradient and EightBitAdamW state with non-zero moments, with the same numbers on every device."""
     generator = torch.Generator().manual_seed(0)
 
     def normal():
@@ -104,7 +104,7 @@ def test_kernel_handles_all_magnitudes_and_non_finite_gradients(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(1,), (1000,), (4096,), (4352,), (5003,), (257, 1280), (2**20,)], ids=str)
 def test_eight_bit_kernel_equals_the_torch_implementation_bit_for_bit(shape, dtype, clipped):
-    """The reference runs on the CPU."""
+    """The torch implementation runs on the CPU."""
     ours, reference = make_eight_bit(shape, dtype), make_eight_bit(shape, dtype, "cpu")
     scale = torch.tensor(0.37) if clipped else None
     for step in range(1, 4):
@@ -139,7 +139,7 @@ def test_eight_bit_kernel_rounds_to_the_right_code_at_every_limit():
 
 @pytest.mark.parametrize("kind", ["adamw_master", "adamw_8bit"])
 def test_allocated_memory_matches_bytes_per_parameter(kind):
-    """Memory between steps is as `OPTIMIZERS` declares. A step with clipping needs less than 16 MiB more."""
+    """`OPTIMIZERS` declares the memory between steps. A step with clipping needs less than 16 MiB more."""
     matrices = {
         f"layer_{i}": torch.nn.Parameter(torch.zeros(2**13, 2**12, device="cuda").bfloat16()) for i in range(16)
     }

@@ -1,4 +1,6 @@
-"""The certificate: verdicts on made-up steps with real kernel names, and the consequences of a verdict in a run."""
+"""The certificate, which judges by the kernels of a step whether a run has the requested precision. Tests of verdicts
+on made-up steps with real kernel names, and of the consequences of a verdict in a run.
+"""
 
 from __future__ import annotations
 
@@ -191,7 +193,7 @@ class DelayedScaling:
 
 
 def te_linear(in_fp8: bool, largest: float = 2.0) -> nn.Linear:
-    """Return a layer with the attributes of a TE module after a step; `largest` is the latest amax of its inputs."""
+    """Return a layer with the attributes that a TE module has after a step. `largest` is the latest amax of inputs."""
     module = nn.Linear(4, 4)
     module.fp8, module.fp8_meta = in_fp8, {}
     if in_fp8:
@@ -218,7 +220,7 @@ def test_bf16_run_reads_the_state_of_all_te_linear_modules():
 
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, tuple[int, float]]) -> None:
-    """Make a run on the CPU behave as if its recorded step had run `kernels`: name -> (count, seconds)."""
+    """Make a run on the CPU record `kernels`, a dict from kernel name to (count, seconds), as if it used a GPU."""
     profile = StepProfile(span_s=0.1, work_s=0.1, kernels=kernels)
 
     @contextlib.contextmanager
@@ -260,7 +262,7 @@ def test_failed_certificate_ends_the_run_with_code_1(tiny_model, rows, tmp_path,
 
 
 def _pretend_fp8_on_rank_1() -> None:
-    """Make this rank's bf16 run record fp8 kernels if it is rank 1."""
+    """Make the bf16 run of this process record fp8 kernels on rank 1, and bf16 kernels on other ranks."""
     import os
 
     pretend_gpu(pytest.MonkeyPatch(), FP8_STEP if os.environ["RANK"] == "1" else BF16_STEP)

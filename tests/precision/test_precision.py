@@ -1,4 +1,4 @@
-"""Precision on a machine without an fp8 GPU: the plan, refused options, and modules that stay in bf16."""
+"""Precision on a machine without an fp8 GPU: the chosen precision, refused options, and modules that stay in bf16."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def test_bf16_with_fp32_parameters_computes_in_bf16():
 
 
 def install_te(monkeypatch):
-    """Install the stand-in for TE, and set `fp8_meta` on the base class of its linear modules, as TE does."""
+    """Install the stand-in for TE, and set `fp8_meta` on the base class of the linear modules, as TE does."""
     stand_in_te.install_stand_in(monkeypatch)
     monkeypatch.setattr(stand_in_te._LinearModule, "fp8_meta", {}, raising=False)
 
 
 def te_precision(scenario: str = "delayed", inner: int = 96, **options):
-    """Return a TE decoder with MLPs of width `inner`, and the `Precision` of an fp8 run, not yet attached to it."""
+    """Return a TE decoder with MLPs of width `inner`, and the `Precision` of an fp8 run, which the test must attach."""
     model = te_llama.build_te_model(tiny_config(hidden_size=64, intermediate_size=inner), torch.bfloat16, CPU)
     plan = PrecisionPlan("fp8", "fp8", effective_scenario=scenario, recipe=object(), backend="te")
     return model, Precision(plan, PrecisionConfig(mixed_precision="fp8", **options), CPU, torch.bfloat16)
@@ -66,7 +66,7 @@ def te_precision(scenario: str = "delayed", inner: int = 96, **options):
     ],
 )
 def test_te_modules_of_unsupported_sizes_stay_in_bf16(scenario, inner, misfits, monkeypatch):
-    """Transformer Engine raises an error if a module of such a size computes in fp8."""
+    """Transformer Engine would raise an error if a module with an unsupported size computed in fp8."""
     install_te(monkeypatch)
     entered = []
     monkeypatch.setattr(TEBackend, "autocast", lambda _, enabled: entered.append(enabled) or contextlib.nullcontext())
@@ -97,7 +97,7 @@ def test_linear_layers_of_unsupported_sizes_are_not_swapped(monkeypatch):
 
 @pytest.mark.parametrize("recast", [False, True])
 def test_fp8_recast_weights_stores_no_cast(recast, monkeypatch):
-    """Later micro-batches and the backward pass cast the weights again, as TE does for weights of FSDP2."""
+    """With the option, every forward and backward pass casts the weights again, as TE does for weights of FSDP2."""
     install_te(monkeypatch)
     monkeypatch.setattr(TEBackend, "autocast", lambda *_, **__: contextlib.nullcontext())
     model, precision = te_precision(fp8_recast_weights=recast)

@@ -34,7 +34,7 @@ def test_options_reach_the_recipe(device):
 
 
 def test_block_scales_are_fp32_numbers_on_hopper(device):
-    """Scales restricted to powers of two would lose precision."""
+    """The scales must not be restricted to powers of two, because that would lose precision."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("only Hopper's GEMMs support fp32 block scales")
     model, precision, _ = build(fp8(fp8_scenario="block"), device)
@@ -94,7 +94,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(scenario, use_te, devic
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
 def test_recomputation_does_not_change_the_scales(use_te, every, reentrant, device, monkeypatch):
-    """Each micro-batch adds one row to every amax history. Its forward and backward pass each reduce the amax once."""
+    """Each micro-batch adds one entry to every amax history. Each forward or backward pass reduces the amax once."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     reductions: list[bool] = []
@@ -127,7 +127,7 @@ def test_recomputation_does_not_change_the_scales(use_te, every, reentrant, devi
 
 
 def test_restored_scales_give_the_same_losses(device):
-    """Delayed scaling continues from saved scales and amax histories. Without them the losses differ."""
+    """Delayed scaling continues from saved scales and amax histories. Without the saved state the losses differ."""
     batch = packed_batch(device)
     model, precision, _ = build(fp8(), device)
     for _ in range(3):

@@ -46,7 +46,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def convert_model(scenario: str, **changes: object) -> tuple[nn.Module, Precision]:
-    """Return a small bf16 model with torchao's linear layers, and its `Precision`, which has the recipe `scenario`."""
+    """Convert a small model to torchao's fp8 recipe `scenario`. `changes` are entries of its config that differ."""
     options = PrecisionConfig(mixed_precision="fp8", fp8_backend="torchao", fp8_scenario=scenario)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(**changes), dtype=torch.bfloat16)
@@ -172,7 +172,7 @@ def test_fp8_params_gathers_fp8_weights_and_resumes_exactly(tiny_model, rows, lo
 
 
 class MixedLayers(nn.Module):
-    """One layer that is converted, and three that are not."""
+    """A model with one layer that the conversion replaces, and three that the conversion skips."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ BF16_KERNEL = "nvjet_sm90_ttt_128x256_64x4_2x1_v_bz_coopA_TNT"
 
 
 def pretend_hardware(model: nn.Module, scenario: str) -> None:
-    """Replace the configuration of torchao's modules by the one that they have on a GPU, without emulation."""
+    """Configure torchao's modules for the recipe `scenario` as on a GPU, without emulation."""
     for module in TorchaoBackend().linears_of(model).values():
         module.config = build_config(scenario, emulate=False)
 

@@ -1,8 +1,8 @@
 """The commands of the README, and of the guide with which this project began, run with their real shapes. Two commands
 with the same options run once.
 
-The tests add options for random weights, three steps and no export, and replace the dataset by a folder of the same
-form. W&B is offline, or dropped if it is not installed. The guide's Qwen2.5-14B gets a smaller optimizer and
+The tests add options for random weights, three steps and no export, and replace the dataset by a folder with the same
+columns. W&B is offline, or dropped if it is not installed. The guide's Qwen2.5-14B gets a smaller optimizer and
 recomputation, to fit into a GPU of 141 GB.
 """
 
@@ -39,12 +39,12 @@ NEEDED_GIB = {"meta-llama/Meta-Llama-3.1-8B": 130.0, "Qwen/Qwen2.5-14B": 130.0}
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory) -> Path:
-    """Write a folder that replaces nvidia/OpenMathInstruct-2."""
+    """Write and return a folder with rows like those of nvidia/OpenMathInstruct-2."""
     return write_dataset(tmp_path_factory.mktemp("dataset"))
 
 
 def changed_options(name: str, dataset: Path, folder: Path) -> list[str]:
-    """Return the options of the documented command `name`, changed as this file's docstring says."""
+    """Return the options of the documented command `name`, with the changes that this file's docstring describes."""
     options = [*options_of(TESTED_COMMANDS[name]), f"--dataset_name={dataset}"]
     if importlib.util.find_spec("wandb") is None and "--use_wandb" in options:
         options.remove("--use_wandb")
@@ -59,7 +59,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def check(name: str, process: subprocess.CompletedProcess[str], folder: Path, record_property) -> None:
-    """Check that the run took three steps in the requested precision, as its kernels show."""
+    """Check that the command took three steps, and that the kernels ran in the requested precision."""
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
     precision, summary, records = run_json(folder)["precision"], summary_json(folder), steps(folder)
     requested = config_of(TESTED_COMMANDS[name]).precision
@@ -86,7 +86,7 @@ def test_documented_command_trains_in_its_precision(name, dataset, tmp_path, rec
 
 
 def test_missing_split_is_refused_in_one_sentence(dataset, tmp_path):
-    """The dataset on the hub has no split "test" either."""
+    """Neither the replaced dataset nor the folder has a split "test"."""
     process = run([sys.executable, "train_fp8.py", *changed_options("split_test", dataset, tmp_path / "run")])
     assert process.returncode == 2 and "Traceback" not in process.stderr
     assert process.stderr.splitlines()[-1].startswith("error: --split_name test:")

@@ -55,7 +55,7 @@ def test_every_named_file_exists(document):
 
 
 class _ParserCalled(BaseException):
-    """Raised instead of parsing. Its `args` are the parser and the command line."""
+    """An error that replaces parsing. The attribute `args` has the parser and the command line."""
 
 
 def parser_of(program: str, argv: list[str]) -> tuple[argparse.ArgumentParser, list[str]]:

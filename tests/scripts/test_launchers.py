@@ -41,7 +41,7 @@ def stand_in(tmp_path) -> str:
 
 
 def argv_of(script: str, python: str, *options: str) -> list[str]:
-    """Return the arguments with which a script starts Python. CDPATH is set, and must not mislead the script's `cd`."""
+    """Return the arguments with which a script starts Python. The variable CDPATH must not mislead `cd`."""
     variables = {**os.environ, "PYTHON": python, "NPROC_PER_NODE": "2", "CDPATH": ".:/"}
     command = [f"scripts/{script}.sh", *options]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
@@ -121,7 +121,7 @@ def test_accelerate_configuration_has_the_precision_and_mode_of_its_name(monkeyp
 
 @pytest.fixture
 def environment(stand_in):
-    """Return an environment without a launcher's variables, in which Python is the stand-in."""
+    """Return environment variables without those of a launcher, and with the stand-in as Python."""
     names = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MAX_RESTARTS", "WORLD_SIZE", "RANK", "GPU_NUM")
     inherited = {name: value for name, value in os.environ.items() if name not in names}
     return inherited | {"PYTHON": stand_in, "NPROC_PER_NODE": "1"}

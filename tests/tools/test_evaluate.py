@@ -1,4 +1,4 @@
-"""Exact match of exported models: which answers are correct, the held-out rows of a run, and generation."""
+"""Exact match of exported models: the check of answers, the held-out rows of a run, and generation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_prompt_ends_before_the_last_supervised_span():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, rows) -> Path:
-    """Train briefly and return the run's folder. The RoPE (longrope) of the model changes beyond 100 tokens."""
+    """Train briefly and return the run's folder. The model's RoPE (longrope) changes beyond 100 tokens."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     rope = LONGROPE | {"original_max_position_embeddings": 100}
     model = write_model(folder.parent / "model", rope_parameters=rope, initializer_range=0.3)

@@ -1,5 +1,5 @@
-"""The certificate of a transformers Trainer under every launch of Accelerate. The Trainer and Accelerate are real. A
-stand-in replaces Transformer Engine, and the kernels that ran are made up.
+"""The callback that checks in which precision a transformers Trainer ran, under each kind of launch by Accelerate. The
+Trainer and Accelerate are real. A stand-in replaces Transformer Engine, and the kernels that ran are made up.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ACTIVE_RECIPES: list[Any] = []
 
 
 def _recipe(name: str, defaults: dict[str, Any]) -> type:
-    """Return a recipe class whose fields and their defaults are `defaults`. It ignores other keyword arguments."""
+    """Return a recipe class called `name` with the fields `defaults`. The class ignores other keyword arguments."""
 
     def initialise(self: Any, **values: Any) -> None:
         self.__dict__.update({key: values.get(key, default) for key, default in defaults.items()})
@@ -55,7 +55,7 @@ MXFP8BlockScaling = _recipe("MXFP8BlockScaling", {"margin": 0, "fp8_format": For
 
 
 class Linear(nn.Linear):
-    """Stand in for te.Linear: `fp8` and `fp8_meta` describe its last forward pass, as in Transformer Engine."""
+    """Stand in for te.Linear: `fp8` and `fp8_meta` describe the latest forward pass, as in Transformer Engine."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, params_dtype: torch.dtype | None = None
@@ -128,7 +128,7 @@ EXPECTED = NUM_LINEARS * 3 * MICRO_BATCHES
 
 @pytest.fixture
 def fake_kernels(monkeypatch):
-    """Return a function that takes {kernel name: count} and makes the recorded step report these kernels."""
+    """Return a function that takes a dict {kernel name: count} and makes the recorded step report these counts."""
 
     def report(kernels: dict[str, int]) -> None:
         times = {name: (count, count * 1e-5) for name, count in kernels.items()}
@@ -141,8 +141,8 @@ def fake_kernels(monkeypatch):
 
 @pytest.fixture
 def train(monkeypatch, tmp_path, fake_kernels):
-    """Return a function that trains a tiny model for three steps and returns the Trainer. It sets the environment
-    variables `launch`, and unsets those in `missing` before training. The callback sees `kernels` in the recorded step.
+    """Return a function that trains a tiny model for three steps and returns the Trainer. The function sets the
+    variables `launch`, and unsets the variables named in `missing` before training. `kernels` replaces recorded kernels.
     """
     install_stand_in_te(monkeypatch)
 
@@ -272,7 +272,7 @@ def test_training_without_the_launchers_variables_fails(train, capsys):
 
 
 def test_bf16_flag_keeps_fp8_kernels_but_drops_the_recipe(train, capsys):
-    """ACCELERATE_FP8_BACKEND alone converts the model. Transformer Engine gets no recipe and uses its default."""
+    """The variable ACCELERATE_FP8_BACKEND alone makes Accelerate convert the model. TE uses its default recipe."""
     trainer = train(FP8_LAUNCH, {FP8_KERNEL: EXPECTED}, bf16=True)
     assert trainer.accelerator.mixed_precision == "bf16"
     assert trainer.certificate_callback.certificate.verdict == "certified"
@@ -286,7 +286,7 @@ def test_bf16_flag_keeps_fp8_kernels_but_drops_the_recipe(train, capsys):
 
 
 def test_several_gpus_in_one_process_are_an_error_after_a_warning(train, monkeypatch, capsys):
-    """The Trainer then wraps the model in nn.DataParallel and prepares the optimizer without the model."""
+    """With several GPUs the Trainer wraps the model in nn.DataParallel and prepares the optimizer without the model."""
     monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
     with pytest.raises(ValueError, match="must pass a model and an optimizer together"):
         train(FP8_LAUNCH, {BF16_KERNEL: EXPECTED})
@@ -301,7 +301,7 @@ def test_amax_algorithm_most_recent_is_only_a_remark(train):
 
 
 def test_gradient_checkpointing_fails_the_certificate(train, capsys):
-    """The backward pass recomputes the layers outside Accelerate's autocast, so not in fp8."""
+    """The backward pass recomputes the layers outside Accelerate's autocast, and therefore not in fp8."""
     with pytest.raises(SystemExit):
         train(FP8_LAUNCH, {FP8_KERNEL: EXPECTED}, gradient_checkpointing=True)
     error = capsys.readouterr().err
@@ -310,7 +310,7 @@ def test_gradient_checkpointing_fails_the_certificate(train, capsys):
 
 
 def test_tied_lm_head_missing_from_the_optimizer_ends_the_run(train, capsys):
-    """Accelerate's conversion unties the lm_head: its new weight is in no optimizer."""
+    """Accelerate's conversion unties the lm_head and so creates a new weight, which no optimizer updates."""
     with pytest.raises(SystemExit):
         train(FP8_LAUNCH, {FP8_KERNEL: EXPECTED}, model={"tie_word_embeddings": True})
     reason = "the optimizer does not hold 1 of the parameters that require a gradient, such as lm_head.weight"
@@ -318,8 +318,9 @@ def test_tied_lm_head_missing_from_the_optimizer_ends_the_run(train, capsys):
 
 
 def test_layers_that_the_conversion_skipped_are_a_remark(train):
-    """Accelerate stops converting a decoder layer at the first projection that fp8 does not support, here the key
-    projection with 8 rows. It therefore skips the output projection, although fp8 supports that one.
+    """Accelerate converts the projections of an attention module in order, until it meets one that fp8 does not support.
+    Here the key projection is not supported, because the weight has 8 rows. The output projection comes later and is
+    skipped, although fp8 supports it.
     """
     expected = 9 * 3 * MICRO_BATCHES
     certificate = train(FP8_LAUNCH, {FP8_KERNEL: expected}, model={"head_dim": 8}).certificate_callback.certificate
@@ -336,7 +337,7 @@ NUM_IN_TORCHAO = NUM_LINEARS - 2
 
 
 def test_torchao_weights_missing_from_the_optimizer_fail_the_certificate(train):
-    """Accelerate enables torchao's fp8 all-gather even without FSDP, and so each weight becomes a new parameter."""
+    """Accelerate enables torchao's fp8 all-gather even without FSDP, which replaces each weight by a new parameter."""
     with pytest.raises(SystemExit):
         train(TORCHAO_LAUNCH, {FP8_KERNEL: NUM_IN_TORCHAO * 3 * MICRO_BATCHES}, learning_rate=1e-2)
     trainer = train.latest
@@ -356,7 +357,7 @@ def test_torchao_weights_missing_from_the_optimizer_fail_the_certificate(train):
 
 
 def test_torchao_without_fp8_all_gather_is_certified_unless_a_kernel_is_missing(train, monkeypatch, capsys):
-    """LLaMA-Factory and axolotl intend this configuration: torchao without the fp8 all-gather of FSDP."""
+    """LLaMA-Factory and axolotl are meant to configure torchao in this way, without the fp8 all-gather of FSDP."""
     original = Accelerator.__init__
     handlers = [AORecipeKwargs(config=Float8LinearConfig.from_recipe_name("rowwise"))]
     monkeypatch.setattr(
@@ -374,7 +375,7 @@ def test_torchao_without_fp8_all_gather_is_certified_unless_a_kernel_is_missing(
 
 
 def test_axolotl_plugin_adds_the_callback(monkeypatch):
-    """A stand-in replaces axolotl's base class of plugins."""
+    """A stand-in replaces the class in axolotl from which plugins inherit."""
     base = ModuleType("axolotl.integrations.base")
     base.BasePlugin = type("BasePlugin", (), {})  # type: ignore[attr-defined]
     for name in ("axolotl", "axolotl.integrations"):
@@ -419,7 +420,7 @@ def test_requested_precision_prefers_the_argument_then_the_launcher(tmp_path):
     assert requested_precision(None, {**FP8_LAUNCH, **BF16_LAUNCH}, arguments) == "bf16"
 
 
-def test_example_trains_the_embedded_model_under_accelerate_launch(tmp_path, monkeypatch):
+def test_example_trains_the_bundled_model_under_accelerate_launch(tmp_path, monkeypatch):
     """The test runs the command that `accelerate launch` would run, with the same environment variables."""
     options = "--max_steps 3 --num_of_samples 64 --max_seq_length 64 --logging_steps 1 --learning_rate 1e-3".split()
     example = ["examples/hf_trainer_fp8.py", *options, "--report_to=none", f"--output_dir={tmp_path}"]

@@ -1,5 +1,5 @@
-"""transformers' Trainer under accelerate launch on a GPU: its certificate, set-ups that lose fp8, and the entries of
-fp8_config that Transformer Engine uses.
+"""transformers' Trainer under accelerate launch on a GPU: the precision of the kernels is certified, set-ups that lose
+fp8 fail, and Transformer Engine uses the documented entries of fp8_config.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MICRO_BATCHES = 2
 def run_example(
     config: Path | str, model: Path, folder: Path, *options: str, program: list[str] | None = None
 ) -> subprocess.CompletedProcess:
-    """Run the example, or another program with the example's options, under accelerate launch."""
+    """Run `program`, by default the Trainer example, with the example's options under accelerate launch."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     command += program or ["examples/hf_trainer_fp8.py"]
     arguments = f"--model_name {model} --dataset_name {DATASET_DIR} --num_of_samples 256 --max_seq_length 256"
@@ -46,7 +46,9 @@ def losses(folder: Path) -> list[float]:
 
 
 def write_fp8_launch_file(folder: Path, **fp8_config: object) -> Path:
-    """Write a copy of configs/accelerate_fp8.yaml to `folder`, with new entries in its fp8_config. Return its path."""
+    """Write to `folder` a copy of configs/accelerate_fp8.yaml in which the given entries of the section fp8_config are
+    replaced. Return the path of the copy.
+    """
     content = yaml.safe_load((ROOT / "configs" / "accelerate_fp8.yaml").read_text())
     content["fp8_config"].update(fp8_config)
     path = folder / "fp8.yaml"
@@ -111,7 +113,7 @@ def test_trainer_that_lost_fp8_ends_with_code_1(patch, model_folder, tmp_path, r
 
 
 def test_gradient_checkpointing_ends_the_run(model_folder, tmp_path, record_property):
-    """Layers are recomputed outside the autocast. Either torch's checkpointing or the certificate must notice."""
+    """Layers are recomputed outside the fp8 autocast. Either torch's checkpointing or the certificate must fail."""
     done = run_example("configs/accelerate_fp8.yaml", model_folder, tmp_path, "--gradient_checkpointing", "true")
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ") or "Error: " in line]
     record_property("last_errors", [line for line in errors if not line.startswith("subprocess.")][-3:])
@@ -120,7 +122,7 @@ def test_gradient_checkpointing_ends_the_run(model_folder, tmp_path, record_prop
 
 
 def test_bf16_flag_keeps_fp8_but_drops_the_recipe_of_the_file(model_folder, tmp_path, record_property):
-    """TE then computes in fp8 with its default recipe. The certificate fails if the launch file has another recipe."""
+    """With --bf16, TE uses its default fp8 recipe. The certificate fails if the launch file has another recipe."""
     default = run_example("configs/accelerate_fp8.yaml", model_folder, tmp_path / "default", "--bf16", "true")
     assert default.returncode == 0, default.stderr
     assert certificate_of(tmp_path / "default")["verdict"] == "certified"
@@ -157,7 +159,7 @@ def test_certify_step_accepts_only_the_precision_of_the_step(device):
 
 
 def test_transformer_engine_uses_the_documented_entries_of_fp8_config(monkeypatch):
-    """Only TE itself shows what it does with these keys. `tests/config/test_accelerate_launch.py` tests the others."""
+    """The effect of an entry shows only in the recipe that TE creates from the entries of fp8_config."""
     from accelerate.utils import TERecipeKwargs
     from accelerate.utils.transformer_engine import apply_fp8_autowrap
     from transformer_engine.common import recipe as recipes

@@ -1,4 +1,4 @@
-"""The W&B dashboard: its keys exist among the metrics and in an offline run, and W&B's client accepts its view."""
+"""The W&B dashboard: the keys exist among the metrics and in an offline run, and W&B's client accepts the view."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_offline_run_contains_every_label_and_only_known_metrics(tmp_path, monke
 
 @pytest.fixture
 def views(monkeypatch) -> dict[str, ws.Workspace]:
-    """Replace W&B's server by a dict from address to saved view. Every view is saved at the same address."""
+    """Replace W&B's server by a dict from address to view, and return the dict. All views have the same address."""
     address = "https://wandb.ai/team/llm-fp8?nw=abc"
     views: dict[str, ws.Workspace] = {}
     monkeypatch.setattr("llm_fp8.observability.trackers.require_wandb_login", lambda program: None)

@@ -1,4 +1,4 @@
-"""The comparison's figures, verdicts, differences, plans and HTML page, from made-up runs and from trained ones."""
+"""The comparison of runs: figures, verdicts, differences, plans and HTML page, for made-up and for trained runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TRAIN += " --no_export"
 
 
 def three_runs(variant: str, rate: float, losses: list[float], **changes: Any) -> list[RunRecord]:
-    """Return made-up runs with seeds 1, 2, ..., one for each loss, at about `rate` tokens/s."""
+    """Return a made-up run for each of `losses`, with seeds 1, 2, ... and a speed of about `rate` tokens/s."""
     return [made_up_run(variant, seed, rate, loss, **changes) for seed, loss in enumerate(losses, start=1)]
 
 
@@ -63,7 +63,7 @@ def test_time_to_bf16s_final_loss_ends_at_the_first_step_that_reaches_it():
 
 
 def test_speeds_are_paired_by_seed():
-    """A run without a measured speed must not shift the pairs."""
+    """If a run has no measured speed, its pair is left out, and the other pairs stay those of equal seeds."""
     base = [made_up_run("bf16", seed, rate) for seed, rate in ((1, 1e5), (2, 2e5), (3, 4e5))]
     fp8 = [made_up_run("delayed", seed, 1.3 * rate) for seed, rate in ((1, 1e5), (2, 2e5), (3, 4e5))]
     without_speed = [dataclasses.replace(run, summary={}) for run in (fp8[0], base[2])]
@@ -208,7 +208,7 @@ def test_certificate_of_a_variant_is_that_of_its_worst_run():
 
 
 def with_entry(run: RunRecord, section: str, path: list[str], value: Any) -> RunRecord:
-    """Return `run` with one entry of its run.json replaced: the one at the keys `path` inside `section`."""
+    """Return a copy of `run` whose run.json has `value` at the keys `path` inside `section`."""
     stored = json.loads(json.dumps(run.stored))
     inner = stored[section]
     for key in path[:-1]:

@@ -25,7 +25,7 @@ def covers(interval: Interval, truth: float) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_seeds", [2, 5])
 def test_intervals_of_speed_cover_the_true_value_in_95_percent_of_cases(num_seeds):
-    """Speed varies by 2% from run to run. The seed changes it by another 5%, equally for both variants of a pair."""
+    """Speed varies by 2% from run to run. The seed changes the speeds of both runs of a pair by another 5%."""
     random = np.random.default_rng(num_seeds)
     rates, ratios = 0, 0
     for _ in range(NUM_COMPARISONS):
@@ -43,8 +43,8 @@ FASTER = variant_figures("delayed", [made_up_run("delayed", seed, 130_000, 1.0) 
 
 
 def conclusion_shares(num_seeds: int, truth: float, deviation: float = 0.003) -> dict[str, float]:
-    """Return the share of each conclusion among simulated comparisons. The difference of a pair of runs is drawn from
-    a normal distribution with mean `truth` and standard deviation `deviation`.
+    """Return the share of each conclusion among simulated comparisons of `num_seeds` pairs of runs. The loss difference
+    of a pair is drawn from a normal distribution with mean `truth` and standard deviation `deviation`.
     """
     random = np.random.default_rng(num_seeds)
     counts: Counter[str] = Counter()
@@ -70,7 +70,7 @@ def test_much_worse_variant_is_called_worse_more_often_with_more_seeds():
 
 @pytest.mark.parametrize("num_seeds", SEEDS)
 def test_variant_that_is_worse_in_every_seed_is_not_recommended(num_seeds):
-    """A variant within the margin is 'slightly worse'. The reader then decides."""
+    """The verdict on a variant that is worse by less than the allowed margin is 'slightly worse'."""
     shares = conclusion_shares(num_seeds, truth=0.002, deviation=0.0003)
     assert shares.get("use it", 0) < 0.01
     assert shares.get("slightly worse", 0) > 0.95 or num_seeds == 2
@@ -79,7 +79,7 @@ def test_variant_that_is_worse_in_every_seed_is_not_recommended(num_seeds):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_seeds", [3, 5, 20])
 def test_equally_good_answers_are_judged_worse_in_one_case_in_forty(num_seeds):
-    """The difficulty of a problem is the same for all seeds. The exact match varies by 3 points from run to run."""
+    """The difficulty of a problem is the same for all seeds. The exact match varies by 0.03 from run to run."""
     random = np.random.default_rng(num_seeds)
     worse = 0
     for _ in range(NUM_COMPARISONS):

@@ -19,7 +19,7 @@ NUM_LAYERS = 4
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    """Write a small model whose sizes every recipe and cuDNN's attention support."""
+    """Write a small model and return its folder. Every recipe and cuDNN's attention support the model's sizes."""
     return write_model(
         tmp_path_factory.mktemp("diagnose") / "model",
         hidden_size=1024,
@@ -32,7 +32,7 @@ def model(tmp_path_factory) -> str:
 
 
 def diagnose(model: str, folder: Path, *options: str) -> dict:
-    """Run the script as a user does. Check the times and the memory in its JSON report, and return the report."""
+    """Run the script as a user does. Check the times and the memory in the JSON report, and return the report."""
     path = folder / "report.json"
     run = ["--model_name", model, "--max_seq_length", "512", "--batch_size", "4", "--packing", "--json", str(path)]
     run += ["--gradient_accumulation_steps", "2", "--no_merge_micro_batches", *options]

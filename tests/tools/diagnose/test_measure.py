@@ -32,7 +32,7 @@ ATTENTION = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16"
 
 @pytest.fixture
 def diagnose(tiny_model, rows, monkeypatch):
-    """Return a function that takes options and diagnoses the tiny model. Kernels and GPU memory are made up."""
+    """Return a function that takes options and diagnoses the tiny model, with made-up kernel times and GPU memory."""
 
     def run(*options: str, trace: Path | None = None) -> dict[str, Any]:
         reset_accelerator()

@@ -179,7 +179,7 @@ def test_check_that_needs_more_gpus_is_skipped_and_a_crash_is_a_failure(setup):
 
 
 def run_main(monkeypatch, tmp_path: Path, *options: str) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Run verify with `options`. Return its exit code, and the checks in its JSON report by name."""
+    """Run verify with `options`. Return the exit code, and the checks in the JSON report by name."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
     code = main([*options, "--json", str(tmp_path / "verify.json")])

@@ -1,4 +1,4 @@
-"""scripts/verify_fp8.py on a GPU, as a user runs it: a correct machine passes, a wrong environment does not."""
+"""scripts/verify_fp8.py on a GPU, as a user runs it: a machine that is set up correctly passes, others fail."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def verify(path: Path, *options: str, **environ: str) -> tuple[int, dict[str, dict[str, Any]], str]:
-    """Run the script. Return its exit code, the checks in its JSON report by name, and its output."""
+    """Run the script with the variables `environ`. Return exit code, checks in the JSON report by name, and output."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("NVTE_")} | environ
     command = [sys.executable, "scripts/verify_fp8.py", "--json", str(path), *options]
     process = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=580)
@@ -34,7 +34,7 @@ def verify(path: Path, *options: str, **environ: str) -> tuple[int, dict[str, di
 
 @pytest.mark.whole_machine
 def test_every_gpu_check_passes(tmp_path):
-    """The check of packages may fail, because the machine may lack a package that this test does not need."""
+    """The check of installed packages may fail, because the machine may lack a package that the test does not need."""
     _, checks, output = verify(tmp_path / "verify.json")
     for name in ("gpu", "steps", "torchao_steps"):
         assert checks[name]["status"] == "passed", (name, checks[name]["failures"], output)
