@@ -1,4 +1,4 @@
-"""benchmarks/pretrained.py: its plan of runs, and the comparison of their losses."""
+"""benchmarks/pretrained.py: the plan of runs, and the comparison of the runs' losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Variables of `accelerate launch` become our options and are removed. Here Accelerate's own code sets them."""
+"""Variables of `accelerate launch` become our options and are removed. Accelerate's own code sets the variables."""
 
 from __future__ import annotations
 

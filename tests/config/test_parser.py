@@ -206,7 +206,7 @@ def test_tilde_in_a_path_becomes_the_home_folder(tmp_path, monkeypatch):
 
 
 def test_every_option_is_used_in_the_package():
-    """An option counts as used if its name is an attribute or a string outside of llm_fp8/config, which declares it."""
+    """An option counts as used if its name is an attribute or a string outside of llm_fp8/config."""
     names = set(RECIPE_OPTIONS)  # `build_recipe` reads them through the table
     for path in [*ROOT.glob("*.py"), *(ROOT / "llm_fp8").rglob("*.py")]:
         if path.parent == ROOT / "llm_fp8" / "config":

@@ -142,7 +142,7 @@ def test_masks_equal_those_of_transformers_if_a_template_has_generation_marks(te
 
 
 def test_trained_eos_is_the_templates_end_of_an_assistant_turn() -> None:
-    """Rows of plain text use no template. They end with the tokenizer's EOS."""
+    """Rows of plain text use no template, and end with the tokenizer's EOS."""
     ends = {"qwen25 base": "<|im_end|>", "phi3": "<|end|>", "base": "<|eos|>"}
     for name in NAMES:
         tokenizer = tokenizer_of(name)

@@ -1,4 +1,4 @@
-"""Reading datasets: files, folders, patterns, splits, the hub's cache, and the errors for unreadable ones."""
+"""Reading datasets: files, folders, patterns, splits, the hub's cache, and the errors for unreadable datasets."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_validation_rows_with_training_problems_are_left_out(prepare: Any, tmp_p
 
 @PREPARED_AND_STREAM
 def test_eval_dataset_replaces_held_out_rows(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
-    """No training row is held out, and --columns applies to both datasets."""
+    """No training row is held out then, and --columns applies to both datasets."""
     questions = [{"question": f"What is {i}?", "answer": str(i)} for i in range(9)]
     write_jsonl(tmp_path / "a" / "train.jsonl", [{**row, "question": f"{row['question']} Or?"} for row in questions])
     write_jsonl(tmp_path / "b" / "test.jsonl", questions)
@@ -197,7 +197,7 @@ def test_unusable_dataset_is_refused_with_its_name(prepare: Any, tmp_path: Path,
 
 @PREPARED_AND_STREAM
 def test_columns_option_maps_other_names(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
-    """The batches equal those with default column names. `--columns=problem=question` ignores a column `problem`."""
+    """The batches equal those with default column names. With problem=question, a column `problem` is ignored."""
     renamed = [
         {"question": r["problem"], "problem": "no", "answer": r["generated_solution"], "text": "x"} for r in MIXED
     ]

@@ -1,6 +1,6 @@
 """fp8 parameters under FSDP2: master weights, gradients, scales and all-gathers on several processes.
 
-Transformer Engine needs a GPU, so a stand-in replaces its `Float8Tensor`. The stand-in has the same hooks for FSDP2,
+Transformer Engine needs a GPU, so a stand-in replaces TE's `Float8Tensor`. The stand-in has the same hooks for FSDP2,
 shares its scale with its views as TE's tensor does, and casts with torch. FSDP2, DTensor, the optimizer and the
 collectives are real. test_command_line_multi_gpu.py tests fp8 parameters with TE itself.
 """

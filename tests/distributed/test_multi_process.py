@@ -69,7 +69,7 @@ def options_of_short_run(model: str, rows: str, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp_full", "deepspeed_3"])
 def test_resumed_run_has_the_same_losses(tmp_path, tiny_model, rows, mode):
-    """The losses are equal bit for bit, or up to rounding if the same global batch is split over other ranks."""
+    """The losses are equal bit for bit, or up to rounding if another number of ranks shares the global batch."""
     whole, resumed, other = (tmp_path / name for name in ("whole", "resumed", "other"))
     common = ["--batch_size=3", f"--sharding_mode={mode}", "--max_steps=4"]
     cut = [*common, "--gradient_accumulation_steps=2"]

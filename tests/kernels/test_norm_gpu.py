@@ -1,7 +1,8 @@
 """The norm kernels of Transformer Engine and of cuDNN are correct, and run for the widths for which they are chosen.
 
-Transformer Engine reads once per process which norm kernels to use. So this module is also a program that measures some
-widths (`python -m tests.kernels.test_norm_gpu WIDTH ...`) and prints a line of JSON per width and number of tokens.
+Transformer Engine reads once per process which norm kernels to use. Therefore this module is also a program that
+measures some widths (`python -m tests.kernels.test_norm_gpu WIDTH ...`) and prints a line of JSON for each width and
+number of tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ EPSILON = 1e-5
 
 
 def reference(layer: nn.Module, inputs: Tensor, gradient: Tensor) -> list[Tensor]:
-    """Compute norm and linear layer in fp32. Return the output, and the gradients of inputs and norm weight."""
+    """Compute norm and linear layer in fp32, and backpropagate `gradient`. Return output, input and norm gradients."""
     weight, scale = (value.detach().float().requires_grad_() for value in (layer.weight, layer.layer_norm_weight))
     exact = inputs.detach().float().requires_grad_()
     output = nn.functional.linear(nn.functional.rms_norm(exact, (inputs.shape[-1],), scale, EPSILON), weight)

@@ -1,5 +1,5 @@
 """The kernel that splits the fused projection and applies RoPE, without a GPU: the reference with which GPU tests
-compare it, the decoder layers that use it, and the arguments that they pass.
+compare the kernel, the decoder layers that use the kernel, and the arguments that the layers pass.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The entry of our SwiGLU in Transformer Engine's table of activations. test_swiglu_gpu.py tests its kernel."""
+"""The entry of our SwiGLU in Transformer Engine's table of activations. test_swiglu_gpu.py tests the kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reporter. The tests read its numbers back from every file and tracker to which it writes."""
+"""The reporter. The tests read the reported numbers back from every file and tracker."""
 
 from __future__ import annotations
 

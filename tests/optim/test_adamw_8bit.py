@@ -1,4 +1,4 @@
-"""EightBitAdamW: its codes and steps compared with torchao's functions, stochastic rounding, and sharded updates."""
+"""EightBitAdamW: codes and steps compared with torchao's functions, stochastic rounding, and sharded updates."""
 
 import numpy as np
 import pytest
@@ -81,7 +81,7 @@ def test_encoded_and_decoded_blocks_equal_those_of_torchao(signed):
 
 
 def test_random_bits_follow_the_documented_hash():
-    """The expected hash is computed in numpy, whose uint32 wraps around. A request may start at any even element."""
+    """numpy, whose uint32 wraps around, computes the expected hash. `rounding_bits` may start at any even one."""
     first, second = rounding_key(42, 3, 5)
     with np.errstate(over="ignore"):
         x = np.arange(5000, dtype=np.uint32) * np.uint32(0x9E3779B9) + np.array(first, np.int32).astype(np.uint32)
@@ -159,7 +159,7 @@ def test_step_equals_that_of_torchao():
 
 
 def test_rarely_updated_rows_move_about_as_far_as_under_fp32_adamw():
-    """Values that share a scale have rare or frequent gradients of tiny or large size, as in an embedding."""
+    """Gradients of values that share a scale are rare or frequent, and tiny or large, as in an embedding."""
     generator = torch.Generator().manual_seed(0)
     size = 10 ** torch.empty(64, 128).uniform_(-6, 0, generator=generator)
     frequency = torch.rand(64, 1, generator=generator) ** 3
@@ -195,7 +195,7 @@ def test_rounding_is_the_same_on_all_ranks_and_depends_on_the_seed():
 
 @pytest.mark.parametrize("shape", [(6, 3, 256), (9, 512), (128, 96)])
 def test_shard_is_updated_as_the_rows_of_the_whole(shape):
-    """The second of two ranks updates its shard. Moments have 8 bits only if rows consist of whole blocks."""
+    """The shard is that of the second of two ranks. Moments have 8 bits only if each row consists of whole blocks."""
     dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (2,))

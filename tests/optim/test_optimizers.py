@@ -166,8 +166,8 @@ def test_initialize_state_does_not_change_training(wrapped, kind, accelerator):
 
 
 def restore_state(optimizer, named_parameters, stopped, stopped_parameters):
-    """Copy weights and optimizer state from a stopped training to a new one. `stopped` is the optimizer that updated
-    `stopped_parameters`, and `optimizer` the one that will update `named_parameters`: pairs (name, parameter).
+    """Copy weights and optimizer state from a stopped training to a new one. `stopped` is the optimizer of
+    `stopped_parameters`, and `optimizer` is the optimizer of `named_parameters`. Both are lists of (name, parameter).
     """
     saved = optimizer_tensors(stopped, stopped_parameters)
     weights = dict(stopped_parameters)

@@ -1,4 +1,4 @@
-"""The Triton kernels of MasterAdamW and EightBitAdamW: compared with the torch implementation, and their memory."""
+"""The Triton kernels of MasterAdamW and EightBitAdamW: results compared with the torch implementation, and memory."""
 
 import pytest
 import torch
@@ -89,7 +89,7 @@ def test_kernel_equals_the_torch_implementation_bit_for_bit(shape, dtype, clippe
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kernel_handles_all_magnitudes_and_non_finite_gradients(dtype):
-    """The numbers include denormals, huge ones and ties. NaN and infinity must change no other weight."""
+    """The numbers include denormals, huge numbers and ties. NaN and infinity must change no other weight."""
     ours, reference = make_master((100_003,), dtype, True), make_master((100_003,), dtype, True)
     for _, gradient, _ in (ours, reference):
         gradient[:3] = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)
@@ -116,7 +116,7 @@ def test_eight_bit_kernel_equals_the_torch_implementation_bit_for_bit(shape, dty
 
 def test_eight_bit_kernel_rounds_to_the_right_code_at_every_limit():
     """The new moments are at, and next to, every limit between two codes. With betas of zero the first moment is the
-    gradient, and the second is its square up to rounding.
+    gradient, and the second moment is the square of the gradient, up to rounding.
     """
     for signed in (True, False):
         limits = code_tables(torch.device("cpu"))[1 if signed else 3][1:]

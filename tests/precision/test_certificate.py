@@ -189,7 +189,7 @@ def test_worst_certificate_of_all_ranks_counts():
 
 
 class DelayedScaling:
-    """Stand in for Transformer Engine's class of this name."""
+    """Stand in for Transformer Engine's `DelayedScaling`."""
 
 
 def te_linear(in_fp8: bool, largest: float = 2.0) -> nn.Linear:

@@ -45,7 +45,7 @@ def test_block_scales_are_fp32_numbers_on_hopper(device):
 
 @pytest.mark.parametrize("scenario", ["current", "block"])
 def test_cached_weight_casts_give_the_same_loss(scenario, device):
-    """A micro-batch that reuses the fp8 weights of the first one has the same loss as one that casts them again."""
+    """Micro-batches that reuse the fp8 weights of the first micro-batch have the same loss as with new casts."""
     model, precision, _ = build(fp8(fp8_scenario=scenario), device)
     batch = packed_batch(device)
     losses = []

@@ -1,4 +1,4 @@
-"""--fp8_backend torchao on a GPU, run as a user runs it: real fp8 kernels, compiled layers, and their certificate."""
+"""--fp8_backend torchao on a GPU, run as a user runs it: real fp8 kernels, compiled layers, and certificates."""
 
 from __future__ import annotations
 

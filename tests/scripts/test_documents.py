@@ -1,4 +1,4 @@
-"""The documents mention only files, headings and options that exist, and their commands parse."""
+"""The documents mention only files, headings and options that exist, and commands that parse."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def without_code(text: str) -> str:
 
 
 def anchors(path: Path) -> set[str]:
-    """Return GitHub's anchors of the headings: lower case, without punctuation, and with hyphens for blanks."""
+    """Return GitHub's anchors of a file's headings: lower case, without punctuation, and with hyphens for blanks."""
     headings = re.findall(r"^#{1,6} (.+)$", without_code(path.read_text()), re.M)
     return {re.sub(r"[^\w -]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 

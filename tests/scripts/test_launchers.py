@@ -33,7 +33,7 @@ PAIRS = [("train_bf16", "train_fp8"), MULTI_GPU, ("llama_8b_full_finetune_bf16",
 
 @pytest.fixture
 def stand_in(tmp_path) -> str:
-    """Write a program that replaces Python and prints its arguments, one per line. Return its path."""
+    """Write a program that replaces Python and prints its arguments, one per line. Return the path of the program."""
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     program.chmod(0o755)
@@ -41,7 +41,7 @@ def stand_in(tmp_path) -> str:
 
 
 def argv_of(script: str, python: str, *options: str) -> list[str]:
-    """Return the arguments with which a script starts Python. The variable CDPATH must not mislead `cd`."""
+    """Return the arguments with which a script starts Python. CDPATH is set, which must not mislead the script."""
     variables = {**os.environ, "PYTHON": python, "NPROC_PER_NODE": "2", "CDPATH": ".:/"}
     command = [f"scripts/{script}.sh", *options]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)

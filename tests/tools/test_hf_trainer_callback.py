@@ -142,7 +142,7 @@ def fake_kernels(monkeypatch):
 @pytest.fixture
 def train(monkeypatch, tmp_path, fake_kernels):
     """Return a function that trains a tiny model for three steps and returns the Trainer. The function sets the
-    variables `launch`, and unsets the variables named in `missing` before training. `kernels` replaces recorded kernels.
+    variables `launch`, and unsets the variables in `missing` before training. `kernels` replaces the recorded kernels.
     """
     install_stand_in_te(monkeypatch)
 
@@ -272,7 +272,7 @@ def test_training_without_the_launchers_variables_fails(train, capsys):
 
 
 def test_bf16_flag_keeps_fp8_kernels_but_drops_the_recipe(train, capsys):
-    """The variable ACCELERATE_FP8_BACKEND alone makes Accelerate convert the model. TE uses its default recipe."""
+    """The variable ACCELERATE_FP8_BACKEND alone makes Accelerate convert the model. TE then uses a default recipe."""
     trainer = train(FP8_LAUNCH, {FP8_KERNEL: EXPECTED}, bf16=True)
     assert trainer.accelerator.mixed_precision == "bf16"
     assert trainer.certificate_callback.certificate.verdict == "certified"
@@ -318,9 +318,8 @@ def test_tied_lm_head_missing_from_the_optimizer_ends_the_run(train, capsys):
 
 
 def test_layers_that_the_conversion_skipped_are_a_remark(train):
-    """Accelerate converts the projections of an attention module in order, until it meets one that fp8 does not support.
-    Here the key projection is not supported, because the weight has 8 rows. The output projection comes later and is
-    skipped, although fp8 supports it.
+    """Accelerate converts the projections of an attention module in order, until fp8 does not support the size of one:
+    here the key projection, with 8 rows. The output projection comes later and is skipped, although fp8 supports it.
     """
     expected = 9 * 3 * MICRO_BATCHES
     certificate = train(FP8_LAUNCH, {FP8_KERNEL: expected}, model={"head_dim": 8}).certificate_callback.certificate
@@ -357,7 +356,7 @@ def test_torchao_weights_missing_from_the_optimizer_fail_the_certificate(train):
 
 
 def test_torchao_without_fp8_all_gather_is_certified_unless_a_kernel_is_missing(train, monkeypatch, capsys):
-    """LLaMA-Factory and axolotl are meant to configure torchao in this way, without the fp8 all-gather of FSDP."""
+    """LLaMA-Factory and axolotl intend to configure torchao in this way, without the fp8 all-gather of FSDP."""
     original = Accelerator.__init__
     handlers = [AORecipeKwargs(config=Float8LinearConfig.from_recipe_name("rowwise"))]
     monkeypatch.setattr(

@@ -113,7 +113,7 @@ def test_trainer_that_lost_fp8_ends_with_code_1(patch, model_folder, tmp_path, r
 
 
 def test_gradient_checkpointing_ends_the_run(model_folder, tmp_path, record_property):
-    """Layers are recomputed outside the fp8 autocast. Either torch's checkpointing or the certificate must fail."""
+    """Layers are recomputed outside the fp8 autocast. Either torch or the check of the kernels must end the run."""
     done = run_example("configs/accelerate_fp8.yaml", model_folder, tmp_path, "--gradient_checkpointing", "true")
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ") or "Error: " in line]
     record_property("last_errors", [line for line in errors if not line.startswith("subprocess.")][-3:])
@@ -122,7 +122,7 @@ def test_gradient_checkpointing_ends_the_run(model_folder, tmp_path, record_prop
 
 
 def test_bf16_flag_keeps_fp8_but_drops_the_recipe_of_the_file(model_folder, tmp_path, record_property):
-    """With --bf16, TE uses its default fp8 recipe. The certificate fails if the launch file has another recipe."""
+    """With --bf16, TE uses a default fp8 recipe. That is an error if the launch file has another recipe."""
     default = run_example("configs/accelerate_fp8.yaml", model_folder, tmp_path / "default", "--bf16", "true")
     assert default.returncode == 0, default.stderr
     assert certificate_of(tmp_path / "default")["verdict"] == "certified"
@@ -159,7 +159,7 @@ def test_certify_step_accepts_only_the_precision_of_the_step(device):
 
 
 def test_transformer_engine_uses_the_documented_entries_of_fp8_config(monkeypatch):
-    """The effect of an entry shows only in the recipe that TE creates from the entries of fp8_config."""
+    """The test reads the effect of each entry of fp8_config from the recipe that is created for Transformer Engine."""
     from accelerate.utils import TERecipeKwargs
     from accelerate.utils.transformer_engine import apply_fp8_autowrap
     from transformer_engine.common import recipe as recipes

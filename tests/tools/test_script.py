@@ -26,7 +26,7 @@ def test_unencodable_characters_are_escaped(handler: str) -> None:
 
 
 def test_closed_pipe_ends_the_program_without_a_traceback() -> None:
-    """The reader of the pipe has closed it, as `| head` does."""
+    """The reader has closed the pipe, as `| head` does."""
     program = "from llm_fp8.tools.script import run_script; run_script(lambda: print('a line') or 0)"
     reader, writer = os.pipe()
     os.close(reader)

@@ -1,4 +1,4 @@
-"""The comparison of real fp8 variants on GPUs: certificates, peak memory, and fp8 in place of mxfp8."""
+"""The comparison of real fp8 variants on GPUs: the precision that ran, peak memory, and fp8 in place of mxfp8."""
 
 from __future__ import annotations
 

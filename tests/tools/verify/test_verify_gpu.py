@@ -1,4 +1,4 @@
-"""scripts/verify_fp8.py on a GPU, as a user runs it: a machine that is set up correctly passes, others fail."""
+"""scripts/verify_fp8.py on a GPU, as a user runs it: a correct machine passes, and wrong settings fail."""
 
 from __future__ import annotations
 
