@@ -23,15 +23,15 @@ FAMILY = "llama3_rope_gqa"
 NUM_STEPS, SAVED_STEP = 6, 3
 MICRO_BATCHES = 2
 NUM_ROWS = 32
-"""Few enough that one step trains on all rows: it then sees the same tokens however they are packed."""
+"""One step trains on all rows, so that both layouts see the same tokens in a step."""
 ROWS_PER_GPU = {"--packing": 4, "--no_packing": 8}
 """The batch size per GPU. In the packed layout, 16 sequences a step have room for all documents."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """Write a model with fp32 weights and return its folder. From bf16 weights, losses with and without --fp8_params
-    would differ: see docs/multi_gpu.md.
+    """Write a model with fp32 weights and return the folder. If the weights were in bf16, losses with and without
+    --fp8_params would differ: see docs/multi_gpu.md.
     """
     return write_family(tmp_path_factory.mktemp("model"), FAMILY, torch.float32)
 
@@ -122,5 +122,5 @@ def test_fp8_params_losses_resuming_and_export(options, model, tmp_path, record_
     with torch.no_grad():
         loss = float(mean_loss(exported, documents(str(tmp_path / "rows.jsonl"), str(model), False)))
     record_property("loss_of_export", loss)
-    # The learning rate is nearly zero in the last step, so the export has nearly its loss.
+    # The learning rate is nearly zero in the last step, so the export has nearly the loss of that step.
     assert loss == pytest.approx(figures(fp8)[-1], rel=2e-2) and figures(fp8)[-1] < 0.9 * figures(fp8)[0]

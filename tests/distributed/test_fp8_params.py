@@ -234,7 +234,7 @@ def train_in_fp8(rank: int, mode: str, dtype: torch.dtype, sync_every_micro_batc
 
 
 def train_on_one_process() -> tuple[list[float], dict[str, Tensor]]:
-    """Train fp32 weights; compute losses and gradients with fp8 copies of them. Return gradient norms and weights."""
+    """Train fp32 weights, with losses and gradients computed from fp8 copies. Return gradient norms and weights."""
     master_weights = {name: nn.Parameter(initial_value(name, p.shape)) for name, p in SmallModel().named_parameters()}
     optimizer = build_optimizer(OPTIM, "adamw_fp32", master_weights.items())
     norms = []
@@ -321,7 +321,7 @@ def train_beside_frozen_weights(rank: int) -> dict[str, Any]:
 def test_frozen_weights_are_cast_once_and_have_no_master_weights(tmp_path):
     for result in run_on_ranks(2, tmp_path / "ranks", train_beside_frozen_weights):
         assert result["losses"][-1] < result["losses"][0] and not result["has_master_weights"]
-        # They must be freed before the first forward pass, in which FSDP2 would drop them.
+        # The loaded weights must be freed before the first forward pass, in which FSDP2 would drop them.
         assert result["num_loaded_bytes"] == [0] * NUM_LAYERS
         assert result["gathered"].count(WIDTH * WIDTH // 2 + 4 * WIDTH // 2) == STEPS * 2 * NUM_LAYERS
         assert len(result["rows"]) == NUM_LAYERS

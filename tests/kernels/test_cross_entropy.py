@@ -162,6 +162,6 @@ def test_no_tensor_is_larger_than_the_logits_of_a_chunk():
 
 def test_default_chunks_are_equal_and_multiples_of_128_tokens():
     assert default_chunk_tokens(16_384, 128_256, torch.bfloat16) >= 16_384  # one chunk
-    assert default_chunk_tokens(16_384, 128_256, torch.float32) == 8_192  # two equal ones
-    assert default_chunk_tokens(40_000, 151_936, torch.bfloat16) == 13_440  # three, of a multiple of 128 tokens
+    assert default_chunk_tokens(16_384, 128_256, torch.float32) == 8_192  # two equal chunks
+    assert default_chunk_tokens(40_000, 151_936, torch.bfloat16) == 13_440  # three chunks, of a multiple of 128 tokens
     assert default_chunk_tokens(1, 10, torch.float32) == 128

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OTHER_WIDTHS = (1536, 2560, 3072, 3584, 5120, 6144)
 """Widths of Qwen and Llama models."""
 BOUNDS = {False: 0.005, True: 0.09}
-"""Allowed relative difference from fp32 without and with fp8. One element of an E5M2 gradient has errors to 1/8."""
+"""Allowed relative difference from fp32 without and with fp8. One element of an E5M2 gradient may be off by 1/8."""
 
 
 NUM_TOKENS = (16, 4096)

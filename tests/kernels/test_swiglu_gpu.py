@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FORMATS = {torch.float8_e5m2: 2, torch.float8_e4m3fn: 3}
-"""fp8 type -> bits of its mantissa."""
+"""The number of mantissa bits of each fp8 dtype."""
 SHAPES = {"whole blocks": (256, 512), "one block": (16, 16), "parts of blocks": (1040, 336), "8B's width": (144, 14336)}
 KERNEL = "_dswiglu_cast_kernel"
 SCALE = 512.0

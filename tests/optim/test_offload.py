@@ -16,7 +16,7 @@ from tests.support.optimizer_state import assert_same_training, master_adamw
 pytestmark = pytest.mark.slow
 
 SHAPES = {"embedding": (64, 16), "head": (64, 16), "up": (48, 16), "down": (16, 47), "norm": (16,), "idle": (30, 16)}
-"""No matrix is a multiple of the 100 elements of a piece. `idle` never has a gradient. `head` is the embedding."""
+"""No matrix is a whole number of pieces of 100 elements. `idle` never has a gradient. `head` is the embedding."""
 NUM_ELEMENTS = 64 * 16 + 48 * 16 + 16 * 47 + 16 + 30 * 16
 
 

@@ -45,7 +45,7 @@ OTHERS = {
     "_update_kernel": (98, 0.006691),
 }
 FP8_STEP = FP8_GEMMS | HEAD_GEMMS | OTHERS
-"""Two micro-batches of Llama-3.2-1B with delayed scaling on an H200: name -> count and seconds."""
+"""Two micro-batches of Llama-3.2-1B with delayed scaling on an H200: a dict from kernel name to (count, seconds)."""
 BF16_STEP = {
     "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT": (130, 0.025873),
     "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN": (98, 0.023798),

@@ -336,7 +336,7 @@ NUM_IN_TORCHAO = NUM_LINEARS - 2
 
 
 def test_torchao_weights_missing_from_the_optimizer_fail_the_certificate(train):
-    """Accelerate enables torchao's fp8 all-gather even without FSDP, which replaces each weight by a new parameter."""
+    """Even without FSDP, Accelerate enables torchao's fp8 all-gather, and then each weight becomes a new parameter."""
     with pytest.raises(SystemExit):
         train(TORCHAO_LAUNCH, {FP8_KERNEL: NUM_IN_TORCHAO * 3 * MICRO_BATCHES}, learning_rate=1e-2)
     trainer = train.latest
@@ -415,7 +415,7 @@ def test_requested_precision_prefers_the_argument_then_the_launcher(tmp_path):
     assert requested_precision(None, {}, arguments) == "bf16"
     assert requested_precision("fp8", BF16_LAUNCH, arguments) == "fp8"
     assert requested_precision(None, FP8_LAUNCH, arguments) == "fp8"
-    # Variables left over from an fp8 launch must not turn a bf16 launch into one: there an fp8 kernel is an error.
+    # Variables left over from an fp8 launch must not turn a bf16 launch into an fp8 launch.
     assert requested_precision(None, {**FP8_LAUNCH, **BF16_LAUNCH}, arguments) == "bf16"
 
 
