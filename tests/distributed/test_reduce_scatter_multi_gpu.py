@@ -45,7 +45,7 @@ def test_losses_equal_those_of_fsdp2_and_less_memory_is_reserved(options, tmp_pa
     assert losses["saving"] == losses["default"] and len(set(losses["saving"])) == 3
     assert peaks["saving"] < 1.01 * peaks["default"]
     shards_gib = 4 / 2 * NUM_PARAMETERS / 2**30  # fp32 gradient shards of one of two GPUs
-    if "--sync_every_micro_batch" not in options:  # with this option the peak includes the gradient shards in either case
+    if "--sync_every_micro_batch" not in options:  # which puts the gradient shards into both peaks
         saved_gib = (0.5 if "--optimizer=adamw_fp32" in options else 0.25) * shards_gib
         assert reserved["saving"] < reserved["default"] - saved_gib
         assert reserved["saving"] - peaks["saving"] < shards_gib
