@@ -371,11 +371,11 @@ def in_hf_layout(entries: Mapping[str, tuple[Part, ...]], te_tensors: Mapping[st
 
 
 class RotaryTable(nn.Module):
-    """RoPE angles of every position, with Hugging Face's frequencies. All layers, or all of a type, share one table.
+    """RoPE angles of every position, with Hugging Face's frequencies. All layers, or all of one type, share a table.
 
     `forward` returns the angles, fp32 [max_positions, 1, 1, rotary_dim], in the layout of TE's fused kernel: the halves
-    of the last dimension are equal. YaRN also multiplies cos and sin by `attention_scaling` a. We multiply the softmax
-    scale by a² instead, since (a q)(a k) = a² q k.
+    of the last dimension are equal. YaRN also multiplies cos and sin by a = `attention_scaling`. We multiply the
+    softmax scale by a² instead, since (a q)(a k) = a² q k.
     """
 
     def __init__(self, config: PretrainedConfig, hf_rotary_class: type[nn.Module], device: torch.device) -> None:

@@ -87,7 +87,7 @@ def _rotate(
 def _positions_in_documents(
     tokens: tl.tensor, cu_seqlens_pointer: tl.tensor, num_documents: tl.tensor, num_bisections: tl.tensor
 ) -> tl.tensor:
-    """Return each token's position in its document. Bisection maintains cu_seqlens[low] <= token < cu_seqlens[high]."""
+    """Return each token's position in its document, by bisection with cu_seqlens[low] <= token < cu_seqlens[high]."""
     low = tl.zeros_like(tokens)
     high = low + num_documents
     for _ in range(num_bisections):

@@ -63,7 +63,7 @@ def build_structure(
     full_tensor: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> Model:
     """Build the model with uninitialised parameters on "meta" and buffers on `device`. If `te_on_meta` is False, a TE
-    decoder's parameters are on `device`. For `unfused_mlp` see `te_llama.LayerSpec`, for `full_tensor` see `Model`.
+    decoder's parameters are on `device`. `unfused_mlp`: see `te_llama.LayerSpec`. `stored`, `full_tensor`: see `Model`.
     """
     choice = "sdpa" if options.use_te else options.attn_implementation
     attention = choose_attention(choice, hf_config, device, compute_dtype)
@@ -113,8 +113,8 @@ def fill_weights(model: Model, device: Device = "cpu", seed: int = 0, keep_lower
 
 
 def filled_layers(model: Model, layers: Iterable[nn.Module], device: Device, seed: int) -> Iterator[nn.Module]:
-    """Fill the model as `fill_weights` does, and yield each of `layers` once it is filled. A layer's memory is
-    allocated just before, so the caller can free or cast it before the next allocation. Other tensors must have memory.
+    """Fill `model` like `fill_weights`, and yield each of `layers` once it is filled. A layer's memory is allocated
+    just before, so the caller can cast or free a layer before the next is allocated. Other tensors must have memory.
     """
     tensors = saved_tensors(model.module)
     owners = {id(parameter): layer for layer in layers for parameter in layer.parameters()}
@@ -149,7 +149,7 @@ def auto_class(hf_config: PretrainedConfig) -> Any:
 
 
 def without_towers(model: PreTrainedModel) -> Model:
-    """Remove all modules with weights outside the decoder and lm_head from `model`, and return it as a `Model`."""
+    """Remove all modules that have weights, except decoder and lm_head, from `model`. Return it as a `Model`."""
     decoder, head = text_decoder(model), model.get_output_embeddings()
     text_parts = {module for part in (decoder, head) if part is not None for module in part.modules()}
     left_out: list[str] = []
@@ -176,7 +176,7 @@ def model_on_meta(hf_config: PretrainedConfig) -> Model:
 
 
 def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -> DecoderSize:
-    """Return the sizes that determine FLOPs. Of the experts, only those that a token uses are counted."""
+    """Return the decoder's sizes that determine FLOPs. Of the experts, only those that a token uses are counted."""
     model, decoder = model_on_meta(hf_config), text_config(hf_config)
     routed, num_linear = routed_modules(model.module), 0.0
     for module in model.module.modules():
@@ -195,7 +195,8 @@ def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -
 
 def read_by_kernels(model: nn.Module) -> dict[str, nn.Module]:
     """Return name -> module of the linear layers in Mamba's mixers whose weights are read by fused kernels: the output
-    projection and, in Mamba 1, two more. Training does not call them, so an adapter or fp8 module would not run.
+    projection and, in Mamba 1, two more. Training does not call these modules, and would not call adapters or fp8
+    there.
     """
     return {
         f"{prefix}.{name}": child
@@ -207,7 +208,7 @@ def read_by_kernels(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def attention_width(layer: Any) -> int:
-    """Return num_heads * head_dim from a layer's config, or 0 if it has no heads."""
+    """Return num_heads * head_dim from a layer's config, or 0 if the config has no heads."""
     num_heads = getattr(layer, "num_attention_heads", 0)
     head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // max(1, num_heads)
     if (key_dim := getattr(layer, "qk_head_dim", None)) and (value_dim := getattr(layer, "v_head_dim", None)):

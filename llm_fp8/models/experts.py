@@ -112,7 +112,7 @@ def grouped_experts(experts: Any, forward: Any, hidden: Tensor, top_k_index: Ten
     """Return the experts' output [tokens, h] for `hidden` [tokens, h]. `wrap_forward` uses it in place of `forward`.
 
     `top_k_index` and `top_k_weights` [tokens, experts per token] are the router's output. A batched GEMM multiplies
-    outputs by these weights and sums over experts in fp32, so it rounds once. transformers rounds each product to bf16.
+    outputs by `top_k_weights` and sums them in fp32, so it rounds once. transformers rounds each product to bf16.
     """
     tokens, per_token = top_k_index.shape
     by_expert, order = top_k_index.reshape(-1).sort()  # [S], S = tokens * experts per token, sorted by expert

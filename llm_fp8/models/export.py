@@ -107,7 +107,7 @@ def export_size_bytes(model: Model, dtype: torch.dtype, *, adapters_only: bool) 
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path, contents: str = "The trained model", advice: str = _ADVICE) -> Iterator[Path]:
-    """Yield a temporary folder, which replaces `folder` after the block. `contents` and `advice` are for errors."""
+    """Yield a temporary folder that replaces `folder` after the block. Error messages have `contents` and `advice`."""
     folder = folder.resolve()  # a folder cannot replace a link, so replace the link's target
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -163,8 +163,8 @@ def planned_tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def write_weights(planned: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Write `tensors` to model.safetensors, or to several files with an index, as `save_pretrained` does. `planned` has
-    the tensors to write, without data; others are skipped. In the order of `planned`, one file at a time is incomplete.
+    """Write `tensors` as `save_pretrained` does: to model.safetensors, or to several files with an index. `planned` has
+    the tensors to write on "meta"; others are skipped. If both have the same order, one file at a time is incomplete.
     """
     split = split_torch_state_dict_into_shards(planned, max_shard_size=MAX_FILE_SIZE)
     pending: dict[str, dict[str, Tensor]] = {name: {} for name in split.filename_to_tensors}

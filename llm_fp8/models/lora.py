@@ -115,7 +115,7 @@ def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> tuple[list[str],
 
 
 def _ends(model: nn.Module, layers: Collection[str]) -> list[str]:
-    """Return for each of `layers` the shortest end of its name that no other module has, for example q_proj."""
+    """For each of `layers`, return the shortest end of its name that no other module's name has, for example q_proj."""
 
     def ends(name: str) -> Iterator[str]:
         return itertools.accumulate(reversed(name.split(".")), lambda end, word: f"{word}.{end}")
@@ -143,7 +143,7 @@ def peft_config(options: LoraConfig, modules: Iterable[str], parameters: Iterabl
 def config_for_loading(model: Model, options: LoraConfig, base_model: str) -> Any:
     """Return the `peft_config` with which PEFT loads the adapters of `model` into the base model. In a mixture of
     experts, PEFT takes every gate_proj, up_proj or down_proj for an expert, since experts had these names in
-    transformers 4. Layers that are not experts are therefore listed by their weights, which PEFT does not convert.
+    transformers 4. Other layers with these names are therefore listed by their weights, which PEFT does not convert.
     """
     module, adapters = model.module, adapters_of(model.module)
     parameters = {".".join(adapter.weight.split(".")[-2:]) for adapter in adapters.values() if adapter.delta}
@@ -160,7 +160,7 @@ def config_for_loading(model: Model, options: LoraConfig, base_model: str) -> An
 
 
 def _is_misread(model: PreTrainedModel, settings: Any) -> bool:
-    """Return True if PEFT, on loading the config `settings`, would take its `target_modules` for experts."""
+    """Return True if PEFT, on loading the config `settings`, would take the `target_modules` in it for experts."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     try:
@@ -210,7 +210,7 @@ def _with_adapters(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Tens
 
 
 class FusedAdapters(nn.Module):
-    """Adapters of a fused module: one for each of `parts`, the Hugging Face weights that its weight contains."""
+    """Adapters of a fused module: one for each of `parts`, the Hugging Face weights in the module's weight."""
 
     def __init__(self, parts: Iterable[Part], options: LoraConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ class FusedAdapters(nn.Module):
 
 class _AddLowRank(torch.autograd.Function):
     """Add low_i @ b_i.T to output[..., start_i:stop_i] for each adapter i, with b_i [stop_i - start_i, rank]. `low`
-    consists of all low_i [..., rank] side by side. The addition is in place, since TE does not save its output.
+    consists of all low_i [..., rank] side by side. The addition is in place, since TE does not save the output.
     """
 
     @staticmethod

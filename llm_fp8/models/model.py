@@ -77,7 +77,7 @@ class Model:
 
     @functools.cached_property
     def targets(self) -> dict[str, tuple[str, Part]]:
-        """Name of a stored tensor -> name (in `saved_tensors`) of the tensor that contains it, and its `Part` there.
+        """Name of each stored tensor X -> name (in `saved_tensors`) of the tensor that contains X, and the `Part` of X.
 
         As in `from_pretrained`, stored names may have or lack the base model's prefix, and a tied matrix may have any
         of its names. Raises `UserError` with the names of tensors that do not match the model.
@@ -127,7 +127,7 @@ class Model:
 
     @functools.cached_property
     def source_names(self) -> dict[str, str]:
-        """Name of a stored tensor in transformers -> name in the files, which may be a name in an older version."""
+        """Name of a tensor in transformers -> name in the files, which may be from an older version of transformers."""
         return {part.hf_name: name for name, (_, part) in self.targets.items()}
 
     def file_name(self, hf_name: str) -> str:
@@ -135,7 +135,7 @@ class Model:
         return self.source_names.get(hf_name, hf_name) if self.left_out else hf_name
 
     def read(self, hf_name: str, device: torch.device) -> Any:
-        """Read the whole stored tensor that transformers calls `hf_name` to `device`."""
+        """Read the whole stored tensor that transformers calls `hf_name`, to `device`."""
         assert self.stored is not None
         return self.stored.read(self.source_names[hf_name], device)
 
@@ -151,7 +151,7 @@ class Model:
         return {} if stored is None else {name: stored.on_meta(name) for name in self.left_out_of(stored.stored)}
 
     def describe_left_out(self) -> str:
-        """Return a line about `left_out` for the start of a run, or "" if it is empty or the weights are random."""
+        """Return a line about `left_out` to print when a run starts, or "" if there is nothing to export unchanged."""
         if not self.left_out or self.stored is None:
             return ""
         tensors = self.left_out_tensors.values()
@@ -160,7 +160,7 @@ class Model:
 
 
 def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the decoder, the innermost model that contains the embedding. It maps input ids to hidden states."""
+    """Return the decoder (input ids to hidden states), which is the innermost model that contains the embedding."""
     embedding = model.get_input_embeddings()
     models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     return [part for part in models if any(module is embedding for module in part.modules())][-1]
@@ -204,7 +204,7 @@ class _CopiesAreViews(TorchFunctionMode):
 
 
 def _part_of(name: str, view: Tensor, shape: tuple[int, ...]) -> Part | None:
-    """Return the position of `view`, the tensor `name`, in a contiguous tensor of `shape`, or None if impossible."""
+    """Return the position of `view`, the tensor `name`, in a contiguous tensor of `shape`; None if no `Part` fits."""
     if view.shape == shape and view.is_contiguous():
         return Part(name, 0, shape[0] if shape else 1, shape)
     row, offset = math.prod(shape[1:]), int(view.storage_offset())

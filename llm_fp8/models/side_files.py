@@ -64,7 +64,7 @@ def save_side_files(
     dtype: torch.dtype | None,
     origin: Origin = NO_SOURCE,
 ) -> None:
-    """Write all files of an export except weights and model card; for an adapter (`dtype` is None) no config.json."""
+    """Write all files of an export except weights and model card. An adapter (`dtype` is None) gets no config.json."""
     _save_tokenizer(tokenizer, folder, has_config=dtype is not None)
     _copy(origin.location, (GENERATION_CONFIG_NAME, *([] if dtype is None else [CONFIG_NAME])), folder)
     if dtype is not None:
@@ -106,7 +106,7 @@ def _copy(location: str, patterns: tuple[str, ...], folder: Path) -> None:
 
 
 def _describe(model: PreTrainedModel, dtype: torch.dtype, config: dict[str, Any]) -> None:
-    """Update the entries of a source's `config` that describe the weights, and add transformers 4's keys."""
+    """Update `config`, the source's config.json: entries that describe the weights, and keys of transformers 4."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     facts: dict[str, Any] = dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))
     facts["tie_word_embeddings"] = getattr(head, "weight", None) is embedding.weight

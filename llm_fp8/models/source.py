@@ -32,7 +32,7 @@ _TIED = ("lm_head.weight", "embed_tokens.weight")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Source of a model."""
+    """Location of a model's config, tokenizer and weights."""
 
     name: str  # --model_name
     location: str  # a local folder, a hub id, or the path of a bundled config
@@ -45,7 +45,7 @@ def is_adapter_folder(folder: str | Path) -> bool:
 
 
 def resolve_source(options: ModelConfig) -> ModelSource:
-    """Return the source for --model_name. Raise `UserError` for a missing path and for an adapter's folder."""
+    """Return the source for --model_name. Raise `UserError` if it is a missing path or an adapter's folder."""
     name = options.model_name
     if name == EMBEDDED:
         return ModelSource(name, str(EMBEDDED_MODEL), is_random=True)

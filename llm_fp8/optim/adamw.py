@@ -83,8 +83,8 @@ def _store_moment(state: State, name: str, signed: bool, moment: Tensor) -> None
 def update_with_torch_(
     weight: Tensor, gradient: Tensor, state: State, gradient_scale: Tensor | None, coefficients: Coefficients, key: Key
 ) -> None:
-    """Update one contiguous tensor in place, on any device. This is the reference for the Triton kernel. The moments
-    in `state` are 8-bit codes if it has scales, else bf16 or fp32. An fp32 `weight` needs no master weight. A bf16
+    """Update one contiguous tensor in place, on any device. This is the reference for the Triton kernel. The moments in
+    `state` are 8-bit codes if `state` has scales, else bf16 or fp32. An fp32 `weight` needs no master weight. A bf16
     `weight` is rounded to nearest if `state` has a remainder, else stochastically with the random bits of `key`.
     """
     weight, gradient = weight.view(-1), gradient.view(-1)

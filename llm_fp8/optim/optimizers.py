@@ -149,7 +149,7 @@ def initialize_state(optimizer: Optimizer) -> None:
 
 def optimizer_tensors(optimizer: Optimizer, named_parameters: NamedParameters) -> dict[str, Tensor]:
     """Return the state tensors, not copied, by "parameter_name.state_name". Tied parameters have their first name.
-    Checkpoints are copied into them: torch's `load_state_dict` would cast fp32 moments of bf16 parameters to bf16.
+    Checkpoints are copied into these: torch's `load_state_dict` would cast fp32 moments of bf16 parameters to bf16.
     """
     optimizer = unwrap(optimizer)
     if bytes_on_host(optimizer) and torch.cuda.is_available():

@@ -127,7 +127,7 @@ class TEBackend:
         return {name: module for name, module in others.items() if name not in misfits}, misfits
 
     def state(self, modules: Iterable[nn.Module]) -> ModuleState:
-        """Return the state of `modules` after the last step. It synchronises the host if there are amax histories."""
+        """Return the state of `modules` after the last step. Reading amax histories synchronises the host."""
         linears = list(modules)
         metas: list[Any] = [module.fp8_meta for module in linears if getattr(module, "fp8", False)]
         forward = [meta["scaling_fwd"] for meta in metas if hasattr(meta.get("scaling_fwd"), "amax_history")]
