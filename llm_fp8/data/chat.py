@@ -236,8 +236,8 @@ def _marked_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTo
 def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Spans:
     """Locate each supervised turn in `text`, from the end of its generation prompt to the end of the turn.
 
-    The conversation is rendered up to each turn. `text` must begin with the result, or the part of the result after the
-    previous supervised turn must follow that turn in `text`. Only reasoning may be missing (Qwen3's template drops it).
+    For this the conversation is rendered up to the turn. `text` must begin with the rendering or, after the previous
+    supervised turn, continue like the rendering. Only reasoning may be missing (Qwen3's template drops it).
     """
     spans: Spans = {}
     seen, end = "", 0  # the rendered conversation up to the previous supervised turn, and its end in `text`

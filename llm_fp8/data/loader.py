@@ -91,8 +91,8 @@ def stream_buffers(
     position: Position,
 ) -> Iterator[Buffer]:
     """Yield buffers of the stream from `position` on and count its rows in `report`. `open_stream` opens the stream of
-    tokenised rows at its start. `is_held_out` takes the hashes of rows' problems and returns a mask, True to hold out
-    the row. `plan_of` packs documents, given the lengths of all and the indices of those to train on.
+    tokenised rows at its start. `is_held_out` maps the hashes of rows' problems to a mask of the rows to hold out.
+    `plan_of` packs documents, given the lengths of all documents and the indices of those to train on.
     """
     begin, ended = {**position, "next_row": 0}, True
     report.forget_rows()
@@ -134,7 +134,7 @@ class DataRank:
 
 
 def prefetch(items: Iterator[T]) -> Generator[T]:
-    """Yield `items`. A thread computes up to `STEPS_AHEAD` of them in advance. Errors in it are raised here."""
+    """Yield `items`. A thread computes up to `STEPS_AHEAD` of them in advance. Errors in the thread are raised here."""
     end: Any = object()
     thread = ThreadPoolExecutor(1, "data-prefetch")
     try:
@@ -183,7 +183,7 @@ class TrainLoader:
         return {"rows": self._position}
 
     def load_state_dict(self, state: Position) -> None:
-        """Make the next `iter()` continue from `state`. Raise `UserError` if it was saved with other training data."""
+        """Make the next `iter()` continue from `state`. Raise `UserError` if `state` is from other training data."""
         self._position = self._position_in(state)
 
     def first_step(self) -> list[Batch]:

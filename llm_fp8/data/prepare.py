@@ -47,7 +47,7 @@ def is_held_out(key: int | npt.NDArray[np.int64], fraction: float) -> Any:
 
 
 def held_out_mask(keys: npt.NDArray[np.int64], fraction: float | None) -> npt.NDArray[np.bool_]:
-    """Return the mask of the rows to hold out, bool [rows]. `keys`, int64 [rows], has the problem key of each row.
+    """Return the mask of the rows to hold out, bool [rows]. `keys`, int64 [rows], has the hash of each row's problem.
 
     A `fraction` above 0 holds out the rows that `is_held_out` selects. If it selects none, the problem with the
     smallest key is held out, unless it is the only problem. If `fraction` is None, the problems with the smallest keys

@@ -124,7 +124,7 @@ def _mapping(row: Mapping[str, Any]) -> str:
 
 
 def conversation_of(row: Mapping[str, Any], form: RowForm) -> Conversation:
-    """Convert a row to a conversation that ends with its last supervised turn. It is empty if no turn is supervised."""
+    """Convert a row to a conversation that ends with the last supervised turn, or to an empty one if there is none."""
     unused = Unused()
     history = [_message(turn, unused) for entry in _structured(row, "history") for turn in _history_messages(entry)]
     turns = _turns(row, form, unused)

@@ -283,7 +283,7 @@ def cores_of_job() -> int:
 
 
 def next_rows(stream: Iterator[dict[str, Any]], number: int) -> Dataset:
-    """Read the next `number` rows of a tokenised stream, or fewer if it ends."""
+    """Read the next `number` rows of a tokenised stream, or fewer if the stream ends."""
     rows = list(itertools.islice(stream, number))
     return Dataset.from_dict({name: [row[name] for row in rows] for name in FEATURES}, FEATURES)
 

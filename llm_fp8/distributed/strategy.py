@@ -90,7 +90,7 @@ class DistributedStrategy:
 
     def micro_batch(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """Return a context for forward and backward of a micro-batch. Gradients are reduced over ranks in the `last`
-        one of a step, or in every one with --sync_every_micro_batch.
+        micro-batch of a step, or in every micro-batch with --sync_every_micro_batch.
         """
         if not self._is_plain:
             return contextlib.nullcontext() if self._reduces(last) else self.accelerator.no_sync(model)

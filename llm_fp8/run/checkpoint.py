@@ -215,8 +215,8 @@ class CheckpointManager:
 
     def find(self, resume_from: str | None) -> Checkpoint | None:
         """Return the checkpoint in the folder `resume_from` or, for 'latest', the last complete one. Return None for
-        None, or for 'latest' without any checkpoint. Raise `UserError` if the folder's checkpoint or, for 'latest',
-        each is damaged.
+        None, or for 'latest' if there is no checkpoint. Raise `UserError` if the folder's, or for 'latest' every,
+        checkpoint is damaged.
         """
         if resume_from not in (None, LATEST):
             return Checkpoint.open(Path(resume_from))

@@ -153,7 +153,7 @@ def _decoder_with_adapters(plan: RunPlan, on_meta: bool) -> Model:
 
 
 def _describe_rounding(plan: RunPlan, fp8: Any) -> str:
-    """Describe how stored weights are rounded to the model's dtype. `fp8` is their format if it is fp8, or None."""
+    """Describe how stored weights are rounded to the model's dtype. `fp8` is their fp8 format, if they have one."""
     if fp8 is not None:
         rounded = ", rounded to bfloat16" if plan.rounds_weights and not plan.keeps_lower_bits else ""
         return f"stored weights are {fp8.describe()}: training starts from value times scale{rounded}"

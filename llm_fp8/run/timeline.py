@@ -106,7 +106,7 @@ class Timeline:
         self.reporter.print(f"--fp8_until: {self.precision.plan.compute_name} from step {self.step + 1} on")
 
     def train(self, stop_requested: Callable[[], bool]) -> None:
-        """Take steps until `total_steps`, early stopping or `stop_requested()` ends the run. The last also saves."""
+        """Take steps until `total_steps`, early stopping or `stop_requested()` ends the run. In the last case, save."""
         if self.is_complete:
             return  # the run was resumed after the last step, to evaluate and export
         config = self.setup.plan.config
@@ -214,7 +214,7 @@ class Timeline:
             self.reporter.step(record)  # also before a later non-finite loss, to show its cause
 
     def _after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> Any:
-        """Report the recorded step and check its kernels. Return a new time stamp, after the time that this took."""
+        """Report the recorded step and check its kernels. Return a time stamp of the end of this work."""
         self._profile_figures[self.step] = profile.figures()
         self.restart_clocks()
         self.read_pending()  # the certificate may end the run

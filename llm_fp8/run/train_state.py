@@ -54,7 +54,7 @@ class EvalHistory:
         return {name: getattr(self, name) for name in EVALUATIONS}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Restore the history in a checkpoint's `state`. If its eval data differ, change nothing and return False."""
+        """Restore the history in a checkpoint's `state`. If it is of other eval data, do nothing and return False."""
         if state["data"] != self.data:
             return False
         vars(self).update(state)

@@ -76,7 +76,7 @@ class TrainingModel(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the cross entropy, summed over the supervised tokens of `batch` (fp32 scalar), and auxiliary losses by
-        name. These are weighted sums over tokens, to be added to the cross entropy; in evaluation there are none.
+        name. An auxiliary loss is a weighted sum over tokens, to be added to the cross entropy. Evaluation has none.
         """
         hidden, head = self._scaled(self.hidden(batch)), self.model.get_output_embeddings().weight
         dtype = self.compute_dtype
@@ -156,9 +156,9 @@ def _rope_by_document(rope: Any, forward: Any, hidden: Tensor, position_ids: Ten
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """Load balancing loss of transformers, per document as in DeepSeek-V3 (arXiv 2412.19437, equation 17): the sum over
-    experts of the fraction of tokens routed to an expert times its mean probability. If it were computed over
-    a micro-batch, it would depend on how the batch is split.
+    """Load balancing loss of transformers, but per document as in DeepSeek-V3 (arXiv 2412.19437, equation 17): the sum
+    over experts of the fraction of tokens that are routed to an expert times the expert's mean probability. If it were
+    computed over a micro-batch, it would depend on how the batch is split.
     """
 
     coefficient: float

@@ -84,8 +84,8 @@ class Capture:
 
 
 class MicroBatchGraphs:
-    """Runs this rank's micro-batches. The first micro-batch with each `Key` runs eagerly, which compiles kernels and
-    makes Transformer Engine allocate its buffers. The others replay a graph.
+    """Runs this rank's micro-batches. The first micro-batch with each `Key` (bucket, place in the step) runs eagerly,
+    which compiles kernels and makes Transformer Engine allocate its buffers. Later ones replay a graph.
     """
 
     makes_gradients = False  # True if eager passes allocate gradients, so that none is assigned before
@@ -225,16 +225,16 @@ class ShardedMicroBatchGraphs(MicroBatchGraphs):
 
 
 def bucket_of(batch: Batch) -> int | None:
-    """Return the smallest of `BUCKETS` that is not below a packed batch's number of documents, or None if all are."""
+    """Return the smallest of `BUCKETS` with room for the documents of a packed batch, or None if there is none."""
     assert batch.cu_seqlens is not None
     num_documents = len(batch.cu_seqlens) - 1
     return next((bucket for bucket in BUCKETS if num_documents <= bucket), None)
 
 
 def memory_beside_graphs(extra_bytes: int = 0) -> tuple[float, bool]:
-    """Return the GiB that the fullest GPU lacks for graphs if they need `extra_bytes` more than the steps so far. Also
-    return True if an eager pass does not fit beside the graphs, which reserve the memory of one pass's activations. All
-    ranks must call it.
+    """Return the GiB that the fullest GPU lacks for graphs if they need `extra_bytes` more than the steps so far. The
+    second value is True if an eager pass does not fit beside the graphs, which reserve the memory of one pass's
+    activations. All ranks must call this function.
     """
     in_use, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated() + extra_bytes + RESERVE_GIB * GIB
     total = torch.cuda.get_device_properties().total_memory

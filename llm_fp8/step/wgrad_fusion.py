@@ -33,7 +33,7 @@ from llm_fp8.precision.coverage import linear_weights
 
 
 class FusedWgradAccumulation:
-    """Makes the wgrad GEMMs of TE's linear modules accumulate. Then autograd hooks of weights (DDP's) do not run."""
+    """Makes the wgrad GEMMs of TE's linear modules accumulate. In such passes, DDP's hooks of weights do not run."""
 
     def __init__(self, model: nn.Module, strategy: DistributedStrategy) -> None:
         """`model` is the model that the strategy prepared."""

@@ -34,7 +34,7 @@ def surviving_closed_output() -> Iterator[None]:
 
 
 def closed_outputs() -> list[int]:
-    """Return which of the descriptors 1 (stdout) and 2 (stderr) have lost their terminal or reader."""
+    """Return those descriptors, of 1 (stdout) and 2 (stderr), that have lost their terminal or reader."""
     poll = select.poll()
     for descriptor in (1, 2):
         poll.register(descriptor, 0)

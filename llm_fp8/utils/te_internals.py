@@ -60,7 +60,7 @@ def forget_weight_casts(modules: Iterable[Any]) -> None:
 
 
 def add_activation(name: str, backward_and_cast: Callable[..., Any]) -> None:
-    """Add to LayerNormMLP an activation `name`. It is "swiglu", but in fp8 its backward pass is `backward_and_cast`."""
+    """Add an activation `name` to LayerNormMLP: "swiglu" with `backward_and_cast` as its backward pass in fp8."""
     from transformer_engine.pytorch.module import layernorm_mlp
 
     # table(recipe) is a dict: name -> (forward, backward, backward with bias gradient and cast, or None).
