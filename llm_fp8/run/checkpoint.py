@@ -214,9 +214,9 @@ class CheckpointManager:
         return sorted(complete, key=lambda checkpoint: checkpoint.save_number, reverse=True)
 
     def find(self, resume_from: str | None) -> Checkpoint | None:
-        """Return the checkpoint in the folder `resume_from` or, for 'latest', the last complete one. Return None for
-        None, or for 'latest' if there is no checkpoint. Raise `UserError` if the folder's, or for 'latest' every,
-        checkpoint is damaged.
+        """Return the checkpoint in the folder `resume_from` or, for 'latest', the last complete one. Return None if
+        `resume_from` is None or no checkpoint exists for 'latest'. Raise `UserError` if the checkpoint in the folder
+        or, for 'latest', every checkpoint is damaged.
         """
         if resume_from not in (None, LATEST):
             return Checkpoint.open(Path(resume_from))

@@ -131,7 +131,7 @@ def load_data(settled: Settled, tokenizer: PreTrainedTokenizerBase, context: Any
 
 
 def build_timeline(state: RunState, resumed: Checkpoint | None, results: RunResults) -> Timeline:
-    """Build optimizer, first fp8 scales, schedule and loop, or restore them from `resumed` if it is set. Collective."""
+    """Build optimizer, fp8 scales, schedule and training loop; restore their state if `resumed` is set. Collective."""
     setup, data, plan = state.setup, state.data, state.setup.plan
     config = plan.config
     num_steps = state.options["total_steps"]

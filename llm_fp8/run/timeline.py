@@ -217,7 +217,7 @@ class Timeline:
         """Report the recorded step and check its kernels. Return a time stamp of the end of this work."""
         self._profile_figures[self.step] = profile.figures()
         self.restart_clocks()
-        self.read_pending()  # the certificate may end the run
+        self.read_pending()  # the check of the kernels may end the run
         self._certify(profile, num_micro_batches)
         if not self.precision.has_ended:
             self.results.recorded = profile
@@ -290,7 +290,7 @@ class Timeline:
         self.reporter.print(f"{verb} {folder}")
 
     def _checkpoint_due(self) -> bool:
-        """Return True if the last save was `SAVE_AFTER_S` ago, or if a run with checkpoints is complete. Collective."""
+        """Return True if the last save was `SAVE_AFTER_S` ago, or if the run is complete and has saved. Collective."""
         if self.setup.plan.config.run.save_every == 0:
             return False
         is_old = time.monotonic() - self._saved_s >= SAVE_AFTER_S

@@ -33,7 +33,7 @@ from llm_fp8.precision.coverage import linear_weights
 
 
 class FusedWgradAccumulation:
-    """Makes the wgrad GEMMs of TE's linear modules accumulate. In such passes, DDP's hooks of weights do not run."""
+    """Makes the wgrad GEMMs of TE's linear modules add to existing gradients. DDP's hooks do not run for them."""
 
     def __init__(self, model: nn.Module, strategy: DistributedStrategy) -> None:
         """`model` is the model that the strategy prepared."""
