@@ -106,7 +106,7 @@ class Timeline:
         self.reporter.print(f"--fp8_until: {self.precision.plan.compute_name} from step {self.step + 1} on")
 
     def train(self, stop_requested: Callable[[], bool]) -> None:
-        """Take steps until `total_steps`, early stopping or `stop_requested()` ends the run. In the last case, save."""
+        """Take steps up to `total_steps`, early stopping or `stop_requested()`. A requested stop always saves."""
         if self.is_complete:
             return  # the run was resumed after the last step, to evaluate and export
         config = self.setup.plan.config
