@@ -79,7 +79,7 @@ def test_step_runs_the_kernels_that_the_certificate_expects(
 @pytest.mark.parametrize("scenario", ["delayed", "current", "block"])
 @pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
 def test_cached_casts_give_the_same_losses(scenario, use_te, device):
-    """Losses are bitwise equal, also after an evaluation. The optimizer step at the end changes only the adapters."""
+    """Losses are bitwise equal with and without cached casts, even if an evaluation comes between two steps."""
     batch, runs = packed_batch(device), []
     for keep in (True, False):
         model, precision, _ = build(fp8(fp8_scenario=scenario), device, use_te, ALL, keep_casts=keep)

@@ -40,7 +40,7 @@ def valid_options(tmp_path, tiny_model, rows) -> list[str]:
 
 @pytest.fixture
 def refusal(capfd, valid_options, tmp_path) -> Callable[..., str]:
-    """Return a function that trains with `valid_options` and its arguments, which must fail, and returns the error."""
+    """Return a function that takes further options, trains, checks that the run fails and returns the error line."""
 
     def run(*options: object, unchanged: bool = True) -> str:
         before = listing(tmp_path)

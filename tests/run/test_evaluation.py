@@ -157,7 +157,7 @@ def test_early_stop_exports_and_summarises_as_after_the_last_step(tmp_path, opti
 
 @pytest.mark.slow
 def test_resumed_run_stops_early_at_the_same_step(tmp_path, options, eval_losses, signal_after):
-    """A signal stops the run in step 4, before the evaluation after which it would end early. When resumed, it ends."""
+    """A signal stops the run in step 4, before the evaluation that would end it. The resumed run evaluates and ends."""
     options = [*options, "--keep_best", "--early_stopping_patience=2", f"--output_dir={tmp_path}"]
     signal_after(4)
     assert train(*options) == 143

@@ -72,7 +72,7 @@ def test_steps_with_loss_on_prompt_equal_reference(tmp_path, tiny_model, sixteen
 
 
 def test_eval_loss_is_the_mean_over_validation_tokens(tmp_path, sixteen_rows):
-    """The batches' token counts differ, so the mean of the batches' mean losses would be wrong. Dropout must be off."""
+    """Batches have different numbers of tokens, so averaging their mean losses would be wrong. Dropout must be off."""
     model_folder = write_model(tmp_path / "model", attention_dropout=0.5)
     data = write_dataset_with_validation(tmp_path / "data", sixteen_rows)
     options = f"--model_name={model_folder} --dataset_name={data} --max_seq_length=256 --batch_size=3 --max_steps=2"

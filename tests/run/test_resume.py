@@ -314,7 +314,7 @@ def _write(path: Path) -> None:
 
 
 def test_folder_in_use_is_refused(tmp_path, stopped, options):
-    """The folder is locked, as by another run, while a run starts in it or is resumed in it."""
+    """The folder is locked, as if another run used it, while a run starts in it or is resumed in it."""
     for folder, more in ((tmp_path / "new", []), (stopped, ["--resume_from=latest"])):
         folder.mkdir(exist_ok=True)
         with open(folder / LOCK, "a") as lock_file:

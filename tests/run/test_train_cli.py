@@ -97,7 +97,7 @@ def test_plain_run_imports_no_optional_package_and_no_unused_mode(plain_run):
 
 @pytest.fixture(scope="module")
 def hub_dataset(tmp_path_factory) -> Path:
-    """Return a small dataset folder in the layout that OpenMathInstruct-2, which the commands name, has on the hub."""
+    """Return a folder with 300 rows in the hub's layout of OpenMathInstruct-2, the dataset of documented commands."""
     return write_dataset(tmp_path_factory.mktemp("dataset"), 300)
 
 

@@ -1,7 +1,7 @@
 """--cuda_graphs without a GPU, with a stand-in for Transformer Engine and emulated graphs.
 
-An emulated graph repeats its Python function and checks that gradients keep the addresses of the capture. Tests on a
-GPU are in test_micro_batch_graphs_gpu.py."""
+An emulated graph calls its Python function again, and checks that gradients are in the tensors in which they were at
+the capture. Tests on a GPU are in test_micro_batch_graphs_gpu.py."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_each_kind_of_micro_batch_runs_eagerly_once_and_then_as_graph(monkeypatc
 
 
 def test_eager_passes_drop_graphs_if_memory_is_short(monkeypatch):
-    """All graphs are dropped before an evaluation and before a batch with more documents than earlier graphs take."""
+    """All graphs are dropped before an evaluation, and before a batch that has too many documents for any of them."""
     monkeypatch.setattr(micro_batch_graphs, "BUCKETS", (4, 8))
     recorded, few, many = RecordedMicroBatches(), batch(3), batch(6)
     recorded.graphs.drops_before_eager = True

@@ -93,8 +93,8 @@ def batch():
 
 
 def errors(num_passes: int, batch, monkeypatch, **size) -> dict[str, float]:
-    """Warm up the scales in `num_passes` passes and compute the gradients. Return their largest relative error among
-    the first and among the second linear layers of all blocks. `size` are arguments of `Blocks`."""
+    """Warm up the scales in `num_passes` passes and compute gradients. Return the largest relative error of a gradient
+    among all "first" and among all "second" linear layers of blocks. `size` are arguments of `Blocks`."""
     monkeypatch.setattr("llm_fp8.step.scale_warmup.PASSES", num_passes)
     model = Blocks(**size)
     precision = PrecisionStandIn(model)

@@ -69,8 +69,8 @@ def config_of(command: str) -> Config:
 
 
 def readme_commands() -> dict[str, str]:
-    """Return the README's commands whose options differ from those of `COMMANDS`. A command's name contains its W&B
-    run name or, if it sets none, the name of its script."""
+    """Return {name: command} of the README's commands whose options differ from those of each command in `COMMANDS`.
+    A name contains the W&B run name that the command sets or, if it sets none, the name of the script."""
     guide_configs = [config_of(command) for command in COMMANDS.values()]
     others = [command for command in training_commands(README) if config_of(command) not in guide_configs]
     return {f"readme_{config_of(command).run.wandb_run_name or script_of(command)}": command for command in others}

@@ -55,7 +55,7 @@ def expanded_scale(scale: torch.Tensor, shape: torch.Size, block: tuple[int, ...
 
 
 def write_fp8_model(folder: Path, kind: str, max_shard_size: str = "1GB", **changes: Any) -> tuple[str, str]:
-    """Write a model with fp8 weights of a `kind` in `KINDS` and its fp32 copy below `folder`. Return both folders."""
+    """Write the model of `tiny_config(**changes)` with fp8 weights of `kind`, and an fp32 copy. Return both folders."""
     plain, fp8 = folder / "plain", folder / "fp8"
     for path in (plain, fp8):
         write_model(path, max_shard_size=max_shard_size, **changes)

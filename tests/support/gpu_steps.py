@@ -31,7 +31,7 @@ def fp8(**options) -> PrecisionConfig:
 def build(
     options: PrecisionConfig, device, use_te: bool = True, family: str = "llama3_rope_gqa", lora: LoraConfig = NO_LORA
 ):
-    """Return a small random `TrainingModel`, its `Precision` and its fp8 coverage. `lora` may add random adapters."""
+    """Return a small random `TrainingModel`, its `Precision` and its fp8 coverage. `lora` may add adapters."""
     plan = precision_on(options, device)
     precision = Precision(plan, options, device, torch.bfloat16)
     config = family_config(family)

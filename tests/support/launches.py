@@ -55,11 +55,9 @@ class Launch:
 
 
 class Torchrun(Launch):
-    """A run of train_multi_gpu.py in two processes under torchrun. The output is appended to `log`.
-
-    `options` are options of train_multi_gpu.py, `launcher` are options of torchrun, and `more` are environment
-    variables. torchrun starts in the folder `cwd`.
-    """
+    """A run of train_multi_gpu.py in two processes under torchrun. The output is appended to `log`. `options` are
+    options of train_multi_gpu.py, `launcher` are options of torchrun, and `more` are environment variables. torchrun
+    starts in the folder `cwd`."""
 
     def __init__(
         self, log: Path, *options: object, launcher: tuple[str, ...] = (), cwd: Path = ROOT, **more: str

@@ -80,7 +80,7 @@ def made_up_run(
 
 
 def write_run_folder(folder: Path, run: RunRecord) -> Path:
-    """Write the files that a trained `run` has, with exact_match.json if `run` has answers. Return the folder."""
+    """Write to `folder` the files that training would leave for `run`. Add exact_match.json if it has answers."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps(run.stored))
     summary = {"steps": len(run.steps), "certificate": run.summary["certificate"], "throughput": run.summary}
