@@ -1,4 +1,4 @@
-"""Turn a conversation into token ids and a mask that is True for those on which the loss is computed (supervised).
+"""Turn a conversation into token ids and a mask that is True for tokens on which the loss is computed (supervised).
 
 Conversations, problems and Alpaca rows are rendered with the tokenizer's chat template. A tokenizer without a template
 uses `PROMPT_FORM` or `PLAIN_TURN`. The loss is computed on the solution, the completion or each turn of the assistant,
@@ -156,7 +156,7 @@ def _render_template(conversation: Conversation, tokenizer: PreTrainedTokenizerB
 
 
 def _convert_for_template(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> tuple[Conversation, str]:
-    """Convert a conversation to the names and types that the template reads; return it and its rendered text.
+    """Convert a conversation to the names and types that the template reads. Return the result and its rendered text.
 
     Reasoning is stored under each name that templates read (transformers 5.23 does this itself, 5.17 does not). The
     arguments of a tool call become an object, since most templates write JSON themselves. If the template fails on

@@ -105,7 +105,7 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision) -> Sequence[Fp8W
 
 @torch.no_grad()
 def quantise_(weights: Sequence[Fp8Weight]) -> None:
-    """Cast each master weight to its fp8 parameter. All ranks that share a copy of the model must call it."""
+    """Cast each master weight to its fp8 parameter. All ranks that share a copy of the model must call this."""
     if not weights:
         return
     masters = [local_of(weight.master) for weight in weights]

@@ -225,7 +225,7 @@ class Timeline:
         return self.restart_clocks()
 
     def _take_graphs_if_idle(self, profile: StepProfile, num_micro_batches: int) -> None:
-        """Make the stepper replay steps as graphs if this shortens them. Print what it decided. Collective."""
+        """Make the stepper replay steps as graphs if this shortens them. Print the stepper's decision. Collective."""
         if self.step == self.total_steps or not self.stepper.may_take_graphs:
             return
         # Only two steps are measured before the recorded one, so a small idle time is checked again after more steps.

@@ -77,7 +77,7 @@ class Capture:
         return graph.replay
 
     def begin_anew(self) -> None:
-        """Free the memory pool and use a new one for the next graphs. All graphs in the pool must be deleted before."""
+        """Free the memory pool and use a new one for later graphs. Before this call, delete all graphs in the pool."""
         torch.cuda.synchronize()  # expandable segments do not wait for the stream of a replay that still runs
         torch.cuda.empty_cache()
         self._pool = torch.cuda.graph_pool_handle()
