@@ -146,7 +146,7 @@ class Layout:
         return int(self.width(longest).sum()) * self.batch_size
 
     def width(self, longest: Any) -> Any:
-        """Return the length of a batch's padded sequences. `longest`, int or array, is its longest document's length."""
+        """Return the length of a batch's padded sequences. `longest` (int or array): length of its longest document."""
         multiple = PADDED_MULTIPLE * self.num_slices
         padded = np.minimum(-(-longest // multiple) * multiple, self.max_seq_length)
         return np.full_like(padded, self.max_seq_length) if self.packed else padded

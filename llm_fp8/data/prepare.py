@@ -6,7 +6,7 @@ load (load.py) -> documents, cached (rows.py, chat.py, tokenise.py) -> held-out 
 Several datasets (--dataset_name a,b) are each tokenised according to their own columns. By default all rows are used.
 With --dataset_weights, the first rows of each are used in this ratio, but a stream draws each row's dataset at random.
 
-Rows with the same problem are held out together, since OpenMathInstruct-2 has many answers to each problem. The selection
+Rows with the same problem are held out together, as OpenMathInstruct-2 has many answers to a problem. The selection
 uses only a 64-bit hash of the problem's normalised text, not the order of the rows, the seed or streaming.
 """
 
