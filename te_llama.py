@@ -89,7 +89,7 @@ class Part:
         return self.strides is None or self.stop - self.start > 1
 
     def view(self, rows: Tensor) -> Tensor:
-        """Return the tensor as a view of `rows`, all or some of the parameter's rows from `start` to `stop`."""
+        """Return the tensor as a view of `rows`, which are all or some of the parameter's rows `start` to `stop`."""
         if self.strides is None:
             return rows
         shape = (len(rows), *self.shape[1:]) if self.by_rows else self.shape

@@ -195,8 +195,7 @@ def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -
 
 def read_by_kernels(model: nn.Module) -> dict[str, nn.Module]:
     """Return name -> module of the linear layers in Mamba's mixers whose weights are read by fused kernels: the output
-    projection and, in Mamba 1, two more. Training does not call these modules, and would not call adapters or fp8
-    there.
+    projection and, in Mamba 1, two more. These layers are not called, so adapters or fp8 modules would have no effect.
     """
     return {
         f"{prefix}.{name}": child

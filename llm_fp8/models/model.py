@@ -146,7 +146,7 @@ class Model:
 
     @functools.cached_property
     def left_out_tensors(self) -> dict[str, Tensor]:
-        """Name in the files -> stored tensor (on "meta") of the modules that were left out. An export copies them."""
+        """Names in the files and stored tensors (on "meta") of the left-out modules. An export copies these tensors."""
         stored = self.stored
         return {} if stored is None else {name: stored.on_meta(name) for name in self.left_out_of(stored.stored)}
 

@@ -191,7 +191,7 @@ def compare_layers(model: Model, layers: Iterable[Any], row: Row, dtype: torch.d
 
 
 def _one_layer_model(config: PretrainedConfig, layer: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Build Hugging Face's decoder with one layer, like layer number `layer`, a tiny vocabulary and no final norm."""
+    """Build Hugging Face's decoder with only layer number `layer`, a tiny vocabulary and no final norm."""
     config = copy.deepcopy(config)
     config.num_hidden_layers, config.vocab_size, config.pad_token_id, config.attention_dropout = 1, 16, None, 0.0
     if getattr(config, "layer_types", None) is not None:

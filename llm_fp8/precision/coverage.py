@@ -159,7 +159,7 @@ def never_in_fp8(model: nn.Module) -> dict[str, str]:
 
 
 def size_misfit(module: nn.Module, multiple: int) -> str | None:
-    """Return the reason why fp8 GEMMs do not support this module's sizes, or None if `multiple` divides all sizes."""
+    """Return the reason why fp8 GEMMs do not support the module's sizes, or None if `multiple` divides all sizes."""
     for out_features, in_features in (weight.shape for weight in linear_weights(module)):
         if in_features % multiple or out_features % multiple:
             return f"size {in_features} x {out_features} is not a multiple of {multiple}"

@@ -67,7 +67,7 @@ def hold_in_fp8(model: nn.Module, precision: Precision) -> int:
 
 
 def keep_no_transposes(module: Any, names: list[str]) -> None:
-    """Free the transposes of the weights `names` except during dgrad."""
+    """Free the transposes of the fp8 weights `names` of `module`, except during dgrad."""
 
     def drop(*_: object) -> None:
         for name in names:

@@ -51,7 +51,7 @@ def format_name(recipe: Any) -> str | None:
 
 
 def forget_delayed_scales() -> None:
-    """Reset Transformer Engine's global state between models. Otherwise it would still reduce the old model's amax."""
+    """Reset Transformer Engine's global state between models. Otherwise TE would still reduce the old model's amax."""
     if "transformer_engine" in sys.modules:
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -88,7 +88,7 @@ class TEBackend:
 
     def convert(self, model: nn.Module, in_bf16: Iterable[nn.Module] = (), fp8_params: bool = False) -> dict[str, str]:
         """Replace `nn.Linear` modules of `model` in place. Return name -> reason for each `nn.Linear` that stays. This
-        back end does not use `in_bf16` (see `choose`) and `fp8_params`.
+        back end uses neither `in_bf16` (see `choose`) nor `fp8_params`.
         """
         te = require_te("--mixed_precision fp8")
 

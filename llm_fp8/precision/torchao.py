@@ -35,7 +35,7 @@ TORCHAO = OptionalPackage("torchao", "torchao.float8", f"pip install torchao -c 
 
 
 def build_config(scenario: str, emulate: bool) -> Any:
-    """Return torchao's `Float8LinearConfig` for a scenario."""
+    """Return torchao's `Float8LinearConfig` for the recipe `scenario`. If `emulate`, GEMMs run in high precision."""
     from torchao.float8 import Float8LinearConfig
 
     return dataclasses.replace(Float8LinearConfig.from_recipe_name(scenario), emulate=emulate)

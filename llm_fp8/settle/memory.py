@@ -157,7 +157,7 @@ def _suggestions(run: RunSize, gpu_gib: float) -> str:
 
 
 def is_consistent(config: Config, mode: str) -> bool:
-    """Return True if `check_declared` accepts the options in this sharding mode."""
+    """Return True if `check_declared` accepts the options in the sharding `mode`."""
     try:
         check_declared(config, mode)
     except UserError:

@@ -80,7 +80,7 @@ def probe_hf_layers(settled: Settled, device: torch.device) -> PackedForm | None
 
 def plan_run(config: Config, ranks: LaunchRanks, resumed: Mapping[str, Any] | None = None) -> RunPlan:
     """Settle the run for this machine (see `settle`) and build the objects that its model needs. Raise `UserError` if
-    the run is not possible with this machine, its packages or its memory. All ranks must call it.
+    the run is not possible with this machine, its packages or its memory. All ranks must call this function.
     """
     device = device_of_process()
     source = sources.resolve_source(config.model)

@@ -72,7 +72,7 @@ def weights_digest(files: Sequence[Path]) -> str:
 
 
 def run_options(config: Config, data: PreparedData, num_steps: int) -> dict[str, Any]:
-    """Return the options to store in a checkpoint: all except those for reports and saves, plus two computed values."""
+    """Return the options to store in a checkpoint (none for reports or saves), total_steps and global_batch_size."""
     sections = config.to_dict()
     sections["run"] = {name: value for name, value in sections["run"].items() if name in RESUME}
     options = {name: value for section in sections.values() for name, value in section.items()}
@@ -100,7 +100,7 @@ def check_compatible(saved_run: SavedRun, fingerprint: Mapping[str, Any]) -> Non
 def changed_options(config: Config, saved_run: SavedRun, options: Mapping[str, Any]) -> list[str]:
     """Describe each entry of `options` (see `run_options`) that differs from the checkpoint's, with both values.
 
-    Raise `UserError` if one of `SETTINGS` differs and neither it nor the option that sets it is in --allow_changed.
+    Raise `UserError` if a setting in `SETTINGS` differs, and neither it nor its option is in --allow_changed.
     """
     allowed = [SETTINGS.get(name, name) for name in names_in(config.run.allow_changed)]
     saved = saved_run.meta["options"]
@@ -117,7 +117,7 @@ def changed_options(config: Config, saved_run: SavedRun, options: Mapping[str, A
 def refuse_finished(
     config: Config, folder: Path | None, resume_from: str | None, resumed: SavedRun, num_steps: int
 ) -> None:
-    """Raise `UserError` if no steps are left, or if the run is finished and `latest` precedes its last step."""
+    """Raise `UserError` if no steps are left, or if a finished run's `latest` checkpoint precedes its last step."""
     step, patience = resumed.step, config.run.early_stopping_patience
     path = None if folder is None else folder / "summary.json"
     summary = read_json(path) if path is not None and path.exists() else {}
