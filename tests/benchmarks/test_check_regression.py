@@ -14,8 +14,8 @@ WORKLOAD = {"model": "Llama-3.1-8B", "batch_size": 8, "seq_length": 1024, "micro
 
 
 def row(variant: str, tokens_per_s: float | None, spread: float = 0.0, **more) -> dict:
-    """Return a result of the benchmark with the median speed `tokens_per_s`. The p10 and p90 speeds differ from
-    `tokens_per_s` by the fraction `spread`. If `tokens_per_s` is None, the run failed. `more` adds or replaces fields.
+    """Return a benchmark result of `variant` with the median speed `tokens_per_s`, and p10 and p90 that differ from the
+    median by the fraction `spread`. If `tokens_per_s` is None, the run failed. `more` adds or replaces fields.
     """
     baseline = "hf_bf16" if variant.endswith("hf_bf16") else None
     measured = {**WORKLOAD, "variant": variant, "baseline": baseline, "num_gpus": 1, **more}

@@ -67,7 +67,7 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
 
 
 def supervised_texts(encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the text of each contiguous span of supervised tokens."""
+    """Return the text of each contiguous span of supervised tokens in `encoded`, which has token ids and loss mask."""
     spans = groupby(zip(*encoded, strict=True), key=lambda pair: pair[1])
     return [str(tokenizer.decode([token for token, _ in span])) for supervised, span in spans if supervised]
 

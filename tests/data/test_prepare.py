@@ -74,7 +74,7 @@ def _row(problem: str, solution: str) -> dict[str, str]:
 
 
 def _write_repeated_problems(path: Path, num_problems: int = 60, each: int = 5) -> list[dict[str, Any]]:
-    """Write and return rows in which each problem occurs `each` times, with different solutions and spellings."""
+    """Write and return rows with `num_problems` problems, `each` times with different solutions and spellings."""
     rows = []
     for answer in range(each):
         for i in range(num_problems):
@@ -225,7 +225,7 @@ MIX_OPTIONS = ("--columns=problem=question,generated_solution=answer", "--valida
 
 
 def _problem_counts(steps: list[list[Batch]], tokenizer: PreTrainedTokenizerBase) -> Counter[str]:
-    """Count in how many documents of the batches each problem occurs. A problem is for example "a 3"."""
+    """Count the documents of each problem, for example of "a 3", in the batches of `steps`."""
     texts = (tokenizer.decode(batch.input_ids.flatten()) for step in steps for batch in step)
     return Counter(problem for text in texts for problem in re.findall(r"[ab] \d+(?=\n)", text))
 

@@ -20,7 +20,7 @@ COUNTS = ("num_tokens", "num_real_tokens", "num_supervised_tokens", "sum_squared
 
 
 def _document(length: int, row_id: int) -> Document:
-    """Return a document whose random tokens may equal PAD. The first third of the document is the prompt."""
+    """Return a document of `length` random tokens, which may equal PAD. The first third of the tokens is the prompt."""
     ids = np.random.default_rng(row_id).integers(0, VOCABULARY, size=length)
     return Document(ids, np.arange(length) >= length // 3, row_id)
 

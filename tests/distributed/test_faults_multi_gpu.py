@@ -28,7 +28,7 @@ DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 
 @pytest.fixture
 def options(models, tmp_path) -> list[str]:
-    """Return the options of a short fp8 run without an output folder."""
+    """Return the options of a short fp8 run. Each test adds an output folder."""
     common = "--validation_fraction=0 --use_te --mixed_precision=fp8 --sharding_mode=fsdp_full --max_seq_length=256"
     rows = write_rows(tmp_path / "rows.jsonl", 64)
     return [f"--model_name={models['llama3_rope_gqa']}", f"--dataset_name={rows}", *common.split()]

@@ -169,7 +169,7 @@ def batch(step: int, micro_batch: int, rank: int) -> Tensor:
 
 
 def cast_to_fp8(master: Tensor) -> Tensor:
-    """Cast an fp32 weight to fp8 with one scale and back to fp32."""
+    """Cast an fp32 weight to fp8 with a single scale, and back to fp32."""
     scale = LARGEST / master.abs().max()
     return (master * scale).to(torch.float8_e4m3fn).float() * (1 / scale)
 

@@ -31,7 +31,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 def hf_split_rope(fused, angles, num_heads, num_kv_heads, cu_seqlens=None):
     """Split the projection `fused` into q, k and v, and rotate q and k with Hugging Face's function. `angles` may cover
-    only a part of each head. Positions count from 0 in each document.
+    only a part of each head. Positions count from 0 in each document that `cu_seqlens` delimits.
     """
     rotary_dim = angles.shape[-1]
     positions = (
@@ -69,7 +69,7 @@ def stand_in_kernel(monkeypatch):
 
 
 def train(family, layout, recompute):
-    """Return loss and gradients of an fp32 model of `family`, built from stand-ins for TE's modules, by name."""
+    """Return, by name, loss and gradients of an fp32 model of `family` with stand-ins for TE's modules."""
     model = te_llama.build_te_model(family_config(family), torch.float32, "cpu")
     fill_weights(Model(model))
     if recompute:

@@ -34,7 +34,7 @@ def dswiglu_cast():
 
 
 def inputs(shape: tuple[int, int], dtype: torch.dtype, device: Any) -> tuple[Tensor, Tensor]:
-    """Return a gradient [T, f] with rows of very different magnitudes, and concatenated gate and up values [T, 2 f]."""
+    """For `shape` [T, f], return a gradient with rows of very different magnitudes, and gate and up values [T, 2 f]."""
     tokens, width = shape
     generator = torch.Generator(device=device).manual_seed(0)
     gradient = torch.randn(tokens, width, generator=generator, device=device) * 0.01
@@ -43,7 +43,7 @@ def inputs(shape: tuple[int, int], dtype: torch.dtype, device: Any) -> tuple[Ten
 
 
 def exact(gradient: Tensor, gate_and_up: Tensor) -> Tensor:
-    """Return the gradient with respect to `gate_and_up`. Autograd computes it in fp64 from the output's `gradient`."""
+    """Backpropagate the output's `gradient` by autograd in fp64. Return the gradient with respect to `gate_and_up`."""
     wide = gate_and_up.double().requires_grad_()
     gate, up = wide.chunk(2, dim=1)
     return torch.autograd.grad(torch.nn.functional.silu(gate) * up, wide, gradient.double())[0]

@@ -59,7 +59,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def check(name: str, process: subprocess.CompletedProcess[str], folder: Path, record_property) -> None:
-    """Check that the command took three steps, and that the kernels ran in the requested precision."""
+    """Check that the command `name` took three steps, and that the kernels ran in the requested precision."""
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
     precision, summary, records = run_json(folder)["precision"], summary_json(folder), steps(folder)
     requested = config_of(TESTED_COMMANDS[name]).precision

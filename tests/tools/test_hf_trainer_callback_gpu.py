@@ -27,7 +27,7 @@ MICRO_BATCHES = 2
 def run_example(
     config: Path | str, model: Path, folder: Path, *options: str, program: list[str] | None = None
 ) -> subprocess.CompletedProcess:
-    """Run `program`, by default the Trainer example, with the example's options under accelerate launch."""
+    """Run `program`, by default the Trainer example, under accelerate launch with the launch file `config`."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     command += program or ["examples/hf_trainer_fp8.py"]
     arguments = f"--model_name {model} --dataset_name {DATASET_DIR} --num_of_samples 256 --max_seq_length 256"

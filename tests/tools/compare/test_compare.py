@@ -37,7 +37,7 @@ TRAIN += " --no_export"
 
 
 def three_runs(variant: str, rate: float, losses: list[float], **changes: Any) -> list[RunRecord]:
-    """Return a made-up run for each of `losses`, with seeds 1, 2, ... and a speed of about `rate` tokens/s."""
+    """Return a made-up run of `variant` for each loss, with seeds 1, 2, ... and a speed of about `rate` tokens/s."""
     return [made_up_run(variant, seed, rate, loss, **changes) for seed, loss in enumerate(losses, start=1)]
 
 
