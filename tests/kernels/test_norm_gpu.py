@@ -45,7 +45,7 @@ def reference(layer: nn.Module, inputs: Tensor, gradient: Tensor) -> list[Tensor
 
 def measure(width: int, num_tokens: int, fp8: bool) -> dict[str, object]:
     """Run four steps of a norm with a linear layer, for `num_tokens` tokens of `width` numbers. By the fourth step,
-    delayed scaling has scales. Return differences of the fourth step from fp32, and the names of the norm kernels that ran.
+    delayed scaling has scales. Return differences of the fourth step from fp32, and the names of its norm kernels.
     """
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling

@@ -33,8 +33,8 @@ def neighbours(numbers, reach):
 
 
 def dense_numbers(signed):
-    """Return fp32 numbers from -1 (0 if not `signed`) to 1. They are the neighbours of every value that a code has and
-    of every midpoint between adjacent values, random numbers of all magnitudes, and evenly spaced numbers.
+    """Return fp32 numbers from -1 (0 if not `signed`) to 1. They are the neighbours of all values that codes stand
+    for and of all midpoints between these values, random numbers of all magnitudes, and evenly spaced numbers.
     """
     values = code_values(signed)
     middles = (values[1:] + values[:-1]) / 2
@@ -81,7 +81,7 @@ def test_encoded_and_decoded_blocks_equal_those_of_torchao(signed):
 
 
 def test_random_bits_follow_the_documented_hash():
-    """numpy, whose uint32 wraps around, computes the expected hash. `rounding_bits` may start at any even one."""
+    """numpy's uint32, which wraps around, gives the expected hash. Bits are also requested for a later range."""
     first, second = rounding_key(42, 3, 5)
     with np.errstate(over="ignore"):
         x = np.arange(5000, dtype=np.uint32) * np.uint32(0x9E3779B9) + np.array(first, np.int32).astype(np.uint32)

@@ -203,7 +203,7 @@ def test_training_from_restored_state_continues_bit_for_bit(kind):
 
 
 def train_with_scaled_gradients(kind, max_norm, steps):
-    """Train, scaling gradients to a global norm of at most `max_norm`. Return the model and the norms before scaling."""
+    """Train, scaling gradients to a global norm of at most `max_norm`. Return the model and norms before scaling."""
     model, optimizer = make_model_and_optimizer(kind=kind)
     norms = []
     for step in range(steps):

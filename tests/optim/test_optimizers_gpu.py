@@ -89,7 +89,7 @@ def test_kernel_equals_the_torch_implementation_bit_for_bit(shape, dtype, clippe
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kernel_handles_all_magnitudes_and_non_finite_gradients(dtype):
-    """The numbers include denormals, huge numbers and ties. NaN and infinity must change no other weight."""
+    """The numbers include denormals, huge numbers and ties. NaN or infinity must not spread to other weights."""
     ours, reference = make_master((100_003,), dtype, True), make_master((100_003,), dtype, True)
     for _, gradient, _ in (ours, reference):
         gradient[:3] = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)

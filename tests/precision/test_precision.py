@@ -97,7 +97,7 @@ def test_linear_layers_of_unsupported_sizes_are_not_swapped(monkeypatch):
 
 @pytest.mark.parametrize("recast", [False, True])
 def test_fp8_recast_weights_stores_no_cast(recast, monkeypatch):
-    """With the option, every forward and backward pass casts the weights again, as TE does for weights of FSDP2."""
+    """With --fp8_recast_weights, every forward and backward pass casts weights again, as TE does under FSDP2."""
     install_te(monkeypatch)
     monkeypatch.setattr(TEBackend, "autocast", lambda *_, **__: contextlib.nullcontext())
     model, precision = te_precision(fp8_recast_weights=recast)

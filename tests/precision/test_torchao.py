@@ -46,7 +46,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def convert_model(scenario: str, **changes: object) -> tuple[nn.Module, Precision]:
-    """Build a small model, with `changes` of the config, and convert linear layers to torchao's recipe `scenario`."""
+    """Build a small model whose config has `changes`, and convert the linear layers to torchao's recipe `scenario`."""
     options = PrecisionConfig(mixed_precision="fp8", fp8_backend="torchao", fp8_scenario=scenario)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(**changes), dtype=torch.bfloat16)
