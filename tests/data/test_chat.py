@@ -54,7 +54,7 @@ ROWS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "rows.json
 
 
 def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
-    """Return the tiny bundled model's tokenizer with the chat template `name` and the template's marks as special tokens."""
+    """Return the tiny bundled model's tokenizer with the chat template `name` and the template's special tokens."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     if name == "base":
         return tokenizer
