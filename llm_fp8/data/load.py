@@ -215,7 +215,7 @@ def _as_text(file: str) -> dict[str, Any]:
 
 
 def first_row(source: DatasetSource, dataset: Any) -> dict[str, Any]:
-    """Return the first row of `dataset`, with None for columns that only later rows have, or raise `UserError`."""
+    """Return the first row of `dataset`, with None for columns of later rows. Raise `UserError` if there is no row."""
     number, features = FIRST_ROWS if source.is_json else 1, dataset.features or {}
     with reading_of(source):
         table = next(dataset.with_format("arrow").iter(number), None)  # Arrow does not decode images

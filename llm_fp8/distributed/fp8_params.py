@@ -42,7 +42,7 @@ class Fp8Weight(NamedTuple):
 
 
 class Fp8ParamsStrategy(FsdpStrategy):
-    """FSDP that gathers weights in fp8. TE's weights become fp8 parameters. The other back end casts to gather."""
+    """FSDP that gathers weights in fp8. TE's weights become fp8 parameters. Another back end casts before a gather."""
 
     _backend: Any = TEBackend()  # `prepare` sets the run's back end
     _weights: Sequence[Fp8Weight] = ()
