@@ -49,14 +49,14 @@ class Adapter(NamedTuple):
 
 
 def needs_unfused_mlp(options: LoraConfig) -> bool:
-    """Return True if adapters of the MLP require the TE decoder's unfused MLP."""
+    """Return True if adapters of the MLP require `UnfusedMLP` in the TE decoder."""
     in_mlp = {"gate_proj", "up_proj", "down_proj", ALL_LINEAR}
     return options.lora_rank > 0 and not in_mlp.isdisjoint(options.targets)
 
 
 def add_adapters(model: Model, options: LoraConfig, dtype: torch.dtype) -> str:
     """Freeze `model` and add uninitialised adapters of `dtype` on its device, which may be "meta". Return a note about
-    layers without an adapter, or "". Raise `UserError` if a name in --lora_targets is not a linear layer of the model.
+    layers without an adapter, or "". Raise `UserError` if a name in --lora_targets is not a linear layer of `model`.
     """
     prefer_torchs_cudnn()  # PEFT imports Transformer Engine if it is installed
     import peft  # noqa: F401  # the export needs it; if it is missing, fail now

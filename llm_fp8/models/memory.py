@@ -192,8 +192,8 @@ class RunSize:
 
     @property
     def shards_in_fp8(self) -> bool:
-        """True if TE's weights are sharded in fp8: with --fp8_params, or if they are frozen, have one scale each, can
-        be divided equally among the GPUs by rows, and no step needs them in bf16.
+        """True if TE's weights are sharded in fp8. This requires --fp8_params, or frozen weights that have one scale
+        each, can be divided equally among the GPUs by rows, and are never needed in bf16.
         """
         config, row, sizes = self.config, RECIPES.get(self.recipe), self.sizes
         if row is None or sizes is None or not (self.sharded and config.model.use_te and row.one_scale_per_weight):

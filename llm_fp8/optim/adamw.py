@@ -39,7 +39,7 @@ Coefficients = Mapping[str, float]
 
 
 def coefficients_of(group: Mapping[str, Any]) -> Coefficients:
-    """Return the coefficients of a parameter group's step in fp64. The step rounds them to fp32."""
+    """Return the coefficients, in fp64, for a step of a parameter group. The step itself rounds them to fp32."""
     (beta1, beta2), step, lr = group["betas"], group["step"], group["lr"]
     return {
         "decay": float(1 - lr * group["weight_decay"]),

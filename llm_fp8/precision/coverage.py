@@ -123,8 +123,8 @@ def measure_coverage(
 
 
 def gemms_per_weight(model: Model) -> dict[nn.Module, int]:
-    """Return the minimum number of GEMMs per micro-batch of each frozen module, without recomputation. It is 2 (fprop
-    and dgrad), or 1 (fprop) if no earlier layer has an adapter. The result is empty if there are no adapters.
+    """Return the minimum number of GEMMs per micro-batch of each frozen module, without recomputation: 2 (fprop and
+    dgrad), or 1 (fprop) if no earlier layer has an adapter. The result is empty if there are no adapters.
     """
     module, layers = model.module, list(model.layers)
     adapted = [any(is_adapter(name) for name, _ in layer.named_modules()) for layer in layers]

@@ -103,7 +103,7 @@ def settle(
     run is not possible with this machine or model, or if it does not fit in the GPU's memory.
 
     Args:
-        resumed: contents of meta.json in the checkpoint to continue. The run has equal micro-batches and precision.
+        resumed: contents of meta.json in the checkpoint to continue. The run has the same micro-batches and precision.
         measured: the faster precision, bf16 or fp8, if --mixed_precision auto has measured both.
         num_parameters: the model's number of parameters, if it is already known.
     """
