@@ -90,9 +90,8 @@ def prepare_data(
     """Load, tokenise, split and pack a run's data. Raise `UserError` if a dataset cannot be found, read or used.
 
     If `config.num_slices` is n, n consecutive ranks get the same sequences, and `split_batch` returns a rank's slice of
-    a batch. --eval_batches counts batches of `eval_batch_size` (default: --batch_size), so that it selects the same
-    rows after micro-batches were merged. In Accelerate's context `main_process_first`, the other processes wait until
-    the main process has filled the cache.
+    a batch. --eval_batches counts batches of `eval_batch_size` (default: --batch_size), so that merged micro-batches do
+    not change its rows. In Accelerate's context `main_process_first`, the others wait until the cache is filled.
     """
     data, num_slices = config.data, config.num_slices
     data_rank = DataRank(rank // num_slices, world_size // num_slices)
