@@ -48,7 +48,7 @@ OUR_VARIANTS = {"train_fp8": "fp8", "train_bf16": "bf16"}
 
 
 def write_inputs(work: Workload, folder: Path, num_steps: int) -> tuple[Path, Path]:
-    """Write a model (config and tokenizer) and rows that fill its sequence to `folder`. Return the paths of both."""
+    """Write a model (config and tokenizer) and a file of full-length rows to `folder`. Return the paths of both."""
     model, rows, numbers = folder / "model", folder / "rows.jsonl", random.Random(0)
     load_config(resolve_source(ModelConfig(model_name=work.model, random_init=True))).save_pretrained(model)
     AutoTokenizer.from_pretrained(MODEL_DIR).save_pretrained(model)

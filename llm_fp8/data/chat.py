@@ -207,7 +207,7 @@ def _with_arguments(call: Mapping[str, Any], as_text: bool) -> Mapping[str, Any]
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, **options: bool) -> tuple[str, list[Span]]:
-    """Render a conversation. Return the text, and the ranges that the template marks if `options` request a mask."""
+    """Render a conversation to text. Also return the spans that the template marks, or [] without a mask option."""
     roles = ", ".join(message["role"] for message in conversation.messages)
     task = f"a conversation of the roles {roles} with the tokenizer's chat template"
     with reading("--model_name", tokenizer.name_or_path, task, "Give another --chat_template, or drop such rows."):
@@ -236,8 +236,8 @@ def _marked_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTo
 def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Spans:
     """Locate each supervised turn in `text`, from the end of its generation prompt to the end of the turn.
 
-    For this the conversation is rendered up to the turn. `text` must begin with the rendering or, after the previous
-    supervised turn, continue like the rendering. Only reasoning may be missing (Qwen3's template drops it).
+    For each turn, the conversation is rendered up to that turn. `text` must begin with this rendering, or continue like
+    it after the previous supervised turn. It may lack only reasoning, which Qwen3's template drops from earlier turns.
     """
     spans: Spans = {}
     seen, end = "", 0  # the rendered conversation up to the previous supervised turn, and its end in `text`
@@ -326,8 +326,8 @@ def _encode_spans(rendered: Sequence[Rendered], tokenizer: PreTrainedTokenizerBa
 
 
 def _end_turns(encoded: Encoded, tokenizer: PreTrainedTokenizerBase, eos: int, ends: set[Any]) -> Encoded:
-    """Extend each supervised range by an EOS that follows it. White space after one of the tokens `ends` is no longer
-    supervised. Cut the document off after the last range, and add `eos` if it does not end with one of `ends`.
+    """Extend each supervised range by an EOS that follows it. Shorten it by white space that follows one of the tokens
+    `ends`. Cut the document off after the last range, and add `eos` if it does not end with one of `ends`.
     """
     ids, supervised = list(encoded.input_ids), bytearray(encoded.supervised)
     after = (eos, tokenizer.eos_token_id)

@@ -99,7 +99,7 @@ def export_adapter(
 
 
 def export_size_bytes(model: Model, dtype: torch.dtype, *, adapters_only: bool) -> int:
-    """Return an export's size in bytes: all tensors, parameters as `dtype`, or if `adapters_only` only the adapters."""
+    """Return the size of an export in bytes: of all tensors, with parameters in `dtype`, or only of the adapters."""
     if adapters_only:
         return sum(parameter.nbytes for name, parameter in model.module.named_parameters() if is_adapter(name))
     return sum(tensor.nbytes for tensor in planned_tensors(model, dtype).values())
@@ -107,7 +107,7 @@ def export_size_bytes(model: Model, dtype: torch.dtype, *, adapters_only: bool) 
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path, contents: str = "The trained model", advice: str = _ADVICE) -> Iterator[Path]:
-    """Yield a temporary folder that replaces `folder` after the block. Error messages have `contents` and `advice`."""
+    """Yield a temporary folder, which replaces `folder` after the block. A `UserError` names `contents` and gives `advice`."""
     folder = folder.resolve()  # a folder cannot replace a link, so replace the link's target
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -126,7 +126,7 @@ def replaced_folder(folder: Path, contents: str = "The trained model", advice: s
 
 def hf_tensors(model: Model, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """Yield name and CPU copy of each unsharded Hugging Face tensor, one parameter at a time. Parameters are cast to
-    `dtype`, after adapters are merged in fp32; buffers are not cast. If `dtype` is None, only take part in collectives.
+    `dtype`, after adapters are merged in fp32; buffers are not cast. If `dtype` is None, yield nothing: only run collectives.
     """
     tensors, adapters = saved_tensors(model.module), dict[str, Any]()
     if any(is_adapter(name) for name, _ in model.module.named_parameters()):
@@ -150,7 +150,7 @@ def hf_tensors(model: Model, dtype: torch.dtype | None) -> Iterator[tuple[str, T
 
 
 def planned_tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors of an export on "meta", by name in the order of `hf_tensors`, with parameters in `dtype`."""
+    """Return the tensors that an export contains, on "meta", in the order of `hf_tensors`. Parameters have `dtype`."""
     tensors, ignored = saved_tensors(model.module), ignored_on_save(model.module)
     dtypes = {name: dtype if isinstance(t, nn.Parameter) else t.dtype for name, t in tensors.items()}
     trained = {
@@ -163,8 +163,8 @@ def planned_tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def write_weights(planned: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Write `tensors` as `save_pretrained` does: to model.safetensors, or to several files with an index. `planned` has
-    the tensors to write on "meta"; others are skipped. If both have the same order, one file at a time is incomplete.
+    """Write `tensors` to model.safetensors, or to several files with an index, as `save_pretrained` does. Skip tensors
+    that `planned` (on "meta") does not name. If both have the same order, only one file at a time is kept in memory.
     """
     split = split_torch_state_dict_into_shards(planned, max_shard_size=MAX_FILE_SIZE)
     pending: dict[str, dict[str, Tensor]] = {name: {} for name in split.filename_to_tensors}
@@ -184,7 +184,7 @@ def write_weights(planned: dict[str, Tensor], tensors: Iterable[tuple[str, Tenso
 
 
 def model_card(card: dict[str, Any], reader: str, library: str = "transformers") -> str:
-    """Return README.md for an export: a table of `card`, and the call `reader` that loads the model or adapter."""
+    """Return README.md for an export: a table of `card`, and `reader`, the Python call that loads the model."""
     base, bar = card["base model"], "\\|"
     rows = "\n".join(f"| {key} | {str(value).replace('|', bar)} |" for key, value in card.items())
     # The hub rejects a base_model that is not on the hub.

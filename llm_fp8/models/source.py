@@ -155,8 +155,8 @@ def checkpoint_of(source: ModelSource, hf_config: PretrainedConfig) -> StoredChe
 
 
 def untied(hf_config: PretrainedConfig, checkpoint: StoredCheckpoint | None) -> tuple[PretrainedConfig, str | None]:
-    """If the stored lm_head and embedding differ, return a copy of the config that does not tie them, as transformers 5
-    does, and a warning. Otherwise return `hf_config` itself and None.
+    """If the stored lm_head and embedding differ, do as transformers 5: return a copy of the config that does not tie
+    them, and a warning. Otherwise return `hf_config` itself and None.
     """
     copied = copy.deepcopy(hf_config)
     ties = [part for part in (copied, text_config(copied)) if getattr(part, "tie_word_embeddings", False)]

@@ -127,7 +127,7 @@ class GroupedAdamW(Optimizer):
         raise NotImplementedError
 
     def _key(self, step: int, number: int, parameter: Parameter) -> Key:
-        """Return the key of the random bits for the `number`-th parameter, which only stochastic rounding uses."""
+        """Return the key of the random bits that round the `number`-th parameter. Only stochastic rounding uses it."""
         return 0, 0
 
     def _update_(self, parameter: Parameter, weight: Tensor, *arguments: Any) -> None:

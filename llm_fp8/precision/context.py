@@ -49,8 +49,8 @@ def backend_in(model: nn.Module) -> TEBackend | TorchaoBackend:
 
 
 def with_recipe(plan: PrecisionPlan, options: PrecisionConfig, device: torch.device) -> PrecisionPlan:
-    """Return the plan with the library's recipe object for `device`. Raise `UserError` if the library, or a compiler
-    that it requires, is not installed.
+    """Return `plan` with its back end's recipe object for `device`, or unchanged without fp8. Raise `UserError` if the
+    back end's library, or a compiler that it requires, is not installed.
     """
     if plan.effective_scenario is None:
         return plan
@@ -125,11 +125,11 @@ class Precision:
         return row_of(self.plan.effective_scenario).scales_lag
 
     def module_state(self) -> ModuleState:
-        """Return the state of the fp8 modules or, if the run is not in fp8, of all linear modules of the back end."""
+        """Return the state of the fp8 modules or, while passes are not in fp8, of all linear modules of the back end."""
         return self.backend.state((self._fp8_modules if self.in_fp8 else self._linears).values())
 
     def keep_casts_of_frozen_weights(self) -> None:
-        """Cast frozen weights to fp8 only in the next training pass (with delayed scaling, in the next two)."""
+        """Cast frozen weights to fp8 in the next training pass (in two with delayed scaling), then reuse the casts."""
         self._num_casts_to_come = 2 if self.scales_lag else 1
 
     @contextlib.contextmanager

@@ -78,7 +78,7 @@ class RunState:
         return self.setup.plan.strategy.state(self.setup.model.module, optimizer) | scales
 
     def has_the_scales(self, checkpoint: Checkpoint) -> bool:
-        """Return True if the checkpoint's scales and amax histories have the same meaning with this run's options."""
+        """Return True if the run and the checkpoint agree in the options on which scales and amax histories depend."""
         saved = checkpoint.meta["options"]
         return all(saved.get(name) == self.options.get(name) for name, kind in RESUME.items() if kind == "scales")
 
@@ -131,7 +131,7 @@ class RunState:
 
 
 def rng_state(rank: int) -> dict[str, Tensor]:
-    """Return name -> state of torch's random generators on the CPU and the current GPU. `rank` is in the names."""
+    """Return the states of torch's random generators on the CPU and the current GPU. Their names contain `rank`."""
     states = {f"rng/rank-{rank}/torch_cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states[f"rng/rank-{rank}/torch_cuda"] = torch.cuda.get_rng_state()

@@ -28,8 +28,8 @@ def enable_gradient_checkpointing(
     layers: nn.ModuleList, amount: Amount, uses_te: bool, reentrant: bool = False, in_graphs: bool = False
 ) -> list[nn.Module]:
     """Make the layers that `amount` selects (see `recomputed_layers`) recompute in the backward pass. Return these
-    layers. If `reentrant`, each one runs its own backward pass. Set `in_graphs` if graphs may capture the passes: then
-    the host must not read random states.
+    layers. `reentrant` selects torch's reentrant checkpoints, with a nested backward pass per layer. Set `in_graphs` if
+    graphs may capture the passes: then checkpoints do not save random states on the host.
     """
     checkpoint: Callable[..., Any] = torch.utils.checkpoint.checkpoint
     options: dict[str, Any] = {"use_reentrant": reentrant}

@@ -162,7 +162,7 @@ def rows_of(config: Config, hf_config: PretrainedConfig, machine: Machine) -> li
 
 
 def main() -> int:
-    """Print a table of the estimates and write them as JSON. Options have the names and defaults of train_fp8.py."""
+    """Print a table of estimated GPU memory for each way to train, and write it to --output as JSON, if requested."""
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     add, defaults = parser.add_argument, Config().options
     names = f"hub id, folder, or bundled name: {', '.join(BUNDLED)}"

@@ -87,7 +87,7 @@ def did_you_mean(name: str, choices: Iterable[object]) -> str:
 
 
 def _resembles(name: str, choice: str) -> bool:
-    """Return True for similar spelling, or if all words of `name` begin words of `choice`, which has at most 2 more."""
+    """Return True if `name` is close to `choice`, or if its words begin words of `choice`, which has at most 2 more."""
     words, choice_words = (re.findall(r"[a-z]+|\d+", text) for text in (name, choice))
     has_words = all(any(choice_word.startswith(word) for choice_word in choice_words) for word in words)
     is_close = difflib.SequenceMatcher(None, name, choice).ratio() > 0.85
@@ -126,7 +126,7 @@ class OneSentenceParser(argparse.ArgumentParser):
         self.register("type", Path, lambda word: Path(os.path.expanduser(word)))
 
     def error(self, message: str) -> NoReturn:
-        """Raise a `UserError` with argparse's `message` and the name that the user probably meant."""
+        """Raise a `UserError` with argparse's `message`. For an unknown option or choice, suggest a similar one."""
         if message.startswith("unrecognized arguments: "):
             words = [word.partition("=")[0] for word in message.split() if re.match("--?[a-z]", word)]
             message += "".join(dict.fromkeys(map(self.hint, words)))

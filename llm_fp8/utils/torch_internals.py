@@ -85,7 +85,7 @@ def ignore_in_ddp(module: nn.Module, names: list[str]) -> None:
 
 
 def unwrapped_by_torchao(local: Any) -> Tensor:
-    """Return the fp32 tensor in `local`, a rank's shard of a weight that torchao casts to fp8 to gather it."""
+    """Return the fp32 shard in `local`, torchao's wrapper that casts the shard to fp8 before FSDP gathers it."""
     return local._tensor
 
 

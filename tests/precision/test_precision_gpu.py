@@ -94,7 +94,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(scenario, use_te, devic
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
 def test_recomputation_does_not_change_the_scales(use_te, every, reentrant, device, monkeypatch):
-    """Each micro-batch adds one entry to every amax history. Each forward or backward pass reduces the amax once."""
+    """Recomputation adds no entries to amax histories and, unless it is reentrant, no reductions of the amax."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     reductions: list[bool] = []
