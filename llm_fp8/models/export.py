@@ -107,7 +107,7 @@ def export_size_bytes(model: Model, dtype: torch.dtype, *, adapters_only: bool) 
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path, contents: str = "The trained model", advice: str = _ADVICE) -> Iterator[Path]:
-    """Yield a temporary folder, which replaces `folder` after the block. A `UserError` names `contents` and gives `advice`."""
+    """Yield a temporary folder, which replaces `folder` after the block. Errors name `contents` and give `advice`."""
     folder = folder.resolve()  # a folder cannot replace a link, so replace the link's target
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -126,7 +126,7 @@ def replaced_folder(folder: Path, contents: str = "The trained model", advice: s
 
 def hf_tensors(model: Model, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """Yield name and CPU copy of each unsharded Hugging Face tensor, one parameter at a time. Parameters are cast to
-    `dtype`, after adapters are merged in fp32; buffers are not cast. If `dtype` is None, yield nothing: only run collectives.
+    `dtype`, after adapters are merged in fp32; buffers are not cast. If `dtype` is None, only run collectives.
     """
     tensors, adapters = saved_tensors(model.module), dict[str, Any]()
     if any(is_adapter(name) for name, _ in model.module.named_parameters()):

@@ -103,7 +103,7 @@ def stored_dtype(hf_config: PretrainedConfig, default: torch.dtype) -> torch.dty
 
 
 def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTrainedTokenizerBase, str | None]:
-    """Return the model's tokenizer with --chat_template, or the tiny bundled model's tokenizer and a note."""
+    """Load the tokenizer with --chat_template. For a bundled config, load the embedded tokenizer and return a note."""
     note, location = None, source.location
     if source.is_random and source.location.endswith(".json"):
         note = f"--random_init {source.name}: using the embedded tokenizer, which is fine for random weights."
@@ -171,7 +171,7 @@ def untied(hf_config: PretrainedConfig, checkpoint: StoredCheckpoint | None) -> 
 
 
 def finite(tensors: Iterable[tuple[str, Tensor]], where: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield `tensors` unchanged. Raise `UserError`, which begins with `where`, at a tensor with NaN or infinity."""
+    """Yield `tensors` unchanged. At a tensor with NaN or infinity, raise a `UserError` that begins with `where`."""
     for name, tensor in tensors:
         if not tensor.isfinite().all():
             raise UserError(f"{where}: {name} holds NaN or infinity, so the model is unusable; give another.")

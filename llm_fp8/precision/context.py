@@ -43,7 +43,7 @@ def backend_class(name: str | None) -> type[TEBackend | TorchaoBackend]:
 
 
 def backend_in(model: nn.Module) -> TEBackend | TorchaoBackend:
-    """Return the back end of the linear modules in `model`, or Transformer Engine's if there are no fp8 modules."""
+    """Return torchao's back end if `model` has its linear modules, else Transformer Engine's."""
     is_torchao = any(type(module).__name__ == "Float8Linear" for module in model.modules())
     return backend_class("torchao" if is_torchao else "te")()
 
@@ -125,7 +125,7 @@ class Precision:
         return row_of(self.plan.effective_scenario).scales_lag
 
     def module_state(self) -> ModuleState:
-        """Return the state of the fp8 modules or, while passes are not in fp8, of all linear modules of the back end."""
+        """Return the state of the fp8 modules or, if passes are not in fp8, of all linear modules of the back end."""
         return self.backend.state((self._fp8_modules if self.in_fp8 else self._linears).values())
 
     def keep_casts_of_frozen_weights(self) -> None:

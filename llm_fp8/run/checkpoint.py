@@ -88,7 +88,7 @@ class Checkpoint(SavedRun):
         return {name: (entry.properties.dtype, entry.size) for name, entry in tensors.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Read the saved values of `tensors` in place. Raise `UserError` if name, dtype or shape differ. Collective."""
+        """Load saved values into `tensors`. Raise `UserError` if a name, dtype or shape is not as saved. Collective."""
         wanted = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
         if names := [name for name, kind in wanted.items() if self.kinds.get(name) != kind]:
             problem = f"lacks this run's {listed(names)}, or has another dtype or shape"
@@ -253,7 +253,7 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 
 def _describe_files(folder: Path) -> dict[str, Any]:
-    """Return name -> size and checksum of a checkpoint's files. Raise `UserError` if another host's are missing."""
+    """Return the size and checksum of each checkpoint file. Raise `UserError` if files of other hosts are missing."""
     # Read the names from DCP's index, since the return value of torch 2.11's `dcp.save` does not contain them.
     written = {entry.relative_path for entry in dcp.FileSystemReader(folder).read_metadata().storage_data.values()}
     if missing := sorted(name for name in written if not (folder / name).is_file()):

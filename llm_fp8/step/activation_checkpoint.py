@@ -55,7 +55,7 @@ def enable_gradient_checkpointing(
 
 
 def _te_contexts(te: Any) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-    """Return the contexts of forward pass and recomputation: an empty one, and a disabled outer autocast."""
+    """Return an empty context for the forward pass, and for recomputation a disabled autocast around TE's own."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     if not FP8GlobalStateManager.is_fp8_enabled():

@@ -25,15 +25,15 @@ from torch.distributed.tensor import DTensor
 
 
 def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
-    """Replace `module.forward(*args, **kwargs)` by `wrapper(old_forward, *args, **kwargs)`. Hooks could not run it in a
-    context, and a module around it would rename parameters. A later wrapper encloses earlier ones. Recomputation wraps
-    later than precision, so it repeats a pass in the same precision. FSDP2 and torch.compile enclose all wrappers.
+    """Replace `module.forward(*args, **kwargs)` by `wrapper(old_forward, *args, **kwargs)`. Unlike hooks, a wrapper
+    can enter a context; unlike a module around `module`, it renames no parameters. A later wrapper encloses earlier
+    ones: recomputation encloses precision, so both passes have the same. FSDP2 and torch.compile enclose all wrappers.
     """
     module.forward = functools.partial(wrapper, module.forward)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor (`to_local` makes a view in torch 2.13), or any other tensor unchanged."""
+    """Return this rank's shard of a DTensor (not a view, as `to_local` in torch 2.13), or another tensor unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

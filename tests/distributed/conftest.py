@@ -18,7 +18,7 @@ from tests.support.multi_gpu_training import train
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> dict[str, Path]:
-    """Write a Llama model with untied and a Qwen3 model with tied embeddings. Return the folders by family."""
+    """Write a Llama model with untied embeddings and a Qwen3 model with tied ones. Return the folders by family."""
     folder = tmp_path_factory.mktemp("models")
     return {family: write_family(folder / family, family) for family in ("llama3_rope_gqa", "qwen3_qk_norm_head_dim")}
 
