@@ -182,7 +182,7 @@ def _convert_for_template(conversation: Conversation, tokenizer: PreTrainedToken
 
 
 def _check_shown(message: Mapping[str, Any], shown: str, template: str, unused: Unused) -> None:
-    """Raise `UserError` if the text `shown` lacks a call or the answer. Beside calls, only count a missing answer."""
+    """Raise `UserError` if the text `shown` lacks a call or the answer. If there are calls, count a missing answer."""
     calls = called(message)
     if calls and ("tool_calls" not in template or any(call not in shown for call in calls)):
         raise UserError(f"--dataset_name: the chat template does not show an assistant's 'tool_calls' {calls}.")

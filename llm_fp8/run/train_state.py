@@ -54,7 +54,7 @@ class EvalHistory:
         return {name: getattr(self, name) for name in EVALUATIONS}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Restore the history in a checkpoint's `state`. If it is of other eval data, do nothing and return False."""
+        """Restore the history from a checkpoint's `state`. If the eval data changed, do nothing and return False."""
         if state["data"] != self.data:
             return False
         vars(self).update(state)
@@ -115,7 +115,7 @@ class RunState:
         restore_rng_state(rng)
 
     def restore_history(self, history: EvalHistory, checkpoint: Checkpoint) -> None:
-        """Restore `history` from the checkpoint. If a part of it cannot be used, print the reason. Collective."""
+        """Restore `history` from the checkpoint. If earlier results no longer count, print why. Collective."""
         say = self.setup.plan.say
         if not history.load_state_dict(checkpoint.meta["evaluations"]) and (history.keeps_best or history.patience):
             say("the eval data changed since this checkpoint: only later evaluations count")

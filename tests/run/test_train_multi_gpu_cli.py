@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_documented_command_runs(tmp_path, tiny_model, monkeypatch):
-    """The command gets local folders in the hub's layout, and a precision and sequence length that suit a CPU."""
+    """Local folders replace hub ids in the command, and precision and sequence length are changed to suit a CPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     options = cpu_options(COMMANDS["two_gpus"], tiny_model, write_dataset(tmp_path / "dataset", 64))

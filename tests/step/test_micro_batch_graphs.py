@@ -199,7 +199,7 @@ def test_graph_input_is_the_batch_padded_with_empty_documents(monkeypatch):
 
 
 class Training:
-    """Trains a tiny TE decoder of stand-in modules by `Stepper.micro_batch`. `changes` are entries of its config."""
+    """Trains a tiny TE decoder of stand-in modules with `Stepper.micro_batch`. `changes` replace config entries."""
 
     def __init__(self, with_graphs: bool, **changes):
         reset_accelerator()

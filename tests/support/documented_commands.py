@@ -63,14 +63,14 @@ def options_of(command: str) -> list[str]:
 
 
 def config_of(command: str) -> Config:
-    """Return the `Config` that the training script would parse from a command."""
+    """Return the `Config` that the training script would parse from `command`."""
     script = script_of(command)
     return parse_config(options_of(command), prog=script, parallel=script == "train_multi_gpu.py")
 
 
 def readme_commands() -> dict[str, str]:
-    """Return {name: command} of the README's commands whose options differ from those of each command in `COMMANDS`.
-    A name contains the W&B run name that the command sets or, if it sets none, the name of the script."""
+    """Return the README's commands by name, except those with the same options as a command in `COMMANDS`. The name
+    contains the W&B run name that the command sets or, if it sets none, the name of the script."""
     guide_configs = [config_of(command) for command in COMMANDS.values()]
     others = [command for command in training_commands(README) if config_of(command) not in guide_configs]
     return {f"readme_{config_of(command).run.wandb_run_name or script_of(command)}": command for command in others}
