@@ -67,12 +67,12 @@ def is_default(variable: str, value: str) -> bool:
 
 
 def _variable(option: str) -> str:
-    """Return the name of the variable in which the launcher passes `option`, a key of `RECIPE_ENTRIES`."""
+    """Return the environment variable in which `accelerate launch` passes `option`, a key of `RECIPE_ENTRIES`."""
     return PREFIX + option.removeprefix("fp8_").upper()
 
 
 def _key(variable: str) -> str:
-    """Return the key that sets `variable` in the launcher's file."""
+    """Return the key of accelerate's configuration file that sets the environment variable `variable`."""
     return variable.replace(PREFIX, "fp8_config.").removeprefix("ACCELERATE_").removeprefix("DEEPSPEED_").lower()
 
 

@@ -77,7 +77,7 @@ class DatasetSource:
 
 @contextmanager
 def reading_of(*sources: DatasetSource) -> Iterator[None]:
-    """In the block, convert failures to read `sources` to `UserError`. Errors about rows name these datasets."""
+    """Convert errors while the block reads `sources` to `UserError`. Add the datasets' names to errors about a row."""
     flag, name = sources[0].flag, ",".join(source.name for source in sources)
     with reading(flag, name, "the dataset", "Check its files, or download it again."):
         try:
@@ -113,7 +113,7 @@ def _open_sources(text: str, flag: str) -> list[DatasetSource]:
 
 
 def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
-    """Find the dataset `name`, which is one entry in the value of `flag`. List its splits, but read no row."""
+    """Find the dataset `name` and its splits without reading a row. `flag` is the option whose value has the name."""
     if not name:  # `Path("")` is the current folder
         raise UserError(f"{flag} has an empty name between two commas or at an end; remove a comma.")
     is_whole = ":" not in name or Path(name).expanduser().exists()
@@ -215,7 +215,7 @@ def _as_text(file: str) -> dict[str, Any]:
 
 
 def first_row(source: DatasetSource, dataset: Any) -> dict[str, Any]:
-    """Return the first row of `dataset`, with None for columns of later rows. Raise `UserError` if there is no row."""
+    """Return the first row, with None for columns that only later rows have. Raise `UserError` if there is no row."""
     number, features = FIRST_ROWS if source.is_json else 1, dataset.features or {}
     with reading_of(source):
         table = next(dataset.with_format("arrow").iter(number), None)  # Arrow does not decode images
@@ -250,7 +250,7 @@ class JsonRows(ArrowBasedBuilder):
 
 
 def _rows(stream: Any, name: str) -> Iterator[str]:
-    """Yield the JSON text of each row in the file `name`. Raise `ValueError` with the line if a row is no object."""
+    """Yield each row's JSON text. Raise `ValueError` with `name` and the line number if a row is not a JSON object."""
     number = 0
     try:
         for number, line in enumerate(map(str.strip, stream), 1):  # noqa: B007

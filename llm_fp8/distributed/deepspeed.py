@@ -109,8 +109,8 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
 
 
 def _completed(settings: dict[str, Any], others: dict[str, Any], origin: str = "") -> dict[str, Any]:
-    """Return `settings`, updated recursively with `others` except for values "auto". If `origin`, the name of the file
-    of `settings`, is not empty, raise `UserError` for an entry with two different values.
+    """Return `settings`, updated recursively with the entries of `others` that are not "auto". If `origin` is not
+    empty, raise `UserError` for an entry with two different values. The message begins with `origin`.
     """
     merged = dict(settings)
     for key, value in others.items():
@@ -145,7 +145,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._zero: Any  # DeepSpeed's engine, set by `prepare`
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, precision: Any = None) -> tuple[nn.Module, Any]:
-        """Return DeepSpeed's engine, to be called instead of `model`, and AdamW, which now updates master weights."""
+        """Return DeepSpeed's engine, to be called instead of `model`, and the AdamW that updates its master weights."""
         causal_lm: Any = model.model  # `model` is the `TrainingModel`
         self.accelerator.gradient_accumulation_steps = self.settings["gradient_accumulation_steps"]  # avoids a warning
         with reading("--deepspeed_config", settings_file(self.options, self.mode), "it into DeepSpeed"):

@@ -184,8 +184,8 @@ def _split_rope_kernel(
 def _launch(
     fused: Tensor, parts: tuple[Tensor, ...], angles: Tensor, cu_seqlens: Tensor | None, backward: bool
 ) -> None:
-    """Split contiguous `fused` [..., W] into `parts`, which are q, k, v [..., heads, d] with any strides. If
-    `backward`, join `parts` into `fused` instead.
+    """Launch the kernel that splits `fused` [..., W], which is contiguous, into `parts`: q, k and v [..., heads, d] of
+    any strides. If `backward`, the kernel joins `parts` into `fused` instead.
     """
     q, k, _ = parts
     (num_heads, head_dim), num_kv_heads, rotary_dim = q.shape[-2:], k.shape[-2], angles.shape[-1]

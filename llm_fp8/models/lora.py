@@ -73,7 +73,7 @@ def add_adapters(model: Model, options: LoraConfig, dtype: torch.dtype) -> str:
 
 
 def _check_names(model: Model, options: LoraConfig) -> None:
-    """Raise `UserError` if PEFT, which renames tensors as transformers does, could not load the exported adapters."""
+    """Raise `UserError` if PEFT, which renames some models' tensors on loading, cannot load the exported adapters."""
     from peft import PeftModel, set_peft_model_state_dict
 
     tensors = {name: tensor.to("meta") for name, tensor in adapter_tensors(model.module).items()}
@@ -115,7 +115,7 @@ def _hf_targets(model: PreTrainedModel, options: LoraConfig) -> tuple[list[str],
 
 
 def _ends(model: nn.Module, layers: Collection[str]) -> list[str]:
-    """For each of `layers`, return the shortest end of its name that no other module's name has, for example q_proj."""
+    """For each of `layers`, return the shortest end of its name that no module outside `layers` has, such as q_proj."""
 
     def ends(name: str) -> Iterator[str]:
         return itertools.accumulate(reversed(name.split(".")), lambda end, word: f"{word}.{end}")
@@ -142,8 +142,8 @@ def peft_config(options: LoraConfig, modules: Iterable[str], parameters: Iterabl
 
 def config_for_loading(model: Model, options: LoraConfig, base_model: str) -> Any:
     """Return the `peft_config` with which PEFT loads the adapters of `model` into the base model. In a mixture of
-    experts, PEFT takes every gate_proj, up_proj or down_proj for an expert, since experts had these names in
-    transformers 4. Other layers with these names are therefore listed by their weights, which PEFT does not convert.
+    experts, PEFT takes each of the `target_modules` gate_proj, up_proj and down_proj for an expert, since experts had
+    these names in transformers 4. The config lists other layers with these names in `target_parameters` instead.
     """
     module, adapters = model.module, adapters_of(model.module)
     parameters = {".".join(adapter.weight.split(".")[-2:]) for adapter in adapters.values() if adapter.delta}
@@ -210,7 +210,7 @@ def _with_adapters(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Tens
 
 
 class FusedAdapters(nn.Module):
-    """Adapters of a fused module: one for each of `parts`, the Hugging Face weights in the module's weight."""
+    """Adapters of a fused module, one for each of the Hugging Face weights `parts`, which are rows of its weight."""
 
     def __init__(self, parts: Iterable[Part], options: LoraConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()

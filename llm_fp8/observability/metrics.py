@@ -117,7 +117,7 @@ RECORDED_STEP = "num_gemm_kernels"  # a key that only the recorded step has
 def speed_metrics(
     tokens: StepTokens, step_time_s: float, size: DecoderSize, num_gpus: int, peak: PeakTflops | None, fp8: bool
 ) -> dict[str, float]:
-    """Return throughput metrics of one step by key of metrics.jsonl, with the MFU against the fp8 peak if `fp8`."""
+    """Return one step's throughput metrics, named as in metrics.jsonl. If `fp8`, add the MFU against the fp8 peak."""
     tflops = step_flops(size, tokens) / step_time_s / num_gpus / 1e12
     figures = {
         "step_time_s": step_time_s,
@@ -170,7 +170,7 @@ def throughput_summary(steps: list[dict[str, float]]) -> dict[str, float]:
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Return this process's peak memory on `device` by key of metrics.jsonl. For a CPU the result is empty."""
+    """Return this process's peak memory on `device`, named as in metrics.jsonl. For a CPU the result is empty."""
     if device.type != "cuda":
         return {}
     return {
@@ -181,7 +181,7 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
 
 
 def describe_full_gpu(steps: list[dict[str, float]]) -> str | None:
-    """Return a warning if PyTorch's allocator ran out of memory in the second half of `steps`, else None."""
+    """Return a warning if, in the second half of `steps`, a full GPU made PyTorch free its cache. Else return None."""
     later = [step["num_alloc_retries"] for step in steps[len(steps) // 2 :] if "num_alloc_retries" in step]
     if not later or later[-1] == later[0]:
         return None

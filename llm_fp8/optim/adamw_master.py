@@ -53,7 +53,7 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def give_remainder_(parameter: Tensor) -> None:
-    """Attach a zero remainder to a bf16 parameter. Loading weights then stores their lower bits there."""
+    """Attach a zero remainder to a bf16 parameter, to receive the lower bits of fp32 weights that are loaded later."""
     parameter.master_remainder = torch.zeros_like(parameter, dtype=torch.int16)  # type: ignore[attr-defined]
 
 
@@ -70,7 +70,7 @@ def draw_remainder(weight: Tensor, generator: torch.Generator) -> Tensor:
 
 @torch.no_grad()
 def draw_lower_bits_(parameters: Iterable[Tensor], seed: int) -> None:
-    """Draw the lower bits of fp32 parameters (or this rank's shards) in place, for elements that are bf16 numbers."""
+    """Draw the lower bits of fp32 parameters (or this rank's shards) in place, for elements whose lower bits are 0."""
     for number, parameter in enumerate(parameters):
         local = local_of(parameter)
         generator = torch.Generator(local.device).manual_seed(seed + number)

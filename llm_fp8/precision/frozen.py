@@ -22,7 +22,7 @@ from llm_fp8.utils.torch_internals import free_memory_
 
 
 def prepare_module(module: Any, recipe: Any) -> list[str]:
-    """Put a TE module into the state that `te.quantized_model_init` creates. Return its weights' names."""
+    """Bring a TE module into the state of one built under `te.quantized_model_init`. Return its weights' names."""
     import transformer_engine.pytorch as te
 
     names = [name for name, entry in module.param_init_meta.items() if entry.fp8_meta_index is not None]
@@ -67,7 +67,7 @@ def hold_in_fp8(model: nn.Module, precision: Precision) -> int:
 
 
 def keep_no_transposes(module: Any, names: list[str]) -> None:
-    """Free the transposes of the fp8 weights `names` of `module`, except during dgrad."""
+    """Free the transposes of the fp8 weights `names` of `module`, now and after each dgrad, which creates them anew."""
 
     def drop(*_: object) -> None:
         for name in names:

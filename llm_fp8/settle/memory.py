@@ -63,7 +63,7 @@ def settle_micro_batches(run: RunSize, gpu_gib: float, resumed_rows: int | None 
 
 
 def largest_fitting(run: RunSize, gpu_gib: float) -> RunSize | None:
-    """Return `run` with micro-batches divided until they fit, and as many rows per step, or None if none fits."""
+    """Return `run` with the largest micro-batches that fit and the same rows per step, or None if no size fits."""
     size = run.config.data.batch_size
     in_step = size * run.config.optim.gradient_accumulation_steps
     sizes = (rows for rows in range(size, 0, -1) if in_step % rows == 0)
@@ -72,11 +72,10 @@ def largest_fitting(run: RunSize, gpu_gib: float) -> RunSize | None:
 
 
 def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None) -> tuple[RunSize, list[str]]:
-    """Return the run with merged micro-batches and with numbers instead of auto, and notes to print.
+    """Return the run with merged micro-batches and with a number for each option that is auto, and notes to print.
 
-    `resumed_rows` is the number of rows per micro-batch in the checkpoint to continue. Raise `UserError` if the run
-    does not fit in `gpu_gib`: weights, gradients and optimizer state alone, all tensors, or any size for --batch_size
-    auto.
+    `resumed_rows` is the number of rows per micro-batch in the checkpoint to continue. Raise `UserError` if the
+    tensors of known size exceed `gpu_gib`, or if an option is auto, but no number fits or the run's memory is unknown.
     """
     requested, length, notes = run.config, run.config.data.max_seq_length, list[str]()
     automatic = requested.data.batch_size == AUTO_BATCH_SIZE

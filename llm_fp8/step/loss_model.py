@@ -141,8 +141,8 @@ class TrainingModel(nn.Module):
 
 def _rope_by_document(rope: Any, forward: Any, hidden: Tensor, position_ids: Tensor, layer_type: str = "") -> Any:
     """Return longrope's cos and sin [..., S, d] at `position_ids` [..., S]. Short or long frequencies are chosen by the
-    length of each document; transformers would choose by the longest document of a batch. Other RoPE types do not
-    depend on the length, up to `te_llama.num_positions`.
+    length of each document; transformers would choose by the longest document of a batch. Other RoPE types need no such
+    wrapper: they do not depend on the length, if it is at most `te_llama.num_positions`.
     """
     of_type = {"layer_type": layer_type} if layer_type else {}
     limit = (rope[layer_type] if layer_type else rope).get("original_max_position_embeddings", 1)

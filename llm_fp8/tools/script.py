@@ -35,7 +35,7 @@ EXIT_INTERRUPTED, EXIT_OUTPUT_CLOSED = 130, 141
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Disable garbage collection while the block imports modules (5 s instead of 7). Never collect these modules."""
+    """Disable garbage collection while the block imports modules (5 s, not 7). Later collections skip these modules."""
     gc.disable()
     try:
         yield
@@ -84,7 +84,7 @@ def _explanation(error: Exception) -> str | None:
 
 
 def first_to_end() -> bool:
-    """Return True if this process is the first of its launch to end, which prints the reason, or if that is unknown."""
+    """Return True if no other process of the launch is known to have ended before. The first one prints the reason."""
     with contextlib.suppress(RuntimeError, ValueError):  # the launcher is gone (DistError), or its port is not a number
         if (store := launcher_store()) is not None:
             return store.add(f"llm_fp8/ended/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1) == 1

@@ -52,7 +52,7 @@ def read_json(path: Path, flag: str = "the file") -> dict[str, Any]:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the objects in a JSONL file, one per line. If a line is bad, raise a `UserError` with its number."""
+    """Return the objects in a JSONL file, one per line. Raise a `UserError` with the line number for a bad line."""
     records = []
     with reading("the file", path), path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):

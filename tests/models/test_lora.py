@@ -193,7 +193,7 @@ def test_two_ranks_take_the_steps_of_peft(tmp_path, tied_model, sixteen_rows, mo
     ],
 )
 def test_te_decoder_trains_the_adapters_of_peft(tmp_path, request, sixteen_rows, stand_in, model, targets, more):
-    """The run checks parity, trains and exports with the stand-in for Transformer Engine."""
+    """Train on the stand-in for Transformer Engine. Losses, gradient norms and adapters must agree with PEFT's."""
     more, folder = [*LORA, *more, "--batch_size=8", "--gradient_accumulation_steps=2"], request.getfixturevalue(model)
     train(*reference_options(folder, sixteen_rows, tmp_path), "--use_te", f"--lora_targets={targets}", *more)
     check_with_peft(tmp_path, folder, sixteen_rows, targets if targets == "all-linear" else tuple(targets.split(",")))
@@ -293,8 +293,8 @@ def test_checkpoints_contain_adapters_only_and_require_the_same_options(tmp_path
         train(*options, f"--output_dir={tmp_path / 'x'}", f"--resume_from={checkpoint}", "--lora_alpha=3")
 
 
-def test_frozen_weights_are_cast_once(monkeypatch):
-    """Frozen weights are cast in the first training pass and, with delayed scaling, again in the second."""
+def test_casts_of_frozen_weights_are_reused(monkeypatch):
+    """The first training pass casts frozen weights; with delayed scaling, so does the second. Later passes do not."""
     monkeypatch.setattr(TEBackend, "autocast", lambda *_, **__: contextlib.nullcontext())
     for scenario, expected in (("current", [True, None, False, False]), ("delayed", [True, None, True, False])):
         plan = PrecisionPlan("fp8", "fp8", scenario, scenario, recipe=object())

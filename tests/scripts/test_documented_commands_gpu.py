@@ -86,7 +86,7 @@ def test_documented_command_trains_in_its_precision(name, dataset, tmp_path, rec
 
 
 def test_missing_split_is_refused_in_one_sentence(dataset, tmp_path):
-    """Neither the replaced dataset nor the folder has a split "test"."""
+    """The command asks for the split "test". Neither the documented dataset nor the folder that replaces it has one."""
     process = run([sys.executable, "train_fp8.py", *changed_options("split_test", dataset, tmp_path / "run")])
     assert process.returncode == 2 and "Traceback" not in process.stderr
     assert process.stderr.splitlines()[-1].startswith("error: --split_name test:")

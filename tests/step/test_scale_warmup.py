@@ -38,7 +38,7 @@ class _CastGradient(torch.autograd.Function):
 
 
 class DelayedLinear(nn.Linear):
-    """A linear layer whose output gradient is rounded to E5M2 before the backward GEMMs, as in Transformer Engine."""
+    """A linear layer with delayed scaling: its output gradient is rounded to E5M2 with a scale from an earlier pass."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
@@ -93,8 +93,8 @@ def batch():
 
 
 def errors(num_passes: int, batch, monkeypatch, **size) -> dict[str, float]:
-    """Warm up the scales in `num_passes` passes and compute gradients. Return the largest relative error of a gradient
-    among all "first" and among all "second" linear layers of blocks. `size` are arguments of `Blocks`."""
+    """Warm up the scales in `num_passes` passes and compute gradients. Return the largest relative error of a weight's
+    gradient for "first", the first linear layers of all blocks, and "second". `size` are arguments of `Blocks`."""
     monkeypatch.setattr("llm_fp8.step.scale_warmup.PASSES", num_passes)
     model = Blocks(**size)
     precision = PrecisionStandIn(model)

@@ -84,8 +84,8 @@ class Torchrun(Launch):
         return child.pid
 
     def end(self, deadline_s: float = DEADLINE_S) -> dict[int, int | None]:
-        """Wait until torchrun ends. Return {rank: exit code} of failed ranks, except those that torchrun ended. The
-        code of a rank that a signal killed is the negative number of the signal."""
+        """Wait until torchrun ends. Return {rank: exit code} of the ranks that failed, without those that torchrun then
+        stopped. The code of a rank that a signal killed is minus the signal's number."""
         code = self._process.wait(deadline_s)
         return _failed_ranks(self.printed(), code)
 
@@ -164,6 +164,6 @@ class ForkedRanks(Launch):
         return self._ranks[rank].pid
 
     def end(self, deadline_s: float = DEADLINE_S) -> dict[int, int | None]:
-        """Wait until the ranks end. Return {rank: exit code} of failed ranks, with None for a rank that still runs."""
+        """Wait for the ranks. Return {rank: exit code} of failed ranks. The code is None if the deadline passed."""
         codes = {number: exit_code(rank, deadline_s) for number, rank in enumerate(self._ranks)}
         return {number: code for number, code in codes.items() if code != 0}

@@ -122,7 +122,7 @@ def test_gradient_checkpointing_ends_the_run(model_folder, tmp_path, record_prop
 
 
 def test_bf16_flag_keeps_fp8_but_drops_the_recipe_of_the_file(model_folder, tmp_path, record_property):
-    """With --bf16, TE uses a default fp8 recipe. That is an error if the launch file has another recipe."""
+    """With --bf16, TE uses its default fp8 recipe. The run must fail if the launch file has another recipe."""
     default = run_example("configs/accelerate_fp8.yaml", model_folder, tmp_path / "default", "--bf16", "true")
     assert default.returncode == 0, default.stderr
     assert certificate_of(tmp_path / "default")["verdict"] == "certified"
