@@ -17,7 +17,7 @@ from llm_fp8.tools.script import run_script
 
 
 def main() -> int:
-    """Run the program. It is imported here, so that `run_script` can report a missing package in one sentence."""
+    """Import and run the program. An import here lets `run_script` report a missing package in one sentence."""
     from llm_fp8.tools.memory import main
 
     return main()

@@ -78,7 +78,7 @@ class Conversation(NamedTuple):
         ]
 
     def entries(self) -> list[str]:
-        """Return the names of the entries of all messages, with repetitions, except role and content."""
+        """Return the keys of all messages except role and content. A key of several messages is repeated."""
         return [name for message in self.messages for name in message if name not in ("role", "content")]
 
     def arguments(self) -> list[str]:
@@ -86,7 +86,7 @@ class Conversation(NamedTuple):
         return [*(["tools"] if self.tools else []), *self.template_kwargs]
 
     def problem(self) -> str:
-        """Return the text by which rows of the same problem are recognised: all messages except the assistant's."""
+        """Return the text that rows of the same problem have in common: all messages except the assistant's."""
         questions = [message for message in self.messages if message["role"] != "assistant"]
         # Many rows share a system prompt, so it does not identify a problem without a question.
         has_question = any(message["role"] not in SYSTEM and message["content"].strip() for message in questions)
@@ -94,7 +94,7 @@ class Conversation(NamedTuple):
 
 
 def detect_columns(row: Mapping[str, Any], mapped: Collection[str] = (), dataset: str = "--dataset_name") -> RowForm:
-    """Return the first form that fits `row` and reads all of `mapped` (columns in --columns), or raise `UserError`."""
+    """Return the first form that fits `row` and uses all names in `mapped`, set by --columns, or raise `UserError`."""
     for form, needed in COLUMNS.items():
         if form == "prompt_messages" and not any(isinstance(row.get(name), list) for name in needed):
             continue
@@ -207,7 +207,7 @@ def _text(value: Any, complaint: str) -> str:
 
 
 def _structured(row: Mapping[str, Any], column: str, kind: type = list) -> Any:
-    """Read a list (or an object if `kind` is dict) from a column, which may have JSON text. Null gives an empty one."""
+    """Read a list, or an object if `kind` is dict, from a column or from the JSON text in it. Null is read as empty."""
     value = row.get(column)
     if isinstance(value, str) and value.strip():
         value = _json(value, f"'{column}'")
@@ -238,7 +238,7 @@ def _history_messages(entry: Any) -> Sequence[Any]:
 
 
 def _message(message: Any, unused: Unused) -> Turn:
-    """Convert a message in the form of transformers, ShareGPT or OpenAI's API of 2023 to a `Turn`."""
+    """Convert a message in transformers', ShareGPT's or OpenAI's old format to a `Turn`. Count its unused parts."""
     if not isinstance(message, Mapping):
         raise _malformed(message)
     turn = {name: value for name, value in message.items() if value is not None}

@@ -39,7 +39,7 @@ _Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 def choose_attention(choice: str, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return the attn_implementation for transformers (None: its default). "auto" selects flash-attn if usable."""
+    """Return transformers' attn_implementation. "auto" means flash-attn if it is usable, else None (the default)."""
     if choice == "flash_attention_2":
         FLASH_ATTENTION_2.require("--attn_implementation flash_attention_2")
     if choice != "auto":
@@ -132,7 +132,7 @@ def filled_layers(model: Model, layers: Iterable[nn.Module], device: Device, see
 
 
 def model_from_config(hf_config: PretrainedConfig, **options: Any) -> Model:
-    """Build the Hugging Face model, with transformers' `options`. If it is multimodal, keep only the part for text."""
+    """Build the Hugging Face model by `from_config(**options)`. If it is multimodal, keep only its language model."""
     with reading_model(f"causal language model of type '{hf_config.model_type}'", hf_config.name_or_path or ""):
         module = auto_class(hf_config).from_config(hf_config, trust_remote_code=False, **options)
         return without_towers(module) if is_multimodal(hf_config) else Model(module)
@@ -207,7 +207,7 @@ def read_by_kernels(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def attention_width(layer: Any) -> int:
-    """Return num_heads * head_dim from a layer's config, or 0 if the config has no heads."""
+    """Return num_heads * head_dim for `layer`, the config of a layer, or 0 if the layer has no attention heads."""
     num_heads = getattr(layer, "num_attention_heads", 0)
     head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // max(1, num_heads)
     if (key_dim := getattr(layer, "qk_head_dim", None)) and (value_dim := getattr(layer, "v_head_dim", None)):
@@ -235,8 +235,8 @@ class LocalShard:
     remainder: Tensor | None = None  # int16 [n, ...], to be filled with the lower bits of fp32 weights
 
     def fill(self, part: Part, rows: Any) -> None:
-        """Copy the rows in this shard of a Hugging Face tensor to `data`, with a cast. `part` is the position of the
-        tensor in the parameter, and `rows[a:b]` reads rows a to b of the tensor.
+        """Copy to `data` those rows of a Hugging Face tensor that lie in this shard, cast to its dtype. `part` is the
+        tensor's position in the parameter, and `rows[a:b]` reads rows a to b of the tensor.
         """
         first, last = max(part.start, self.start), min(part.stop, self.start + len(self.data))
         if first >= last:
@@ -271,8 +271,8 @@ class RandomWeights(TorchFunctionMode):
     """Random initial weights with the distributions of transformers' `_init_weights` for the architecture.
 
     `_init_weights` runs once in this mode on a model without memory, and the mode records the calls for each parameter.
-    `fill` draws a whole parameter on the generator's device and copies this rank's shard, so weights are independent of
-    the number of ranks and the sharding. Parameters that `_init_weights` skips are set as in Llama: normal, 1 or 0.
+    `fill` draws a whole parameter on the generator's device and copies this rank's shard, so sharding alters no weight.
+    Parameters that `_init_weights` skips are set as in Llama: biases 0, other vectors 1, matrices normal.
     """
 
     def __init__(self, model: Model, generator: torch.Generator) -> None:
@@ -307,7 +307,7 @@ class RandomWeights(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Draw the parameters in `tensors` (names as in `saved_tensors`)."""
+        """Fill the parameters in `tensors` with random weights (names as in `saved_tensors`). Skip other tensors."""
         for name, tensor in tensors.items():
             if not isinstance(tensor, nn.Parameter):
                 continue

@@ -45,7 +45,7 @@ def parameter_groups(named_parameters: NamedParameters, weight_decay: float) -> 
 
 
 def adamw_arguments(config: OptimConfig) -> dict[str, Any]:
-    """Return the keyword arguments of every AdamW. Weight decay is in the parameter groups."""
+    """Return the keyword arguments that every AdamW gets. Weight decay is in the parameter groups instead."""
     return {"lr": config.learning_rate, "betas": (0.9, config.adam_beta2), "eps": 1e-8}
 
 
@@ -78,7 +78,7 @@ def _adamw_8bit(parameters: NamedParameters, config: OptimConfig, draws_lower_bi
 
 @dataclass(frozen=True)
 class OptimizerRow:
-    """Properties of an optimizer. Bytes are per trainable parameter (if they vary, of the largest parameters)."""
+    """Properties of an optimizer. Bytes are per trainable parameter, without the extra bytes of small tensors."""
 
     parameter_dtype: torch.dtype  # of trainable parameters and their gradients; fp32 works with every optimizer
     state_bytes: float
@@ -103,7 +103,7 @@ OPTIMIZERS: dict[OptimizerKind, OptimizerRow] = {
 def build_optimizer(
     config: OptimConfig, kind: OptimizerKind, named_parameters: NamedParameters, draws_lower_bits: bool = False
 ) -> Optimizer:
-    """Build the optimizer `kind`. If `draws_lower_bits`, it draws the lower bits of master weights (`adamw_master`)."""
+    """Build the optimizer `kind`. If `draws_lower_bits`, master weights get random lower bits (`adamw_master`)."""
     return OPTIMIZERS[kind].build(named_parameters, config, draws_lower_bits)
 
 
@@ -192,7 +192,7 @@ def learning_rate_factor(step: int, total_steps: int, warmup_steps: int, kind: s
 
 
 def build_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: int, completed_steps: int = 0) -> LambdaLR:
-    """Return the learning-rate schedule. `Accelerator.prepare` must not wrap it, as it would step once per process."""
+    """Return the learning-rate schedule. `Accelerator.prepare` must not wrap it: a wrapper steps once per process."""
     optimizer = unwrap(optimizer)
     warmup_steps = effective_warmup_steps(config.num_warmup_steps, total_steps)
     for group in optimizer.param_groups:

@@ -108,7 +108,7 @@ class TorchaoBackend:
         return {}
 
     def compile_layers(self, layers: Iterable[nn.Module], recomputed: bool) -> None:
-        """Compile each layer in place at its first call. `recomputed`: layers may recompute in the backward pass."""
+        """Compile each layer in place at its first call. If layers are `recomputed`, turn off DDP's graph cuts."""
         if self.recipe.emulate:
             return
         if recomputed:

@@ -43,7 +43,7 @@ class TrainingSetup:
 
     @property
     def exports_adapter(self) -> bool:
-        """True if final/ will contain adapters alone. For random weights, adapters without them would be useless."""
+        """True if final/ will contain adapters alone. If the base weights are random, it gets the whole model."""
         return self.plan.config.trains_adapters and self.plan.stored is not None
 
 
@@ -134,7 +134,7 @@ def build_stepper(setup: TrainingSetup, loader: TrainLoader | None, num_steps: i
 
 
 def _decoder_with_adapters(plan: RunPlan, on_meta: bool) -> Model:
-    """Build the model, with adapters in a LoRA run. Adapters, and all weights if `on_meta`, are not initialised."""
+    """Build the model and, for LoRA, uninitialised adapters. If `on_meta`, all other weights are uninitialised too."""
     options, config = plan.config.model, plan.config
     shared: dict[str, Any] = {"parameter_dtype": plan.weight_dtype, "compute_dtype": plan.precision.compute_dtype}
     shared |= {"device": plan.device, "full_tensor": plan.strategy.full_tensor}
@@ -165,8 +165,8 @@ def _describe_rounding(plan: RunPlan, fp8: Any) -> str:
 
 def _load_weights(plan: RunPlan, model: Model, precision: Precision, batch: Batch | None, holds_in_fp8: bool) -> None:
     """Fill the parameters of `model` that are not initialised. If `batch` is set, compare the outputs of the TE decoder
-    with those of Hugging Face's. If `holds_in_fp8`, keep the weights of fp8 modules only in fp8. No memory has been
-    allocated for them before this call. Collective.
+    with those of Hugging Face's. If `holds_in_fp8`, allocate the weights of fp8 modules layer by layer, and keep
+    them only in fp8. Collective.
     """
     filling, shards_parameters = (plan.device, plan.config.optim.seed), plan.strategy.shards_parameters
     full_layers: Iterable[nn.Module] = model.layers

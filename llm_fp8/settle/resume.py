@@ -72,7 +72,7 @@ def weights_digest(files: Sequence[Path]) -> str:
 
 
 def run_options(config: Config, data: PreparedData, num_steps: int) -> dict[str, Any]:
-    """Return the options to store in a checkpoint (none for reports or saves), total_steps and global_batch_size."""
+    """Return total_steps, global_batch_size and all options except those of reports and saves, for a checkpoint."""
     sections = config.to_dict()
     sections["run"] = {name: value for name, value in sections["run"].items() if name in RESUME}
     options = {name: value for section in sections.values() for name, value in section.items()}
@@ -117,7 +117,7 @@ def changed_options(config: Config, saved_run: SavedRun, options: Mapping[str, A
 def refuse_finished(
     config: Config, folder: Path | None, resume_from: str | None, resumed: SavedRun, num_steps: int
 ) -> None:
-    """Raise `UserError` if no steps are left, or if a finished run's `latest` checkpoint precedes its last step."""
+    """Raise `UserError` if no steps are left, or if --resume_from latest would repeat steps of a finished run."""
     step, patience = resumed.step, config.run.early_stopping_patience
     path = None if folder is None else folder / "summary.json"
     summary = read_json(path) if path is not None and path.exists() else {}

@@ -133,7 +133,7 @@ class Stepper:
         self._graphs = self._build_graphs()
 
     def drop_graphs_if_memory_is_short(self) -> None:
-        """After a step, decide if each later eager pass must delete the graphs first. All ranks must call this."""
+        """Measure memory after a step. If it is short, every later eager pass deletes the graphs first. Collective."""
         if self._graphs is not None:
             from llm_fp8.step.micro_batch_graphs import memory_beside_graphs
 

@@ -44,7 +44,7 @@ class LaunchRanks:
 
 
 def launcher_store():  # type: ignore[no-untyped-def]
-    """Connect to the launcher's store. Return None in a single process, or if the launcher has no store."""
+    """Connect to the launcher's TCPStore. Return None in a single process, or if the launcher has no store."""
     if os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     from torch.distributed import TCPStore

@@ -74,7 +74,7 @@ def _row(problem: str, solution: str) -> dict[str, str]:
 
 
 def _write_repeated_problems(path: Path, num_problems: int = 60, each: int = 5) -> list[dict[str, Any]]:
-    """Write and return rows with `num_problems` problems, `each` times with different solutions and spellings."""
+    """Write and return `each` rows per problem, with different solutions and spellings of the problem."""
     rows = []
     for answer in range(each):
         for i in range(num_problems):
@@ -124,7 +124,7 @@ def test_validation_rows_with_training_problems_are_left_out(prepare: Any, tmp_p
 
 @PREPARED_AND_STREAM
 def test_eval_dataset_replaces_held_out_rows(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
-    """No training row is held out then, and --columns applies to both datasets."""
+    """With --eval_dataset_name, no training row is held out, and --columns applies to both datasets."""
     questions = [{"question": f"What is {i}?", "answer": str(i)} for i in range(9)]
     write_jsonl(tmp_path / "a" / "train.jsonl", [{**row, "question": f"{row['question']} Or?"} for row in questions])
     write_jsonl(tmp_path / "b" / "test.jsonl", questions)
@@ -214,7 +214,7 @@ def test_columns_option_maps_other_names(prepare: Any, tmp_path: Path, streaming
 
 
 def _write_mix(folder: Path) -> str:
-    """Write 30 questions "a 0", "a 1", ... and 90 conversations "b 0", ... as two datasets. Return "FILE,FILE"."""
+    """Write two datasets: questions "a 0" to "a 29", and conversations "b 0" to "b 89". Return "FILE,FILE"."""
     questions = [{"question": f"a {i}", "answer": f"= {i}"} for i in range(30)]
     turns = ([{"from": "human", "value": f"b {i}"}, {"from": "gpt", "value": f"= {i}"}] for i in range(90))
     chats = [{"id": i, "conversations": conversation} for i, conversation in enumerate(turns)]
@@ -225,13 +225,14 @@ MIX_OPTIONS = ("--columns=problem=question,generated_solution=answer", "--valida
 
 
 def _problem_counts(steps: list[list[Batch]], tokenizer: PreTrainedTokenizerBase) -> Counter[str]:
-    """Count the documents of each problem, for example of "a 3", in the batches of `steps`."""
+    """Count how often each question of `_write_mix`, such as "a 3", occurs in the batches of `steps`."""
     texts = (tokenizer.decode(batch.input_ids.flatten()) for step in steps for batch in step)
     return Counter(problem for text in texts for problem in re.findall(r"[ab] \d+(?=\n)", text))
 
 
 def test_several_datasets_are_mixed_whole_or_by_weights(prepare: Any, tmp_path: Path, tokenizer: Any) -> None:
-    """--columns renames columns only in the first dataset, because the second has none with these names."""
+    """With --dataset_weights, rows of one dataset are left out until the numbers of rows have that ratio. --columns
+    renames columns only in the first dataset, because the second has none with these names."""
     name = _write_mix(tmp_path)
     for weights, num_questions, num_chats in (
         ((), 30, 90),
@@ -352,7 +353,7 @@ def _chat(number: int, **extra: Any) -> dict[str, Any]:
 
 
 def test_unused_columns_and_files_are_counted(prepare_chats: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    """The counts are the same with several processes and with a cache. A stream counts each row whenever it is read."""
+    """The counts are the same with several processes and with a cache. A stream counts a row again in every epoch."""
     monkeypatch.setattr(tokenise, "ROWS_PER_WORKER", 10)
     monkeypatch.setattr(tokenise, "cores_of_job", lambda: 2)
     rows = [_chat(i, source="s", **({"late": 1} if i == 11 else {})) for i in range(12)]

@@ -238,7 +238,7 @@ def filled_model(name: str, use_te: bool) -> Model:
 
 
 def write_changed_model(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], **entries: Any) -> str:
-    """Write a tiny model with `entries` in its config, pass its {name: tensor} to `change`, and return the folder."""
+    """Write a tiny model with `entries` in its config and weights that `change` has edited. Return its folder."""
     source = write_model(folder, **entries)
     tensors = load_file(f"{source}/model.safetensors")
     change(tensors)

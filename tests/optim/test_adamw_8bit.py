@@ -33,8 +33,8 @@ def neighbours(numbers, reach):
 
 
 def dense_numbers(signed):
-    """Return fp32 numbers from -1 (0 if not `signed`) to 1. They are the neighbours of all values that codes stand
-    for and of all midpoints between these values, random numbers of all magnitudes, and evenly spaced numbers.
+    """Return fp32 numbers from -1 (0 if not `signed`) to 1. Some are random, of all magnitudes, and some are evenly
+    spaced. The others surround each value that a code stands for, and each midpoint between two such values.
     """
     values = code_values(signed)
     middles = (values[1:] + values[:-1]) / 2
@@ -81,7 +81,7 @@ def test_encoded_and_decoded_blocks_equal_those_of_torchao(signed):
 
 
 def test_random_bits_follow_the_documented_hash():
-    """numpy's uint32, which wraps around, gives the expected hash. Bits are also requested for a later range."""
+    """The expected hash is computed in numpy's uint32, which wraps around. One requested range starts at 4,000."""
     first, second = rounding_key(42, 3, 5)
     with np.errstate(over="ignore"):
         x = np.arange(5000, dtype=np.uint32) * np.uint32(0x9E3779B9) + np.array(first, np.int32).astype(np.uint32)
@@ -159,7 +159,7 @@ def test_step_equals_that_of_torchao():
 
 
 def test_rarely_updated_rows_move_about_as_far_as_under_fp32_adamw():
-    """Gradients of values that share a scale are rare or frequent, and tiny or large, as in an embedding."""
+    """Some rows are rarely updated, as in an embedding. Values that share a scale have tiny or large gradients."""
     generator = torch.Generator().manual_seed(0)
     size = 10 ** torch.empty(64, 128).uniform_(-6, 0, generator=generator)
     frequency = torch.rand(64, 1, generator=generator) ** 3

@@ -97,7 +97,7 @@ def test_plain_run_imports_no_optional_package_and_no_unused_mode(plain_run):
 
 @pytest.fixture(scope="module")
 def hub_dataset(tmp_path_factory) -> Path:
-    """Return a folder with 300 rows in the hub's layout of OpenMathInstruct-2, the dataset of documented commands."""
+    """Return a folder of 300 rows in the layout of OpenMathInstruct-2, which the documented commands train on."""
     return write_dataset(tmp_path_factory.mktemp("dataset"), 300)
 
 
@@ -110,8 +110,8 @@ def hub_models(tiny_model, tmp_path_factory) -> dict[str, str]:
 
 
 def cpu_run_key(name: str) -> str:
-    """Return a key that is equal for commands that run the same on a CPU: those that differ only in model size,
-    --use_te, precision, sequence length or W&B run name. `name` is a key of `TESTED_COMMANDS`."""
+    """Return a key for a command, `TESTED_COMMANDS[name]`. Commands that differ only in what a CPU test replaces (model
+    size, --use_te, precision, sequence length, W&B run name) have equal keys."""
     config = config_of(TESTED_COMMANDS[name])
     model = dataclasses.replace(config.model, model_name=config.model.model_name.partition("/")[0], use_te=False)
     data = dataclasses.replace(config.data, max_seq_length=128)

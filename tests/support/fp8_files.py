@@ -36,7 +36,7 @@ def quantization_config(kind: str) -> dict[str, Any]:
 
 
 def quantise(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the e4m3 values and the scales of a matrix. Because of a factor of 1.1, scales are not powers of two."""
+    """Return a matrix's e4m3 values and scales. A scale is 1.1 * amax / 448, so that it is not a power of two."""
     rows, columns = {"channel": (1, weight.shape[1]), "tensor": weight.shape}.get(kind) or _BLOCKS[kind]
     scale = torch.stack(
         [

@@ -161,7 +161,7 @@ def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tenso
 
 
 def assert_same_continuation(uninterrupted: Path, resumed: Path, completed: int) -> None:
-    """Check that a run, resumed after `completed` steps, has the losses and weights of an uninterrupted run bitwise."""
+    """Check that a run resumed after `completed` steps has bitwise the losses and weights of an uninterrupted run."""
     assert [step["step"] for step in steps(resumed)] == [step["step"] for step in steps(uninterrupted)][completed:]
     assert [step["loss"] for step in steps(resumed)] == [step["loss"] for step in steps(uninterrupted)][completed:]
     assert_same_bits(final_weights(uninterrupted), final_weights(resumed))
