@@ -62,7 +62,7 @@ def write_inputs(work: Workload, folder: Path, num_steps: int) -> tuple[Path, Pa
 
 
 def command_of(variant: str, work: Workload, model: Path, rows: Path, folder: Path, num_steps: int) -> list[str]:
-    """Return the command by which `variant` (a trainer and a precision) trains `model` on `rows`, to `folder`."""
+    """Return the command by which `variant` (trainer and precision) trains `model` on `rows` and writes to `folder`."""
     shared = [
         f"--model_name={model}", f"--dataset_name={rows}", f"--max_seq_length={work.seq_length}",
         f"--max_steps={num_steps}", f"--gradient_accumulation_steps={work.micro_batches}", "--learning_rate=1e-5",

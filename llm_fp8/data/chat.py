@@ -182,7 +182,7 @@ def _convert_for_template(conversation: Conversation, tokenizer: PreTrainedToken
 
 
 def _check_shown(message: Mapping[str, Any], shown: str, template: str, unused: Unused) -> None:
-    """Raise `UserError` if the text `shown` lacks a call or the answer. If there are calls, count a missing answer."""
+    """Raise `UserError` if `shown` lacks a call or the answer. Beside calls, a missing answer is only counted."""
     calls = called(message)
     if calls and ("tool_calls" not in template or any(call not in shown for call in calls)):
         raise UserError(f"--dataset_name: the chat template does not show an assistant's 'tool_calls' {calls}.")
@@ -194,7 +194,7 @@ def _check_shown(message: Mapping[str, Any], shown: str, template: str, unused: 
 
 
 def _with_arguments(call: Mapping[str, Any], as_text: bool) -> Mapping[str, Any]:
-    """Convert the arguments of a tool call (or of its `function`) to JSON text if `as_text`, else to an object."""
+    """Convert a tool call's arguments (they may be in its `function`) to JSON text if `as_text`, else to an object."""
     if "function" in call:
         return {**call, "function": _with_arguments(call["function"], as_text)}
     arguments: Any = call.get("arguments")

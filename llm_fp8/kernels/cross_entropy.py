@@ -149,7 +149,7 @@ def use_triton(logits: Tensor) -> bool:
 
 
 def losses_and_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the losses [T] of `logits [T, V]` (0 if ignored) and each row's maximum m and sum of exp(logit - m)."""
+    """Return the losses [T] of `logits [T, V]` (0 if ignored), and each row's maximum m and sum of exp(logit - m)."""
     if use_triton(logits):
         from transformer_engine.pytorch.triton.cross_entropy import cross_entropy_forward
 

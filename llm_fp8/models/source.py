@@ -211,7 +211,7 @@ class StoredCheckpoint:
             return rows[:] if self.stored[name].shape else rows[...]  # a scalar has no rows
 
     def on_meta(self, name: str) -> Tensor:
-        """Return the shape and dtype of `read`'s result as a tensor on "meta"."""
+        """Return a tensor on "meta" with the shape and dtype that `read` returns."""
         _, dtype, shape = self.stored[name]
         read_as = torch.float32 if dtype.startswith("F8") else str_to_torch_dtype[dtype]
         return torch.empty(shape, dtype=read_as, device="meta")

@@ -228,7 +228,7 @@ class CheckpointManager:
 
 
 def _in_background(work: Callable[[], None]) -> Future[None]:
-    """Run `work` in a daemon thread, which does not keep a failed process alive. Its future raises its error."""
+    """Run `work` in a daemon thread, which does not keep a failed process alive. The future raises errors of `work`."""
     done: Future[None] = Future()
     # The current device of a new thread is GPU 0, and the writer's synchronisation would create a context there.
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None

@@ -98,7 +98,7 @@ class RunState:
         return self.checkpoints.save(step, tensors, meta, history.kept_step, plan.config.parallel.async_save)
 
     def restore(self, checkpoint: Checkpoint, optimizer: Any) -> None:
-        """Restore the state in place, except for the history of evaluations. Collective."""
+        """Restore the run from `checkpoint`, in place, except for the history of evaluations. Collective."""
         plan, meta = self.setup.plan, checkpoint.meta
         # The random states of ranks that are not in the checkpoint are not changed.
         current_rng = rng_state(plan.accelerator.process_index)

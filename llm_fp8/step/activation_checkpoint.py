@@ -29,7 +29,7 @@ def enable_gradient_checkpointing(
 ) -> list[nn.Module]:
     """Make the layers that `amount` selects (see `recomputed_layers`) recompute in the backward pass. Return these
     layers. `reentrant` selects torch's reentrant checkpoints, with a nested backward pass per layer. Set `in_graphs` if
-    graphs may capture the passes: then checkpoints do not save random states on the host.
+    graphs may capture the passes: then TE's checkpoints (`uses_te`) do not save random states on the host.
     """
     checkpoint: Callable[..., Any] = torch.utils.checkpoint.checkpoint
     options: dict[str, Any] = {"use_reentrant": reentrant}

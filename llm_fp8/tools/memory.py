@@ -54,7 +54,7 @@ HUB_OWNERS = {"Llama-3": "meta-llama", "Qwen": "Qwen"}  # prefix of a bundled mo
 
 
 class Row(NamedTuple):
-    """A way to train, in a sharding mode: `run` with the requested batch size, `fitted` with the largest that fits."""
+    """A way to train in a sharding mode. `run` has the requested batch size, `fitted` the largest that fits, if any."""
 
     way: str
     run: RunSize

@@ -26,14 +26,14 @@ from torch.distributed.tensor import DTensor
 
 def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
     """Replace `module.forward(*args, **kwargs)` by `wrapper(old_forward, *args, **kwargs)`. Unlike hooks, a wrapper
-    can enter a context; unlike a module around `module`, it renames no parameters. A later wrapper encloses earlier
-    ones: recomputation encloses precision, so both passes have the same. FSDP2 and torch.compile enclose all wrappers.
+    can enter a context; unlike a module around `module`, it renames no parameters. Later wrappers enclose earlier ones,
+    so recomputation repeats a pass together with its precision. FSDP2 and torch.compile enclose all wrappers.
     """
     module.forward = functools.partial(wrapper, module.forward)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor (not a view, as `to_local` in torch 2.13), or another tensor unchanged."""
+    """Return this rank's shard of a DTensor (itself, not a view like `to_local`), or another tensor unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

@@ -78,7 +78,7 @@ class EmulatedGraph:
 
 
 class EmulatedCapture:
-    """Replacement for `Capture`. It does not run the function that it captures, but appends it to `graphs`."""
+    """Replacement for `Capture` that only appends an `EmulatedGraph` to `graphs`. It does not run the function."""
 
     def __init__(self, parameters: Sequence[Parameter] = ()) -> None:
         self._parameters = parameters
@@ -166,7 +166,7 @@ def test_each_kind_of_micro_batch_runs_eagerly_once_and_then_as_graph(monkeypatc
 
 
 def test_eager_passes_drop_graphs_if_memory_is_short(monkeypatch):
-    """All graphs are dropped before an evaluation, and before a batch that has too many documents for any of them."""
+    """Evaluations, and batches with too many documents for a graph, are eager. All graphs are dropped before them."""
     monkeypatch.setattr(micro_batch_graphs, "BUCKETS", (4, 8))
     recorded, few, many = RecordedMicroBatches(), batch(3), batch(6)
     recorded.graphs.drops_before_eager = True
