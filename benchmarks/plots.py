@@ -98,7 +98,7 @@ def save(figure: Any, path: Path) -> None:
 
 
 def precision_of(variant: str) -> str:
-    """Return the part of a variant's name that is in `COLOURS` ('bf16' of 'fsdp_full:bf16'), or else the first part."""
+    """Split a variant's name at ":". Return the part in `COLOURS` ('bf16' of 'fsdp_full:bf16'), or else the first."""
     parts = variant.split(":")
     return next((part for part in parts if part in COLOURS), parts[0])
 

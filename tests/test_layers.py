@@ -71,7 +71,7 @@ def test_no_test_imports_a_test():
 
 
 def test_package_does_not_refer_to_scripts_benchmarks_or_results():
-    """The test searches for the names of the folders as string literals, since the package joins paths from parts."""
+    """The test looks for the folders' names as string literals, since code joins paths from parts: ROOT / "scripts"."""
     for file in PACKAGE.rglob("*.py"):
         constants = [node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)]
         assert not {"scripts", "benchmarks", "results"} & {value for value in constants if isinstance(value, str)}, file

@@ -141,7 +141,7 @@ class Layout:
         return PackingPlan(chosen[packed.samples], packed.offsets)
 
     def num_positions(self, lengths: IntArray) -> int:
-        """Count the positions of all batches, with padding. `lengths` has one document's length for each sequence."""
+        """Count the positions of all batches, with padding. `lengths` are those of any one document per sequence."""
         longest = np.maximum.reduceat(lengths, np.arange(0, len(lengths), self.batch_size))
         return int(self.width(longest).sum()) * self.batch_size
 
@@ -159,7 +159,7 @@ class Layout:
         return batch.map(Tensor.pin_memory) if self.pin_memory else batch
 
     def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch:
-        """Collate sequences. NumPy raises `ValueError` or `IndexError` if one is too long or there are too many."""
+        """Collate up to `batch_size` sequences. NumPy raises `IndexError` for more, `ValueError` for longer ones."""
         documents = [document for sequence in sequences for document in sequence]
         shape = (self.batch_size, int(self.width(max((len(document.input_ids) for document in documents), default=1))))
         ids = np.full(shape, self.pad_token_id, dtype=np.int64)

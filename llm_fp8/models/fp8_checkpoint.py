@@ -35,7 +35,7 @@ class Fp8Format:
 
 
 def fp8_format(config: PretrainedConfig) -> Fp8Format:
-    """Return the fp8 format of a quantised model from its config. Raise `UserError` for any other quantisation."""
+    """Return the fp8 format that a quantised model's config describes. Raise `UserError` for unsupported formats."""
     entries: Any = config.quantization_config
     advice = "Give the unquantised model, or an fp8 model in a format that docs/data_and_checkpoints.md lists."
     with reading("--model_name", config.name_or_path, "the quantised weights that its config.json describes", advice):

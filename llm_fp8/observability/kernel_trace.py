@@ -134,7 +134,7 @@ def record_kernels() -> Iterator[profile]:
 
 
 def kernel_intervals(recorded: Any) -> list[tuple[str, Interval]]:
-    """Return (name, (start, end)), in s since recording began, for each kernel and copy in a finished profile."""
+    """Return (name, (start, end)) of each kernel and memory copy in a finished profile, in s since recording began."""
     # Read the profiler's raw events: building `recorded.events()` takes longer than the recorded step.
     results = recorded.profiler.kineto_results
     started_ns = results.trace_start_ns()
@@ -213,7 +213,7 @@ class StepProfile:
         return figures
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values for summary.json. In `time_s_by_class`, kernels that overlap each count in full."""
+        """Return JSON values for summary.json. In `time_s_by_class`, overlapping kernels all count in full."""
         return {
             **{name: value for name, value in vars(self).items() if name != "kernels"},
             "gemm_kernels": {kind: times.count for kind, times in gemm_kernels(self.kernels).items()},
@@ -223,9 +223,9 @@ class StepProfile:
     def gpu_idle(self, steps: list[dict[str, Any]]) -> dict[str, float] | None:
         """Return the entry `gpu_idle` of summary.json, or None if no kernel was recorded or no step was measured.
 
-        `work_s` is the time in which kernels other than communication ran in this step. Recording slows the host, so
-        `step_time_s` is the median over other steps: those of `steps` in the same precision or, if there are none, all.
-        `share` is 1 - work_s / step_time_s, but at least 0.
+        `work_s` is the time in which kernels other than communication ran in the recorded step. Recording slows the
+        host, so `step_time_s` is the median of unrecorded `steps`: those in the recorded step's precision or, if there
+        are none, all. `share` is 1 - work_s / step_time_s, but at least 0.
         """
         in_fp8 = self.figures()["num_fp8_gemm_kernels"] > 0
         comparable = [step for step in steps if (step.get("fp8_linear_flop_share", 0.0) > 0) == in_fp8]

@@ -29,7 +29,7 @@ _HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "score", "classifier")  #
 
 @dataclass(frozen=True)
 class ModuleState:
-    """Counts of one library's linear modules, according to their state after the last step."""
+    """Counts of the linear modules of `library`, read from the fp8 state that each module has after the last step."""
 
     num_modules: int = 0
     num_in_fp8: int = 0  # modules whose last forward pass ran in fp8
@@ -41,7 +41,7 @@ class ModuleState:
 
     @property
     def num_outside_fp8(self) -> int:
-        """Number of modules that did not compute in fp8, according to their state."""
+        """Number of modules whose last forward pass did not run in fp8."""
         return self.num_modules - self.num_in_fp8
 
 
@@ -185,8 +185,9 @@ def linears_left(model: nn.Module, size_multiple: int = FP8_SIZE_MULTIPLE) -> di
 def bf16_modules(options: PrecisionConfig, model: nn.Module, decoder_layers: nn.ModuleList) -> list[nn.Module]:
     """Return the modules that --fp8_bf16_modules selects. They and their submodules stay in bf16.
 
-    A pattern is a decoder layer (`layers.0`), a slice of layers (`layers.-4:`), or the end of a module's name in a
-    layer, in which `*` matches any characters and `?` one. Raise `UserError` for a pattern without a match.
+    A pattern is a decoder layer (`layers.0`), a slice of layers (`layers.-4:`), or the end of a module's name. In names
+    `*` matches any characters and `?` one. Modules outside the decoder layers never match. Raise `UserError` if a
+    pattern matches nothing.
     """
     modules: list[nn.Module] = []
     inside = {module for layer in decoder_layers for module in layer.modules()}

@@ -21,7 +21,7 @@ _REASONS = (None, *(number.name for number in (signal.SIGPIPE, *SIGNALS)))  # if
 
 
 class GracefulStop:
-    """Context that sets `requested` to the name of the first signal. It handles signals in the main thread only."""
+    """Context manager that catches `SIGNALS` in the main thread and stores the first one's name in `requested`."""
 
     def __init__(self) -> None:
         self.requested: str | None = None
@@ -34,7 +34,7 @@ class GracefulStop:
         return 0 if self.requested is None else 128 + signal.Signals[self.requested].value
 
     def agreed(self) -> bool:
-        """Return True if any rank got a signal, and set `requested` on all ranks. Collective."""
+        """Return True, and set `requested` on all ranks, if any rank got a signal. All ranks must call this method."""
         reason = _REASONS[largest(_REASONS.index(self.requested))]
         self.requested = self.requested or reason
         return reason is not None

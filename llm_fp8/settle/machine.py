@@ -19,7 +19,7 @@ from llm_fp8.utils.te_internals import require_te
 
 @dataclass(frozen=True)
 class Machine:
-    """A launch with the GPUs and the host that it uses. If `gpu` is None, everything runs on the CPU."""
+    """GPUs, host and ranks of a launch. If `gpu` is None, everything runs on the CPU."""
 
     ranks: LaunchRanks = LaunchRanks()
     gpu: str | None = None  # name of the GPU

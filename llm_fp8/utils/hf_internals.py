@@ -56,7 +56,7 @@ def grouped_linear(inputs: Tensor, weights: Tensor, offsets: Tensor, is_transpos
 
 
 def renaming_on_load(model: PreTrainedModel) -> Callable[[str], str]:
-    """Return a function that maps a tensor's name in the files to its name in `model`, if loading only renames it."""
+    """Return a function that maps a tensor's name in the files to its name in `model`. It ignores merges and splits."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
@@ -86,7 +86,7 @@ def gated(experts: Any, hidden: Tensor) -> Tensor:
 
 
 def fingerprint(dataset: Any) -> str:
-    """Return the hash under which `datasets` caches results from `dataset`, or a new one per call if it has none."""
+    """Return the hash under which `datasets` caches results from `dataset`. Without one, return a new one per call."""
     return getattr(dataset, "_fingerprint", None) or uuid.uuid4().hex
 
 

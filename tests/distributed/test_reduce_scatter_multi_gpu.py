@@ -18,7 +18,7 @@ OPTIONS = ("--random_init", "--use_te", "--no_export", "--batch_size=2", "--max_
 
 
 def use_default_reduce_scatter() -> None:
-    """Let this process use FSDP2's own reduce-scatter."""
+    """Let this process use FSDP2's own reduce-scatter instead of the package's."""
     default: Any = lambda unit, stream: DefaultReduceScatter()  # noqa: E731
     fsdp.MemorySavingReduceScatter = default
 

@@ -253,7 +253,7 @@ BF16_KERNEL = "nvjet_sm90_ttt_128x256_64x4_2x1_v_bz_coopA_TNT"
 
 
 def pretend_hardware(model: nn.Module, scenario: str) -> None:
-    """Configure torchao's modules for the recipe `scenario` as on a GPU, without emulation."""
+    """Configure torchao's modules for the recipe `scenario` as on a GPU, without the emulation for CPUs."""
     for module in TorchaoBackend().linears_of(model).values():
         module.config = build_config(scenario, emulate=False)
 

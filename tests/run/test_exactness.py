@@ -45,7 +45,7 @@ def test_gemma_te_decoder_steps_equal_reference(tmp_path, gemma_model, sixteen_r
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_merged_micro_batches_give_the_same_losses(tmp_path, tiny_model, sixteen_rows, packing, monkeypatch):
-    """The run is also resumed on a GPU with less memory: it keeps the micro-batch size that it had before."""
+    """On a large GPU, the run merges four micro-batches of 2 into one of 8. Resumed on a small GPU, it still uses 8."""
     options = [f"--model_name={tiny_model}", f"--dataset_name={sixteen_rows}", "--validation_fraction=0", "--no_export"]
     options += ["--max_seq_length=256", "--batch_size=2", "--gradient_accumulation_steps=4", "--max_steps=4"]
     options += ["--learning_rate=1e-3", "--log_every=1", f"--packing={packing}"]

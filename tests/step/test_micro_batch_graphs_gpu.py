@@ -40,7 +40,7 @@ def assert_equal_runs(left, right):
 @pytest.mark.parametrize("micro_batches", ["1", "3"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_run_with_graphs_is_certified_and_equals_eager_run(precision, micro_batches, model_folder, tmp_path):
-    """The runs also evaluate. Some batches have more than 32 documents, so that several graphs are captured."""
+    """The runs also evaluate. The smallest graph takes 32 documents. Some batches have more and need a larger one."""
     options = [*PRECISIONS[precision], "--max_steps", "10", "--eval_every", "4", "--batch_size", "11"]
     options += ["--gradient_accumulation_steps", micro_batches, "--certify"]
     eager = run(model_folder, tmp_path / "eager", *options, "--no_cuda_graphs")

@@ -142,7 +142,7 @@ def fake_kernels(monkeypatch):
 @pytest.fixture
 def train(monkeypatch, tmp_path, fake_kernels):
     """Return a function that trains a tiny model for three steps and returns the Trainer. The function sets the
-    variables `launch`, and unsets the variables in `missing` before training. `kernels` replaces the recorded kernels.
+    environment variables `launch`, and unsets those in `missing` before training. The recorded step reports `kernels`.
     """
     install_stand_in_te(monkeypatch)
 
@@ -264,7 +264,7 @@ def test_last_step_is_recorded_if_training_is_shorter_than_the_chosen_step(train
 
 
 def test_training_without_the_launchers_variables_fails(train, capsys):
-    """A program that clears its environment makes the Trainer compute in fp32 without a warning."""
+    """If a program clears its environment, the Trainer silently computes in fp32. The certificate must fail."""
     with pytest.raises(SystemExit):
         train(FP8_LAUNCH, {BF16_KERNEL: EXPECTED}, missing=tuple(FP8_LAUNCH))
     # Nothing was converted, so the certificate expects every layer whose sizes fp8 supports, except the lm_head.
@@ -318,8 +318,8 @@ def test_tied_lm_head_missing_from_the_optimizer_ends_the_run(train, capsys):
 
 
 def test_layers_that_the_conversion_skipped_are_a_remark(train):
-    """Accelerate converts the projections of an attention module in order, until fp8 does not support the size of one:
-    here the key projection, with 8 rows. The output projection comes later and is skipped, although fp8 supports it.
+    """Accelerate converts the projections of an attention module in order, up to the first whose size fp8 does not
+    support: here the key projection, with 8 rows. It skips the later output projection, although fp8 supports that.
     """
     expected = 9 * 3 * MICRO_BATCHES
     certificate = train(FP8_LAUNCH, {FP8_KERNEL: expected}, model={"head_dim": 8}).certificate_callback.certificate
@@ -356,7 +356,7 @@ def test_torchao_weights_missing_from_the_optimizer_fail_the_certificate(train):
 
 
 def test_torchao_without_fp8_all_gather_is_certified_unless_a_kernel_is_missing(train, monkeypatch, capsys):
-    """LLaMA-Factory and axolotl intend to configure torchao in this way, without the fp8 all-gather of FSDP."""
+    """The test gives Accelerate a torchao recipe without fp8 all-gather, as LLaMA-Factory and axolotl try to do."""
     original = Accelerator.__init__
     handlers = [AORecipeKwargs(config=Float8LinearConfig.from_recipe_name("rowwise"))]
     monkeypatch.setattr(

@@ -61,7 +61,7 @@ _CHUNK = 512  # number of tokens whose logits are in memory at a time
 
 
 def plan_without_output(config: Config) -> RunPlan:
-    """Plan a run for `config`, which must already be validated, with no output folder or trackers."""
+    """Plan a run without output folder or trackers. `config` must already be validated."""
     ranks = LaunchRanks.from_environment(os.environ)
     start_process_group(ranks)
     quiet_libraries()
@@ -180,7 +180,7 @@ def problems(findings: Mapping[str, Any]) -> list[str]:
 
 
 def measure_quality(config: Config) -> dict[str, Any]:
-    """Measure how far fp8 changes the model's predictions, on the eval data or else on the training data."""
+    """Measure how far fp8 changes the model's predictions on eval data or, if there is none, training data."""
     plan = plan_without_output(config)
     if plan.precision.recipe is None:
         raise UserError("--quality compares fp8 with bf16; add --mixed_precision fp8.")
@@ -196,7 +196,7 @@ def measure_quality(config: Config) -> dict[str, Any]:
 
 
 class _Comparison:
-    """Compare a model's predictions in bf16 with its predictions in fp8, in which chosen modules stay in bf16."""
+    """Comparison of a model's predictions in bf16 and in fp8. In an fp8 pass, chosen modules may stay in bf16."""
 
     def __init__(self, setup: TrainingSetup, batches: list[Batch]) -> None:
         self.setup, self.batches = setup, batches
@@ -234,7 +234,7 @@ class _Comparison:
         }
 
     def cost(self, in_bf16: Collection[nn.Module]) -> dict[str, float]:
-        """Return KL divergence and loss difference from bf16, in nats per token, if only modules `in_bf16` are bf16."""
+        """Return KL divergence and loss increase over bf16, in nats a token, of fp8 with modules `in_bf16` in bf16."""
         self._in_bf16 = in_bf16
         sums = torch.zeros(2, dtype=torch.float64, device=self.setup.plan.device)
         for batch, reference in zip(self.batches, self.reference, strict=True):
