@@ -89,7 +89,7 @@ class Part:
         return self.strides is None or self.stop - self.start > 1
 
     def view(self, rows: Tensor) -> Tensor:
-        """Return the tensor as a view of `rows`, which are all or some of the parameter's rows `start` to `stop`."""
+        """View `rows`, all or some of the parameter's rows `start` to `stop`, as the tensor or a part of it."""
         if self.strides is None:
             return rows
         shape = (len(rows), *self.shape[1:]) if self.by_rows else self.shape
@@ -100,8 +100,8 @@ def num_positions(config: Any) -> int | None:
     """Return the largest number of positions that a language model's config allows, or None if there is no limit.
 
     It is the larger of max_position_embeddings and the length before RoPE scaling times the scaling's `factor`. Dynamic
-    scaling is not counted, since its frequencies depend on the longest sequence so far. If a table's config lacks the
-    length before scaling, max_position_embeddings is used, unless there are several tables (in Gemma 3 it is scaled).
+    scaling is not counted, since its frequencies depend on the longest sequence so far. max_position_embeddings stands
+    in for a missing length before scaling, but not if there are several tables: Gemma 3's value is already scaled.
     """
     limit: int | None = getattr(config, "max_position_embeddings", None)
     if limit is None:
@@ -541,7 +541,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + (self.mlp_norm(transformed) if self.mlp_norm else transformed)
 
     def _split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split `fused`, the QKV projection's output, into views q, k, v [..., heads, d]. A QK norm copies q and k."""
+        """Split `fused`, the QKV projection's output, into views q, k, v [..., heads, d]. Apply the QK norm, if any."""
         spec = self.spec
         q, k, v = fused.unflatten(-1, (-1, spec.head_dim)).split(
             (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=-2

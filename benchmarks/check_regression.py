@@ -89,8 +89,8 @@ def read(path: Path) -> Measured:
 
 
 def baseline_of(variant: str, baseline: str, rows: dict[str, Row]) -> str | None:
-    """Return the variant in `rows` that measured `baseline`, or None if there is none. If there are several, prefer the
-    one with the sharding mode of `variant` ('MODE:NAME'), else the first.
+    """Return the variant in `rows` that ran the trainer `baseline`, or None if none did. If several did, prefer the one
+    with the sharding mode of our `variant` ('MODE:NAME'), else take the first.
     """
     names = [name for name, row in rows.items() if row["baseline"] == baseline]
     mode = variant.partition(":")[0]
@@ -98,7 +98,7 @@ def baseline_of(variant: str, baseline: str, rows: dict[str, Row]) -> str | None
 
 
 def speed_key(row: Row) -> str:
-    """Return the key of the speed in `row` that is compared. On real documents, this speed does not count padding."""
+    """Return the name of the speed in `row` to compare: tokens/s or, on real documents, tokens/s without padding."""
     return "real_tokens_per_s" if row.get("dataset") else "tokens_per_s"
 
 
@@ -121,7 +121,7 @@ def ratio_in(measured: Measured, workload: str, variant: str, baseline: str) -> 
 
 def compare(new: Measured, recorded: Sequence[Measured], baseline: str, minimum: float) -> Findings:
     """Divide the speed of each of our variants in `new` by the speed of `baseline`, and compare the ratio with the
-    newest one in `recorded`. `minimum` is the tolerance for zero spread. Raise `UserError` if no ratio was recorded.
+    newest one in `recorded`. The tolerance is `minimum` plus the spread. Raise `UserError` if no ratio was recorded.
     """
     findings = Findings()
     for other in recorded:

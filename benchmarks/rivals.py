@@ -79,7 +79,7 @@ CHAT_TEMPLATE = (
 
 
 class Probe:
-    """Record times, memory and kernels of training steps. The functions `train_*` add losses, tokens and attention."""
+    """Record times, memory and kernels of training steps. `train_*` add losses, token counts and the attention used."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -235,8 +235,8 @@ def adapt_torch() -> bool:
 
 def train_torchtitan(job: Job, probe: Probe) -> None:
     """Run torchtitan 0.3, compiled, with its llama3_8b settings and the job's model, rows and batch size. torchtitan's
-    loader packs the rows as chats and trains on the answers. An 8B model on one GPU has bf16 weights and optimizer
-    states, and recomputes cheap operations.
+    loader packs the rows as chats and trains on the answers. If an 8B model is trained on one GPU, its weights and
+    optimizer states are bf16, and cheap operations are recomputed.
     """
     is_old = adapt_torch()
     from torchtitan import train

@@ -312,7 +312,7 @@ class LoraConfig:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The names in --lora_targets. Raises `UserError` if there are none, or if all-linear is not the only one."""
+        """The names in --lora_targets. Raises `UserError` if there are none, or if all-linear is mixed with layers."""
         names = names_in(self.lora_targets)
         if not names or (ALL_LINEAR in names and not {*names} <= {ALL_LINEAR, EXPERTS}):
             raise UserError(f"--lora_targets must name layers, as in q_proj,v_proj, or be {ALL_LINEAR}[,{EXPERTS}].")
@@ -333,7 +333,7 @@ ShardingMode = Literal[
 class Mode:
     """Properties of a sharding mode, which distributes a model over N GPUs. `unsharded_bytes` and `sharded_bytes` count
     weights, gradients and optimizer state per parameter between micro-batches. For example, `adamw_master` needs 12
-    bytes on one GPU in ddp, 12 / N + 2 (for unsharded bf16 weights) in fsdp_grad and 12 / N in fsdp_full. The fsdp
+    bytes on each GPU in ddp, 12 / N + 2 (for unsharded bf16 weights) in fsdp_grad and 12 / N in fsdp_full. The fsdp
     modes need 4 bytes more while gradients accumulate, unless --sync_every_micro_batch reduces them immediately.
     """
 

@@ -62,7 +62,7 @@ class Sequences:
         return np.random.default_rng([self.seed, buffer]).permutation(num_sequences)
 
     def global_batches(self, position: Position, size: int) -> Iterator[tuple[list[Reader], Position]]:
-        """For each optimizer step from `position` on, yield readers of its `size` sequences and the next position."""
+        """For each optimizer step from `position` on, yield readers of up to `size` sequences and the next position."""
         batch, next_row = list[Reader](), position["next_row"]
         for plan, read, begin, after in self.buffers(position):
             order = self.order(begin["buffer"], len(plan))
@@ -76,7 +76,7 @@ class Sequences:
 
 
 def epochs(plan: PackingPlan, read: ReadDocuments, position: Position) -> Iterator[Buffer]:
-    """Yield one buffer per epoch from `position` on. It has all sequences of `plan`, whose documents `read` returns."""
+    """Yield one buffer per epoch from `position` on, each with all sequences of `plan`. `read` returns documents."""
     for epoch in count(position["epoch"]):
         begin, after = ({**position, "epoch": number, "buffer": number, "next_row": 0} for number in (epoch, epoch + 1))
         yield plan, read, begin, after
@@ -91,7 +91,7 @@ def stream_buffers(
     position: Position,
 ) -> Iterator[Buffer]:
     """Yield buffers of the stream from `position` on and count its rows in `report`. `open_stream` opens the stream of
-    tokenised rows at its start. `is_held_out` maps the hashes of rows' problems to a mask of the rows to hold out.
+    tokenised rows at its start. `is_held_out` maps the rows' `problem_key` hashes to a mask of rows to hold out.
     `plan_of` packs documents, given the lengths of all documents and the indices of those to train on.
     """
     begin, ended = {**position, "next_row": 0}, True
@@ -173,7 +173,7 @@ class TrainLoader:
         return None if num_sequences is None else -(-num_sequences // self.global_batch_size)
 
     def steps_left(self, num_epochs: int, state: Position | None = None) -> int:
-        """Return the number of steps from `state` (default: the start) until `num_epochs` end. Not for a stream."""
+        """Count the steps from `state` (default: the start) to the end of epoch `num_epochs`. Fails for a stream."""
         position = self._sequences.start() if state is None else self._position_in(state)
         assert self.steps_per_epoch is not None and self._sequences.num_sequences is not None
         in_this_epoch = -(-(self._sequences.num_sequences - position["next_row"]) // self.global_batch_size)

@@ -42,7 +42,7 @@ class Fp8Weight(NamedTuple):
 
 
 class Fp8ParamsStrategy(FsdpStrategy):
-    """FSDP that gathers weights in fp8. TE's weights become fp8 parameters. Another back end casts before a gather."""
+    """FSDP that gathers weights in fp8. TE's weights are fp8 parameters; other back ends cast before each gather."""
 
     _backend: Any = TEBackend()  # `prepare` sets the run's back end
     _weights: Sequence[Fp8Weight] = ()
@@ -137,6 +137,6 @@ def _fp8_parameter(master: Any, quantizer: Any) -> Parameter:
 def _gather(
     pre_all_gather: Any, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: nn.Module, mp_policy: Any
 ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-    """Call `Float8Tensor.fsdp_pre_all_gather` without transposes. With them, recomputation would use a freed weight."""
+    """Call `pre_all_gather`, but gather no transposes. If it gathered them, recomputation would use a freed weight."""
     tensors, (scale_inv, _, _, fp8_dtype) = pre_all_gather(mesh, orig_size, contiguous_orig_stride, module, mp_policy)
     return tensors, (scale_inv, True, False, fp8_dtype)

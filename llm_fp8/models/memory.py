@@ -95,7 +95,7 @@ def saved_bytes(spec: te_llama.DecoderSizes, recipe: str, adapted: frozenset[str
 
 def recomputed_layers(amount: Amount, num_layers: int) -> range:
     """Return the indices of the layers that --gradient_checkpointing `amount` recomputes: for a fraction the first
-    layers (the activations of the others are freed before), for n > 1 every n-th layer, for 'auto' all layers.
+    layers (recomputed when backward has freed the others' activations), for n > 1 every n-th layer, for 'auto' all.
     """
     if amount == "auto":
         return range(num_layers)

@@ -42,13 +42,13 @@ class EnergyMeter:
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """Begin an interval after `step`. Energy between the last interval and this one counts only in `energy_j`."""
+        """Begin an interval after `step`. Energy used since the previous interval ended counts only in "energy_j"."""
         self._last_step, self._num_tokens = step, 0
         self._start_s, self._start_j = time.perf_counter(), energy_j(self._accelerator.device)
 
     def read(self, num_tokens: Mapping[int, int]) -> dict[str, float]:
-        """Return the figures of the interval, or {} if it is too short. `num_tokens` maps each step since the last call
-        to its number of tokens. Collective.
+        """Return energy per million tokens, power and total energy, or {} if energy is unknown or the interval is too
+        short to end here. `num_tokens` maps each step since the last call to its number of tokens. Collective.
         """
         self._num_tokens += sum(count for step, count in num_tokens.items() if step > self._last_step)
         now_s, now_j = time.perf_counter(), energy_j(self._accelerator.device)

@@ -60,5 +60,5 @@ class PrecisionPlan:
 
 
 def recipe_available(te: Any, recipe: Recipe) -> tuple[bool, str]:
-    """Return True if `te` (transformer_engine.pytorch) supports `recipe` on this GPU, else False, and the reason."""
+    """Return (True, '') if `te`, transformer_engine.pytorch, supports `recipe` on this GPU, else (False, reason)."""
     return getattr(te, recipe.availability)(return_reason=True)

@@ -160,7 +160,7 @@ class MicroBatchGraphs:
             self._seen.add(key)
 
     def _capture_or_explain(self, work: Callable[[], None]) -> Graph:
-        """Capture `work`. After a failure, libraries are still in capture mode, so raise `UserError` on every rank."""
+        """Capture `work`. If that fails, raise `UserError` on every rank, since libraries remain in capture mode."""
         graph, failure = None, None
         try:
             graph = self._capture(work)
@@ -202,8 +202,8 @@ class MicroBatchGraphs:
 
 
 class ShardedMicroBatchGraphs(MicroBatchGraphs):
-    """Graphs for fsdp_grad and fsdp_full in steps of one micro-batch. They include FSDP2's collectives. FSDP2 allocates
-    new gradients in each pass. All steps use the first graph's gradients; other graphs copy theirs to them.
+    """Graphs for fsdp_grad and fsdp_full, if a step has one micro-batch. They include FSDP2's collectives. Each graph
+    has gradients of its own, which FSDP2 allocates. All graphs but the first copy theirs to those of the first.
     """
 
     makes_gradients = True

@@ -74,7 +74,7 @@ def prompt_and_solution(input_ids: list[int], labels: list[int]) -> tuple[list[i
 
 
 def has_answer(expected: str) -> bool:
-    """Return True if a solution can be checked: it marks its final answer, is one word, or has no words (a formula)."""
+    """Return True if answers can be compared with `expected`: it marks an answer, is one word, or is only a formula."""
     marks = re.search(r"####|\\boxed|\banswer( is\b|:)", expected, re.IGNORECASE)
     is_answer = re.fullmatch(r"\S{1,20}", expected.strip()) or not re.search(r"(?<!\\)[^\W\d_]{2,}", expected)
     return bool(expected.strip() and (marks or is_answer))

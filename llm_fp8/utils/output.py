@@ -18,7 +18,7 @@ on_closed_pipe: Callable[[], object] | None = None
 @contextlib.contextmanager
 def surviving_closed_output() -> Iterator[None]:
     """If printing in the block fails because the terminal is gone, ignore the error and send later output to /dev/null.
-    If `on_closed_pipe` is set, do the same if the reader of a pipe (`| tee`) is gone or the disk of a log is full.
+    If the module's `on_closed_pipe` is set, also survive a full disk and a closed pipe, and call it for the latter.
     """
     try:
         yield
@@ -34,7 +34,7 @@ def surviving_closed_output() -> Iterator[None]:
 
 
 def closed_outputs() -> list[int]:
-    """Return those descriptors, of 1 (stdout) and 2 (stderr), that have lost their terminal or reader."""
+    """Return which of the descriptors 1 (stdout) and 2 (stderr) have lost their terminal or reader."""
     poll = select.poll()
     for descriptor in (1, 2):
         poll.register(descriptor, 0)
@@ -42,7 +42,7 @@ def closed_outputs() -> list[int]:
 
 
 def discard_output(descriptors: Iterable[int]) -> None:
-    """Redirect `descriptors` to /dev/null, so that a later flush cannot fail. Keep terminals that are open."""
+    """Redirect `descriptors` to /dev/null, so that a later flush cannot fail. Skip open terminals."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in descriptors:
         if not os.isatty(descriptor):

@@ -30,7 +30,7 @@ RESUMED = "qwen3_moe"
 
 
 def train_before(runs: list[list[str]], ports: list[int]) -> None:
-    """Train with each list of options in `runs`, on successive ports of `ports`. Set the last port for the next run."""
+    """Train with each options list in `runs` on a port of `ports`. Set MASTER_PORT to the last one for the next run."""
     torch.set_num_threads(1)
     for options, port in zip([*runs, None], ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)

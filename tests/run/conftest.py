@@ -13,14 +13,14 @@ from llm_fp8.run.timeline import Timeline
 
 @pytest.fixture(scope="session")
 def small_run(tiny_model: str, rows: str) -> list[str]:
-    """Return the options of a run with 49 training rows and therefore seven steps per epoch."""
+    """Return the options of a run with 49 training rows, thus seven steps of up to 8 rows per epoch."""
     options = f"--model_name={tiny_model} --dataset_name={rows} --max_seq_length=128 --batch_size=8"
     return [*options.split(), "--learning_rate=1e-2"]
 
 
 @pytest.fixture
 def signal_after(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that takes a step and a signal (default SIGTERM), which is sent to the run after the step."""
+    """Return a function that takes a step and a signal (default SIGTERM). The run gets the signal after that step."""
     stops: dict[int, signal.Signals] = {}
     take_step = Timeline.take_step
 

@@ -100,7 +100,7 @@ SCENARIOS = {
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_resumed_run_equals_uninterrupted_run(tmp_path, options, uninterrupted, signal_after, scenario):
-    """A signal stops the run in the middle of an epoch. In one scenario, a second one stops it at the epoch's end."""
+    """A signal stops the run within an epoch. In "padded", a second signal stops the resumed run at the epoch's end."""
     options, resumed = [*options, *SCENARIOS[scenario]], tmp_path / "resumed"
     if SCENARIOS[scenario]:
         uninterrupted = tmp_path / "scenario"
@@ -270,7 +270,7 @@ def test_adapters_are_not_resumed_on_different_frozen_weights(tmp_path, rows):
 
 @pytest.mark.parametrize("was_stopped", [False, True])
 def test_finished_run_resumes_only_with_more_steps(tmp_path, uninterrupted, options, signal_after, capsys, was_stopped):
-    """If `was_stopped`, the run saves only because of a signal and at its end. It is continued from its last step."""
+    """If `was_stopped`, the finished run had no --save_every, and was once stopped by a signal and resumed."""
     if was_stopped:
         uninterrupted, options = tmp_path / "stopped", [option for option in options if "save_every" not in option]
         signal_after(2)

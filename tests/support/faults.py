@@ -61,7 +61,8 @@ def kill_rank_during_save(start: Callable[..., Any], folder: Path, within_s: flo
 def kill_rank_and_restart(start: Callable[..., Any], folder: Path, *options: str) -> None:
     """Kill rank 1 after the first checkpoint. torchrun must restart all ranks, and they must resume the run.
 
-    `start` takes a log and options, and starts torchrun in `folder`. The ranks must continue in the same run folder.
+    `start` takes the path of a log, and options, and starts torchrun in `folder`. The ranks must continue in the same
+    run folder.
     """
     training = ["--max_steps=60", "--save_every=20", "--log_every=1", "--no_export"]
     with start(folder / "log", *options, *training, launcher=("--max_restarts=1",)) as launch:

@@ -43,7 +43,7 @@ def made_up_run(
     variant: str = "bf16", seed: int = 1, rate: float = 100_000.0, loss: float = 1.0, **changes: Any
 ) -> RunRecord:
     """Return the record of a run with 60 steps at about `rate` tokens/s and four evaluations, the last with `loss`.
-    `changes` replace fields of the record or, by name, sections of its run.json."""
+    `changes` replace the fields of the record, or the sections of its run.json, that have their names."""
     noise = random.Random(f"{variant} {seed}")
     steps, evaluations = [], []
     for step in range(1, NUM_STEPS + 1):
@@ -80,7 +80,7 @@ def made_up_run(
 
 
 def write_run_folder(folder: Path, run: RunRecord) -> Path:
-    """Write to `folder` the files that training would leave for `run`. Add exact_match.json if it has answers."""
+    """Write to `folder` the files that training would leave for `run`. Add exact_match.json if the run has answers."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps(run.stored))
     summary = {"steps": len(run.steps), "certificate": run.summary["certificate"], "throughput": run.summary}

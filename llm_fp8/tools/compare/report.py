@@ -140,7 +140,8 @@ def leading_variant(comparison: Comparison) -> str:
 
 def gap_chart(comparison: Comparison) -> dict[str, Any] | None:
     """Return a chart's data: the eval loss of each run minus that of the bf16 run with the same seed, by step. If any
-    run has fewer than three evaluations, use trailing means of the training loss. Return None for fewer than two steps.
+    run has fewer than three evaluations, use trailing means of the training loss. Return None if there are fewer
+    than two steps to show.
     """
     key = "eval_loss" if min(len(curve["eval_loss"]) for curve in comparison.curves) > 2 else "loss"
     reference = {curve["seed"]: dict(curve[key]) for curve in comparison.curves if curve["variant"] == REFERENCE}
@@ -163,7 +164,7 @@ def gap_chart(comparison: Comparison) -> dict[str, Any] | None:
 
 
 def without_folders(text: Any) -> Any:
-    """Shorten absolute paths in `text` to their last part, since the page may be sent to others."""
+    """Shorten absolute paths in `text` to their last part, since the report page may be sent to others."""
     return re.sub(r"(?<![\w.:/<])~?/(?=\S)(?:[^\s/'\",;]+/)*", "", text) if type(text) is str else text
 
 

@@ -78,7 +78,7 @@ class Result:
 
 @dataclass
 class Setup:
-    """The input of all checks: model, sequence length and batch size of the trainings, and environment variables."""
+    """Input of all checks: model, sequence length and batch size for their short runs, and environment variables."""
 
     model_name: str
     max_seq_length: int
@@ -154,7 +154,7 @@ def check_packages(setup: Setup) -> Result:
 
 
 class Rule(NamedTuple):
-    """A variable to report. In `RULES`, `name` and `value` are patterns. In a finding, they are the variable's."""
+    """An environment variable to report. `RULES` has patterns for name and value, and a finding the actual ones."""
 
     name: str  # a regular expression for the whole name
     value: str  # a regular expression for the whole value, ignoring case
