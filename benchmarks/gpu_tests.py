@@ -36,7 +36,7 @@ Entry = dict[str, Any]
 
 
 class Outcomes:
-    """A pytest plugin that records outcomes in `output`. Raise `UserError` if that file exists but is not a record."""
+    """A pytest plugin that records outcomes in `output`. The constructor raises `UserError` if that is no record."""
 
     def __init__(self, output: Path) -> None:
         self._output = output
@@ -49,8 +49,8 @@ class Outcomes:
                 self.earlier = read_json(output)["files"]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Update a test's outcome by `report`. pytest reports set-up, call and tear-down, and each of them can fail the
-        test. If a test's process died, its only report is a failure. While a test runs, its outcome is None.
+        """Update a test's outcome, which is None while the test runs. pytest reports set-up, call and tear-down, and
+        each of them can fail the test. If the test's process died, pytest reports only one failure.
         """
         entry = self._tests.setdefault(report.nodeid, {"outcome": None, "duration_s": 0.0})
         entry["duration_s"] += report.duration

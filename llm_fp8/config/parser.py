@@ -47,14 +47,14 @@ def number_or_auto(word: str) -> int:
 
 
 def number_or_share_or_auto(word: str) -> float | str:
-    """Parse the value of --gradient_checkpointing: n (every n-th layer), a fraction of layers, a boolean, or 'auto'."""
+    """Parse the value of --gradient_checkpointing: n (every n-th layer), a fraction of layers, a boolean or 'auto'."""
     with contextlib.suppress(ValueError):
         return int(true_or_false(word))
     return word if word == "auto" else int(word) if word.isdecimal() else number(float, at_least=0, at_most=1)(word)
 
 
 def true_or_false(word: str) -> bool:
-    """Parse a boolean in any of YAML's spellings, for example yes or off, or as 1 or 0."""
+    """Parse a boolean: 1, 0, or one of YAML's spellings, for example yes or off."""
     return ("no", "off", "false", "0", "yes", "on", "true", "1").index(word.lower()) > 3
 
 
@@ -92,7 +92,7 @@ def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hi
 
 
 class OptionsParser(OneSentenceParser):
-    """Parser of train_fp8.py's options. If `parallel`, it also has the options of `ParallelConfig`."""
+    """Parser of train_fp8.py's options. `parallel` adds `ParallelConfig`, the options of train_multi_gpu.py alone."""
 
     full_help = "--help_all"
 
@@ -131,7 +131,7 @@ class OptionsParser(OneSentenceParser):
 
 
 def to_argv(options: Mapping[str, Any]) -> list[str]:
-    """Convert options to command-line arguments, so that they are parsed and checked like typed ones. Skip None."""
+    """Convert options to command-line arguments, to parse and check them like typed ones. Omit those that are None."""
     return [f"--{name}={_word(value)}" for name, value in options.items() if value is not None]
 
 
@@ -154,7 +154,7 @@ for _kind, _digits in {"int": r"-?(0|[1-9]\d*)$", "float": r"-?(0|[1-9]\d*)(\.\d
 
 
 def parse_config(argv: list[str], prog: str = "train_fp8.py", parallel: bool = False) -> Config:
-    """Parse and check `argv`, the arguments of the program `prog`. Raise `UserError` if there is a mistake."""
+    """Parse and check `argv`; `parallel` is as in `OptionsParser`. Raise `UserError` if an option is invalid."""
     config, _ = _read(argv, OptionsParser(parallel, prog=prog))
     check_options(config)
     return config
@@ -163,8 +163,8 @@ def parse_config(argv: list[str], prog: str = "train_fp8.py", parallel: bool = F
 def parse_launch(
     argv: list[str], environ: MutableMapping[str, str], description: str | None = None, parallel: bool = False
 ) -> Config:
-    """Parse `argv` like `parse_config` and apply the settings of `accelerate launch`. Remove the launcher's variables,
-    and variables that an earlier torchrun left, from `environ`. Raise `UserError` if the launch needs the other script.
+    """Parse `argv` like `parse_config` and apply `accelerate launch`'s settings. Remove from `environ` what it and an
+    earlier torchrun set. Raise `UserError` if train_fp8.py has several ranks or train_multi_gpu.py has no launcher.
     """
     parser = OptionsParser(parallel, description=description)
     typed, names = _read(argv, parser)
@@ -188,7 +188,7 @@ def parse_launch(
 
 
 def _read(argv: list[str], parser: OptionsParser) -> tuple[Config, frozenset[str]]:
-    """Parse options, but do not check combinations. Return them and the names of the options that the user set."""
+    """Parse `argv` and --config's file, but check no combinations. Return also the names of the options in them."""
     path = parser.parse_known_args(argv)[0].config
     file_argv, names = list[str](), list[str]()
     if path:

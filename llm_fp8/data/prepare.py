@@ -42,17 +42,17 @@ STREAMED_SCAN_ROWS = 1000  # rows that are read at a time: the batch size of `da
 
 
 def is_held_out(key: int | npt.NDArray[np.int64], fraction: float) -> Any:
-    """Return True for each `key`, a problem's hash, that is in the lowest `fraction` (below 1) of 64-bit integers."""
+    """Return True for each `key` (a `problem_key`) that is in the lowest `fraction` (below 1) of 64-bit integers."""
     return key < np.int64(int(fraction * 2**64) - 2**63)
 
 
 def held_out_mask(keys: npt.NDArray[np.int64], fraction: float | None) -> npt.NDArray[np.bool_]:
-    """Return the mask of the rows to hold out, bool [rows]. `keys`, int64 [rows], has the hash of each row's problem.
+    """Return the mask of the rows to hold out, bool [rows]. `keys`, int64 [rows], has each row's `problem_key`.
 
     A `fraction` above 0 holds out the rows that `is_held_out` selects. If it selects none, the problem with the
-    smallest key is held out, unless it is the only problem. If `fraction` is None, the problems with the smallest keys
-    are held out until they have `DEFAULT_FRACTION` of the rows and at least `DEFAULT_ROWS` (in a small dataset, a tenth
-    of the rows). A problem with more rows than that is skipped.
+    smallest key is held out, unless it is the only problem. If `fraction` is None, the target is `DEFAULT_FRACTION` of
+    the rows, but at least `DEFAULT_ROWS` (in a small dataset, a tenth of the rows). The problems with the smallest keys
+    are held out until the target is reached. Problems with more rows than the target are skipped.
     """
     if fraction == 0 or len(keys) == 0:
         return np.zeros(len(keys), dtype=bool)
@@ -90,8 +90,8 @@ def prepare_data(
     """Load, tokenise, split and pack a run's data. Raise `UserError` if a dataset cannot be found, read or used.
 
     If `config.num_slices` is n, n consecutive ranks get the same sequences, and `split_batch` returns a rank's slice of
-    a batch. --eval_batches counts batches of `eval_batch_size` (default: --batch_size), so that merged micro-batches do
-    not change its rows. In Accelerate's context `main_process_first`, the others wait until the cache is filled.
+    a batch. --eval_batches counts batches of `eval_batch_size` (default: --batch_size), so that merging micro-batches
+    does not change the evaluated rows. `main_process_first()` makes other processes wait until the cache is filled.
     """
     data, num_slices = config.data, config.num_slices
     data_rank = DataRank(rank // num_slices, world_size // num_slices)
@@ -183,7 +183,7 @@ class _Job:
         return PreparedData(train, evals, report, description, tuple(ends) or tuple(expected))
 
     def open(self, sources: Sequence[DatasetSource], num_rows: int | None) -> list[_Part]:
-        """Open at most `num_rows` rows of each split and choose options to tokenise them. Check --columns."""
+        """Open up to `num_rows` rows (None: all) of each split and choose options to tokenise them. Check --columns."""
         loaded = [load_split(source, self.data.streaming, num_rows) for source in sources]
         examples = list(map(first_row, sources, loaded))
         names = [name for row in examples for name in row]
@@ -223,14 +223,14 @@ class _Job:
         return tokenised
 
     def open_stream(self, parts: Sequence[_Part]) -> IterableDataset:
-        """Open a new stream of the tokenised training rows of `parts`, which begins at the first row."""
+        """Open a new stream, from the first row on, of the tokenised training rows of `parts`."""
         reopened = [part._replace(rows=load_split(part.source, True, self.data.num_of_samples)) for part in parts]
         streams = self.tokenise(reopened)
         return interleave_datasets(streams, self.shares, self.config.optim.seed) if self.shares else streams[0]
 
     def first_rows(self, parts: Sequence[_Part], fraction: float) -> Dataset:
-        """Read rows from the start of the stream: as many as should yield `STREAMED_EVAL_ROWS` held-out rows if
-        `fraction` is held out, but at most `STREAMED_EVAL_SCAN_ROWS`.
+        """Read rows from the start of the stream, about `STREAMED_EVAL_ROWS` / `fraction`, but no more than
+        `STREAMED_EVAL_SCAN_ROWS`. The share `fraction` of them is to be held out. If it is 0, read a few rows.
         """
         wanted = min(STREAMED_EVAL_SCAN_ROWS, int(STREAMED_EVAL_ROWS / fraction)) if fraction else 1
         with reading_of(*self.train):
@@ -239,7 +239,7 @@ class _Job:
         return concatenate_datasets(pieces)
 
     def evaluation_rows(self, trained_keys: Any, report: DataReport) -> Dataset:
-        """Read the evaluation rows. Unless streaming, leave out rows whose problem has its hash in `trained_keys`."""
+        """Read the evaluation rows. Unless streaming, leave out rows with a `problem_key` that is in `trained_keys`."""
         sources, streaming = self.evaluation, self.data.streaming
         limit = STREAMED_EVAL_ROWS // len(sources) if streaming else None  # equally many rows of each dataset
         tokenised = self.tokenise(self.open(sources, limit))

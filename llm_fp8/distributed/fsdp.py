@@ -52,7 +52,7 @@ class FsdpStrategy(DistributedStrategy):
         self.mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
 
     def shard(self, model: nn.Module, layers: nn.ModuleList, later: Collection[nn.Module] = ()) -> None:
-        """Shard every layer, then the other parameters."""
+        """Shard every layer, then the other parameters. Meta tensors get memory, except in the modules `later`."""
         on_gpu, offloads = self.accelerator.device.type == "cuda", self.mode == "fsdp_offload"
         shard = functools.partial(
             fully_shard,
@@ -77,8 +77,8 @@ class FsdpStrategy(DistributedStrategy):
         return model, optimizer
 
     def main_grads(self, model: nn.Module) -> FindMainGrad:
-        """Return a function that maps a sharded weight to the gathered weight, which forward passes use, and to the
-        gradient that FSDP2 accumulates on every rank, unsharded and in fp32.
+        """Return a function that maps a sharded weight to a pair: the gathered weight, which forward passes use, and
+        the gradient (or None) that FSDP2 accumulates on this rank, unsharded and in fp32.
         """
         entries = {id(weight): entry for unit in units_of(model) for weight, entry in fsdp_entries(unit)}
 
@@ -128,10 +128,10 @@ class MemorySavingReduceScatter:
 
     PyTorch's allocator has separate memory for each CUDA stream. FSDP2 allocates a rank's gradient shards (4 / N bytes
     per parameter on N ranks) on the reduce-scatter's stream. Here they are allocated on `stream()`, the stream of the
-    backward pass, to reuse the memory of activations and unsharded gradients. FSDP2 calls `allocate` twice: for the
-    input, where main gradients are freed, and for the output, after it has freed unsharded gradients. If `stream()` is
-    None, allocation is as in FSDP2: on CPUs, and in fsdp_hybrid, where a third stream reads the shards. For bf16
-    parameters (`adamw_master`, `adamw_8bit`), the output is bf16 and cast here, not on the reduce-scatter's stream.
+    backward pass, to reuse the memory of activations and unsharded gradients. FSDP2 calls `allocate` twice: first for
+    the input, when main gradients are freed too, then for the output, after unsharded gradients are freed. On CPUs, and
+    in fsdp_hybrid, where a third stream reads the shards, `stream()` is None and allocation is as in FSDP2. For bf16
+    parameters (`adamw_master`, `adamw_8bit`), the sum is cast here, into memory of `stream()`, and not by FSDP2.
     """
 
     def __init__(self, unit: FSDPModule, stream: Callable[[], torch.cuda.Stream | None]) -> None:

@@ -51,8 +51,8 @@ class Model:
         """Name of each tensor in `saved_tensors` -> the tensors of the model's files that the tensor consists of.
 
         transformers 5 may fuse several tensors of the files into one. If `stored` has the fused tensor, the entry is
-        that tensor. Otherwise transformers' conversion for saving runs on tensors without memory and returns views of
-        them, which define the layout. Raises `UserError` if a result is not a view of a model's tensor.
+        that tensor. Otherwise transformers' conversion for saving runs on meta tensors, and the views of them that it
+        returns define the layout. Raises `UserError` if it returns anything but views.
         """
         if self.uses_te:
             return te_llama.parameter_map(self.module)
@@ -131,22 +131,22 @@ class Model:
         return {part.hf_name: name for name, (_, part) in self.targets.items()}
 
     def file_name(self, hf_name: str) -> str:
-        """Return the name that a tensor has in an export: the source's if modules were left out, else `hf_name`."""
+        """Return a tensor's export name: its name in the source's files if modules were left out, else `hf_name`."""
         return self.source_names.get(hf_name, hf_name) if self.left_out else hf_name
 
     def read(self, hf_name: str, device: torch.device) -> Any:
-        """Read the whole stored tensor that transformers calls `hf_name`, to `device`."""
+        """Read the whole stored tensor that transformers calls `hf_name` onto `device`."""
         assert self.stored is not None
         return self.stored.read(self.source_names[hf_name], device)
 
     def left_out_of(self, names: Iterable[str]) -> list[str]:
-        """Return the stored tensors in `names` that belong to modules in `left_out`."""
+        """Return those of `names`, names of stored tensors, that belong to modules in `left_out`."""
         pattern = re.compile(rf"({'|'.join(map(re.escape, self.left_out))})(\.|$)")
         return [name for name in names if self.left_out and (pattern.match(name) or pattern.match(self._renamed(name)))]
 
     @functools.cached_property
     def left_out_tensors(self) -> dict[str, Tensor]:
-        """Names in the files and stored tensors (on "meta") of the left-out modules. An export copies these tensors."""
+        """Name in the files -> tensor (on "meta") for all stored tensors of left-out modules. An export copies them."""
         stored = self.stored
         return {} if stored is None else {name: stored.on_meta(name) for name in self.left_out_of(stored.stored)}
 
@@ -204,7 +204,7 @@ class _CopiesAreViews(TorchFunctionMode):
 
 
 def _part_of(name: str, view: Tensor, shape: tuple[int, ...]) -> Part | None:
-    """Return the position of `view`, the tensor `name`, in a contiguous tensor of `shape`; None if no `Part` fits."""
+    """Return where `view`, the tensor `name`, lies in a contiguous tensor of `shape`, or None if no `Part` fits."""
     if view.shape == shape and view.is_contiguous():
         return Part(name, 0, shape[0] if shape else 1, shape)
     row, offset = math.prod(shape[1:]), int(view.storage_offset())

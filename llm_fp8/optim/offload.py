@@ -77,7 +77,7 @@ class StatePipeline:
         self._emptied = [self._cuda.current_stream().record_event() for _ in self._buffers]
 
     def update_(self, state: State, update_: Callable[[State], object]) -> None:
-        """Copy `state` (flat tensors on the host) to the device, call `update_` with the copy, and copy that back."""
+        """Copy `state` (flat host tensors) to the device, call `update_` on the copy, and copy the new values back."""
         turn, self._turn = self._turn, (self._turn + 1) % NUM_BUFFERS
         buffer = {name: self._buffers[turn][name][: len(tensor)] for name, tensor in state.items()}
         step_stream = self._cuda.current_stream()

@@ -25,7 +25,7 @@ VARIABLES = ("NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN")
 
 
 def prepare_te_decoder(hidden_size: int, device: torch.device) -> None:
-    """Import Transformer Engine, and set environment variables that choose its kernels but keep the user's."""
+    """Import Transformer Engine. Set environment variables that choose its kernels, unless the user has set them."""
     require_te("--use_te")
     # TE would choose an installed flash-attn 4, a beta whose dQ was wrong for a head_dim of 80.
     os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
@@ -59,7 +59,7 @@ def forget_delayed_scales() -> None:
 
 
 class TEBackend:
-    """Back end for Transformer Engine. Runs without fp8 use it without a recipe, since their decoder may be TE's."""
+    """Back end for Transformer Engine. `recipe` is None in a run without fp8, whose decoder may still be TE's."""
 
     recomputes_fprop = True  # a recomputed layer runs its fprop GEMMs again
 
@@ -87,8 +87,8 @@ class TEBackend:
         return {name: m for name, m in model.named_modules() if hasattr(m, "fp8_meta") and linear_weights(m)}
 
     def convert(self, model: nn.Module, in_bf16: Iterable[nn.Module] = (), fp8_params: bool = False) -> dict[str, str]:
-        """Replace `nn.Linear` modules of `model` in place. Return name -> reason for each `nn.Linear` that stays. This
-        back end uses neither `in_bf16` (see `choose`) nor `fp8_params`.
+        """Replace `nn.Linear` modules of `model` by TE's, in place. Return name -> reason for each `nn.Linear` that
+        stays. This back end uses neither `in_bf16` (see `choose`) nor `fp8_params`.
         """
         te = require_te("--mixed_precision fp8")
 
@@ -115,8 +115,8 @@ class TEBackend:
     def choose(
         self, linears: dict[str, nn.Module], in_bf16: Sequence[nn.Module]
     ) -> tuple[dict[str, nn.Module], dict[str, str]]:
-        """Return the modules in `linears` that compute in fp8, and name -> reason for those whose sizes the recipe does
-        not support. Make the latter and the modules `in_bf16` compute in bf16.
+        """Return the modules in `linears` that compute in fp8, and name -> reason for each module with sizes that the
+        recipe does not support. Make the latter modules, and those `in_bf16`, compute in bf16.
         """
         inside = {inner for module in in_bf16 for inner in module.modules()}
         multiple = row_of(self.scenario).size_multiple

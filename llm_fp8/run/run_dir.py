@@ -104,7 +104,7 @@ def _refuse_other_run(folder: Path, resume_from: str | None) -> None:
 
 @contextlib.contextmanager
 def run_lock(folder: Path) -> Iterator[Path]:
-    """Create and lock `folder`, or raise `UserError` if it is in use. If no run began in it, delete new folders."""
+    """Create and lock `folder`; raise `UserError` if it is in use. On exit, delete created folders if no run began."""
     existing, path = nearest_existing(folder), folder / LOCK
     folder.mkdir(parents=True, exist_ok=True)
     with open(path, "a+") as lock:
@@ -133,7 +133,7 @@ def run_lock(folder: Path) -> Iterator[Path]:
 
 
 def _sign(folder: Path) -> None:
-    """Write process id and host to the lock file, which also marks the folder as that of a run."""
+    """Write process id and host to the lock file, which also marks the folder as a run's."""
     (folder / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}")
 
 
@@ -152,7 +152,7 @@ def _lost_peer(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def explained_failures(folder_of_run: Callable[[], Path]) -> Iterator[None]:
-    """In the block, convert errors about a full disk or the end of another process to a `UserError` with advice."""
+    """Convert errors in the block about unwritable files or lost processes to a `UserError` with advice."""
     try:
         yield
     except (OSError, RuntimeError) as error:

@@ -110,7 +110,7 @@ def test_random_weights_have_the_distribution_of_transformers(kind):
 
 
 def test_plain_run_survives_renamed_private_names(tmp_path, tiny_model, rows, monkeypatch):
-    """The run must succeed although functions that use private names raise, and `getattr` returns its default."""
+    """The run must succeed although each function that uses private names raises or finds no such attribute."""
 
     def renamed(*_: object, **__: object) -> None:
         raise AttributeError("the private name was renamed")

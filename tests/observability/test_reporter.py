@@ -205,7 +205,7 @@ def test_resumed_run_continues_its_wandb_run(tmp_path: Path, monkeypatch: pytest
 
 
 def test_failure_of_wandb_does_not_end_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """wandb fails as on a full disk, and so does wandb's log file. Neither failure may print a traceback."""
+    """Logging to wandb, and writing wandb's log file, fail as on a full disk. Neither may print a traceback."""
     import wandb
 
     def full(*_: object, **__: object) -> None:

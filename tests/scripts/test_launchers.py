@@ -41,7 +41,7 @@ def stand_in(tmp_path) -> str:
 
 
 def argv_of(script: str, python: str, *options: str) -> list[str]:
-    """Return the arguments that `script` passes to the program `python`. CDPATH must not mislead the script."""
+    """Return the arguments that `script` passes to the program `python`. CDPATH is set, which misleads a plain `cd`."""
     variables = {**os.environ, "PYTHON": python, "NPROC_PER_NODE": "2", "CDPATH": ".:/"}
     command = [f"scripts/{script}.sh", *options]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)

@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Enable garbage collection, except of objects that exist now. Start the fork server if slow tests will run."""
+    """Collect garbage from now on, but only among later objects. Start the fork server if slow tests will run."""
     gc.freeze()
     gc.enable()
     if any(item.get_closest_marker("slow") for item in session.items):

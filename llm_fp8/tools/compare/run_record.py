@@ -35,7 +35,7 @@ def parse_variants(text: str) -> list[str]:
 
 
 def variant_argv(variant: str, argv: list[str]) -> list[str]:
-    """Return `variant`'s options: `argv` without fp8 options that it rejects, then the options that define it."""
+    """Return `argv` without the fp8 options that `variant` rejects, followed by the options that define `variant`."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in dataclasses.fields(PrecisionConfig):
         if option.name not in VARIANT_FIELDS:
@@ -124,7 +124,7 @@ def why_unfinished(summary: dict[str, Any]) -> str | None:
 def _record(
     source: str, run: dict[str, Any], metrics: list[dict[str, Any]], summary: dict[str, Any], *answers: bool
 ) -> RunRecord:
-    """Build a run's record from its files' contents (`run`: run.json). Raise `UserError` if the run did not finish."""
+    """Build a `RunRecord`; `run` is run.json's content. Raise `UserError` if the run did not finish or has no step."""
     if reason := why_unfinished(summary):
         raise UserError(f"{source}: the run did not finish, {reason}; finish it with --resume_from latest.")
     steps, evaluations = ([each for each in metrics if kind in each] for kind in ("loss", "eval_loss"))

@@ -32,7 +32,7 @@ _STYLES = {"failed": "bold red", "warning": "yellow", "skipped": "dim", "passed"
 
 
 class Check(NamedTuple):
-    """A check. With fewer than `needs_gpus` GPUs it is skipped. --quick leaves it out if `quick` is False."""
+    """A check, which is skipped on fewer than `needs_gpus` GPUs. --quick runs only checks whose `quick` is True."""
 
     name: str
     function: Callable[[Setup], Result]

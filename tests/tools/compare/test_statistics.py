@@ -62,7 +62,7 @@ def test_variant_exactly_at_the_margin_passes_in_one_case_in_forty(num_seeds):
 
 
 def test_much_worse_variant_is_called_worse_more_often_with_more_seeds():
-    """The variant is 0.05 nats worse, and the differences of pairs have a standard deviation of 0.003."""
+    """The variant is 0.05 nats worse. The differences within pairs of runs have a standard deviation of 0.003."""
     assert conclusion_shares(1, truth=0.05) == {"too few seeds": 1.0}
     shares = [conclusion_shares(num_seeds, truth=0.05).get("worse", 0) for num_seeds in SEEDS]
     assert shares == sorted(shares) and shares[1] > 0.99 and shares[2:] == [1, 1, 1]
