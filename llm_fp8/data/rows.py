@@ -152,7 +152,7 @@ def conversation_of(row: Mapping[str, Any], form: RowForm) -> Conversation:
 
 
 def _turns(row: Mapping[str, Any], form: RowForm, unused: Unused) -> list[Turn]:
-    """Read the turns from the columns of this form (`COLUMNS`). Return [] if a question or an answer is missing."""
+    """Read the turns from the columns that `COLUMNS` lists for `form`. If question or answer is missing, return []."""
     if form in ("messages", "sharegpt"):
         return [_message(turn, unused) for turn in _structured(row, COLUMNS[form][0])]
     if form == "prompt_messages":
@@ -231,7 +231,7 @@ def _json(text: Any, name: str) -> Any:
 
 
 def _history_messages(entry: Any) -> Sequence[Any]:
-    """Return the messages of an entry of `history`, which is a list [question, answer] or one message."""
+    """Return the messages of `entry`, an item in the column `history`: a list [question, answer] or one message."""
     if isinstance(entry, list) and len(entry) == 2:
         return [{"role": "user", "content": entry[0]}, {"role": "assistant", "content": entry[1]}]
     return [entry]
@@ -272,7 +272,7 @@ def _message(message: Any, unused: Unused) -> Turn:
 
 
 def _content(content: Any, unused: Unused) -> str:
-    """Return the text of a message whose `content` is text or a list of parts, which are joined."""
+    """Return a message's `content` as text. If it is a list of parts, join their texts and count the rest as unused."""
     if not isinstance(content, list):
         return _text(content, "the content of a message must be text, but one has")
     texts = []

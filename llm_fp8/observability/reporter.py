@@ -225,7 +225,7 @@ class RunReporter:
         return [step for step in self._records() if step["step"] > self._resume_step and "eval_loss" not in step]
 
     def _records(self) -> Iterator[dict[str, float]]:
-        """Yield all records of metrics.jsonl, also of earlier processes. On ranks other than the main, yield none."""
+        """Yield all records of metrics.jsonl, also of earlier processes. All ranks but the main one yield none."""
         if self._is_main:
             self._file.seek(0)
             yield from map(json.loads, self._file)

@@ -174,7 +174,7 @@ def set_completed_steps(optimizer: Optimizer, step: int) -> None:
 
 
 def effective_warmup_steps(num_warmup_steps: int, total_steps: int) -> int:
-    """Limit `num_warmup_steps` to a tenth of `total_steps`."""
+    """Return `num_warmup_steps`, but at most a tenth of `total_steps`."""
     return min(num_warmup_steps, total_steps // 10)
 
 

@@ -117,7 +117,7 @@ class TorchaoBackend:
             layer.compile()
 
     def unwrapped_shard(self, parameter: Tensor) -> Tensor:
-        """Return a DTensor of the fp32 shard for a parameter that torchao wraps for --fp8_params; else `parameter`."""
+        """If torchao wraps `parameter` for --fp8_params, return its fp32 shard as a DTensor, else `parameter`."""
         local: Any = local_of(parameter)
         if not isinstance(parameter, DTensor) or type(local).__name__ != "WeightWithDynamicFloat8CastTensor":
             return parameter

@@ -415,7 +415,7 @@ def test_rows_with_different_system_prompts_are_different_problems(prepare: Any,
 
 
 def test_eos_ids_are_the_ends_of_documents_and_of_turns(prepare: Any, chat: Any, tmp_path: Path) -> None:
-    """The ends are found even if the template refuses the sample conversation that `trained_eos` renders."""
+    """An id ends documents or turns. It is found even if the template refuses the sample that `trained_eos` renders."""
     other = copy.deepcopy(chat)
     needed = "{% if messages[0].role != 'system' %}{{ raise_exception('a system prompt') }}{% endif %}"
     other.chat_template = needed + TEMPLATE.replace("<|eos|>", "<|pad|>")

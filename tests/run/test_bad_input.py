@@ -27,7 +27,7 @@ from tests.support.small import records, steps, train, write_model
 
 
 def listing(folder: Path) -> dict[str, bytes | None]:
-    """Return the contents of every file below `folder` by path, and None for each folder."""
+    """Return {path: contents} of every file below `folder`, and {path: None} of every folder."""
     return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
 
 
@@ -207,7 +207,7 @@ def test_output_folder_of_another_or_finished_run_is_refused(tmp_path, valid_opt
 
 
 def test_finished_run_without_checkpoints_is_not_overwritten(valid_options, refusal):
-    """With --dry_run, --output_dir may be the folder of a finished run, because a dry run writes nothing."""
+    """A run in the same --output_dir is refused, resumed or new, unless it is a dry run, which writes nothing."""
     train(*valid_options, "--max_steps=2")
     for options, message in (([], "choose another"), (["--resume_from=latest"], "--save_every")):
         assert message in refusal("--max_steps=2", *options)

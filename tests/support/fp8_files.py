@@ -80,6 +80,6 @@ def write_fp8_model(folder: Path, kind: str, max_shard_size: str = "1GB", **chan
 
 
 def set_quantization(folder: str | Path, entries: Any, **changes: Any) -> None:
-    """Set `quantization_config` in a folder's config.json to `entries`, and set other keys by `changes`."""
+    """Set `quantization_config` in a folder's config.json to `entries`, and other keys of the file to `changes`."""
     path = Path(folder) / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": entries, **changes}))

@@ -126,7 +126,7 @@ def short_run(model: object, rows: object, folder: Path, *more: object) -> list[
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of optimizer steps, without those of evaluations, in a run folder's metrics.jsonl."""
+    """Return the records of optimizer steps from a run folder's metrics.jsonl, without those of evaluations."""
     return [record for record in records(folder) if "loss" in record]
 
 

@@ -23,7 +23,7 @@ from tests.support.wandb_file import only_wandb_run
 
 
 def view_spec(group: str | None = None) -> dict[str, Any]:
-    """Return the JSON that W&B's client would send to the server to save the dashboard."""
+    """Return the JSON that W&B's client would send to save the dashboard of all runs, or of those in `group`."""
     view = build_workspace("team", "llm-fp8", group, "a view")._to_model()
     return json.loads(view.spec.model_dump_json(by_alias=True, exclude_none=True))["section"]
 
