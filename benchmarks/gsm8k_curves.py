@@ -180,7 +180,7 @@ def compare_to_one_gpu(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def finished_runs(settings: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[list[Any], list[Any]]:
-    """Read the runs in --output, and their provenance. Raise `UserError` if those runs had other options."""
+    """Return the runs in --output and their provenance. Raise `UserError` if their options differ from `settings`."""
     output: Path = settings.output
     if not output.exists():
         return [], []

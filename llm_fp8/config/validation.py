@@ -43,7 +43,7 @@ def check_declared(config: Config, mode: str | None = None) -> None:
 
 
 def _flags(condition: str, name: str) -> str:
-    """Return `condition`, which the option `name` declares, as flags for a message. Leave out parts about `name`."""
+    """Write `condition` as flags: 'a=x|y or b' becomes '--a x or y or --b'. Leave out parts about the option `name`."""
     parts = [f"--{part}" for part in condition.split(" and ") if not part.startswith(f"{name}=")]
     flags = " and ".join(parts).replace(" or ", " or --").replace("=", " ").replace("|", " or ")
     return flags.replace("--sharding_mode single or", "one GPU or --sharding_mode")
@@ -86,7 +86,7 @@ def _check_recipe(config: Config) -> None:
 
 
 def _check_names(config: Config) -> None:
-    """Check the options with comma-separated names or numbers."""
+    """Check the options whose values are comma-separated names or numbers."""
     data, targets = config.data, config.lora.targets
     with reading("--dataset_weights", data.dataset_weights, "numbers", "Give shares, as in 0.7,0.3."):
         weights = data.weights or []

@@ -107,7 +107,7 @@ class DataReport:
                 self.unused[part] += times * value["counts"]
 
     def forget_rows(self) -> None:
-        """Before a stream is read from its start, reset all counts except those of evaluation rows and of files."""
+        """Reset all counts but those of evaluation rows and files, for a stream that is read again from its start."""
         files = Unused({part: number for part, number in self.unused.items() if part.startswith("file ")})
         evaluation = {name: vars(self)[name] for name in ("num_eval_rows", "eval_rows_left_out", "nothing_held_out")}
         vars(self).update(vars(DataReport(**evaluation, unused=files)))
@@ -143,7 +143,7 @@ class DataReport:
 
 @dataclass(frozen=True)
 class RowOptions:
-    """Options to tokenise the rows of one dataset. Every field is part of the cache key."""
+    """Options for tokenising the rows of one dataset. Every field is part of the cache key."""
 
     form: RowForm
     columns: Mapping[str, str]  # our name of each column to read -> the dataset's name
@@ -196,7 +196,7 @@ def _tokenise_batch(
     options: RowOptions,
     main_pid: int,
 ) -> dict[str, list[Any]]:
-    """Tokenise a batch of rows and return the columns `FEATURES`. `features` has the types of the batch's columns."""
+    """Tokenise a batch with columns of types `features`. Return columns `FEATURES`. Only `main_pid` heeds Ctrl-C."""
     if main_pid != os.getpid():
         # A terminal sends Ctrl-C to workers too, and each would print a traceback.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -226,7 +226,7 @@ def _tokenise_batch(
 
 
 def _rows_of(batch: dict[str, list[Any]], features: Any) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a batch with the values that the file has, without the None fields that Arrow added."""
+    """Yield the rows of a batch as they are in the file, that is, without the None fields that Arrow added."""
     if ROW in batch:
         yield from map(read_row, batch[ROW])
         return
@@ -235,7 +235,7 @@ def _rows_of(batch: dict[str, list[Any]], features: Any) -> Iterator[dict[str, A
 
 
 def _as_stored(value: Any, feature: Any) -> Any:
-    """Return `value` without the None fields that Arrow adds if rows have different fields (not in JSON columns)."""
+    """Return `value` without the None fields that Arrow adds if rows have different fields. JSON columns have none."""
     if isinstance(feature, Json):
         return value
     if isinstance(value, Mapping):
@@ -259,7 +259,7 @@ def cache_key(dataset_fingerprint: str, tokenizer: PreTrainedTokenizerBase, opti
 
 
 def tokenise(dataset: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, options: RowOptions) -> Any:
-    """Tokenise a dataset or a stream. Return one of the same kind with the columns `FEATURES`. Cache a dataset."""
+    """Return the tokenised dataset or stream, with the columns `FEATURES`. A tokenised dataset is cached on disk."""
     columns = [ROW] if dataset.column_names == [ROW] else list(options.columns.values())
     selected = dataset.select_columns(columns)
     settings: dict[str, Any] = {"batched": True, "with_indices": True, "remove_columns": columns, "features": FEATURES}

@@ -78,7 +78,7 @@ class DistributedStrategy:
         return model.module  # DDP and its hooks are deleted when the first graph is captured, or before
 
     def main_grads(self, model: nn.Module) -> FindMainGrad | None:
-        """Return a function that finds the gradients to which wgrad GEMMs add, or None if GEMMs must not accumulate."""
+        """Return a function that finds the gradient to which a weight's wgrad GEMM adds; None if no GEMM may add."""
         return lambda weight: (weight, weight.grad)
 
     def reduces_by_hooks(self, last: bool) -> bool:

@@ -67,7 +67,7 @@ def experts_per_token(hf_config: PretrainedConfig | None) -> int | None:
 
 
 def compute_experts(model: nn.Module, autocast_dtype: torch.dtype | None) -> None:
-    """Make experts with grouped GEMMs call `grouped_experts`. In autocast, make all experts use `autocast_dtype`."""
+    """Run experts that use grouped GEMMs by `grouped_experts`. If `autocast_dtype` is set, autocast casts to it."""
     for module in filter(expert_weights, model.modules()):
         if runs_grouped_gemms(module):
             wrap_forward(module, functools.partial(grouped_experts, module))
@@ -109,7 +109,7 @@ class _Permuted(torch.autograd.Function):
 
 
 def grouped_experts(experts: Any, forward: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Return the experts' output [tokens, h] for `hidden` [tokens, h]. `wrap_forward` uses it in place of `forward`.
+    """Return the experts' output [tokens, h] for `hidden` [tokens, h]. This function replaces `forward`.
 
     `top_k_index` and `top_k_weights` [tokens, experts per token] are the router's output. A batched GEMM multiplies
     outputs by `top_k_weights` and sums them in fp32, so it rounds once. transformers rounds each product to bf16.

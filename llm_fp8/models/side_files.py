@@ -79,7 +79,7 @@ def save_side_files(
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, has_config: bool) -> None:
-    """Write the tokenizer's files so that transformers 4 can load them. `has_config`: `folder` gets a config.json."""
+    """Write tokenizer files that transformers 4 can load. `has_config` is True if `folder` gets a config.json."""
     tokenizer.save_pretrained(folder)
     _copy(tokenizer.name_or_path, _OF_TOKENIZER, folder)
     if tokenizer.chat_template != tokenizer.init_kwargs.get("chat_template"):  # --chat_template
@@ -106,7 +106,7 @@ def _copy(location: str, patterns: tuple[str, ...], folder: Path) -> None:
 
 
 def _describe(model: PreTrainedModel, dtype: torch.dtype, config: dict[str, Any]) -> None:
-    """Update `config`, the source's config.json: entries that describe the weights, and keys of transformers 4."""
+    """Correct the entries of `config`, the source's config.json, that describe weights. Add keys of transformers 4."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     facts: dict[str, Any] = dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))
     facts["tie_word_embeddings"] = getattr(head, "weight", None) is embedding.weight
@@ -123,8 +123,8 @@ def _describe(model: PreTrainedModel, dtype: torch.dtype, config: dict[str, Any]
 
 
 def _put_eos_first(tokenizer: PreTrainedTokenizerBase, folder: Path, eos_ids: tuple[int, ...]) -> None:
-    """Put `eos_ids` before the old EOS ids in config.json and generation_config.json. Unless the chat template uses the
-    tokenizer's EOS, make the first of `eos_ids` the tokenizer's EOS, which vLLM and llama.cpp read.
+    """Put `eos_ids` first in the lists of EOS ids in config.json and generation_config.json. Unless the chat template
+    uses the tokenizer's EOS, make the first of `eos_ids` the tokenizer's EOS, which vLLM and llama.cpp read.
     """
     for name in (GENERATION_CONFIG_NAME, CONFIG_NAME):
         with edited_json(folder / name) as entries:

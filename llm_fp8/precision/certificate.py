@@ -114,7 +114,7 @@ class Certificate:
         return dataclasses.asdict(self)
 
     def describe(self) -> str:
-        """Return one line for the terminal."""
+        """Summarise the certificate in one line for the terminal."""
         num_fp8 = self.num_fp8_gemm_kernels
         is_fp8 = num_fp8 > 0 or self.num_expected_fp8_gemm_kernels > 0
         kernels = f"{num_fp8 if is_fp8 else 'none'} of {self.num_gemm_kernels} GEMM kernels in fp8"

@@ -274,7 +274,7 @@ class Timeline:
         self.results.certificates[name] = certificate
 
     def evaluate(self) -> bool:
-        """Evaluate and report the loss. Return True if it is the lowest so far and --keep_best needs a checkpoint."""
+        """Evaluate and report the loss. Return True if --keep_best is set and this loss is the lowest so far."""
         if self.state.data.eval is None:
             return False
         self.stepper.make_room()
@@ -290,7 +290,7 @@ class Timeline:
         self.reporter.print(f"{verb} {folder}")
 
     def _checkpoint_due(self) -> bool:
-        """Return True if the last save was `SAVE_AFTER_S` ago, or if the run is complete and has saved. Collective."""
+        """Return True if the last save is `SAVE_AFTER_S` old, or if a run with checkpoints is complete. Collective."""
         if self.setup.plan.config.run.save_every == 0:
             return False
         is_old = time.monotonic() - self._saved_s >= SAVE_AFTER_S

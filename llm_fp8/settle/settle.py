@@ -34,7 +34,7 @@ STATE_SHARE = 0.6  # fraction of a GPU's memory for weights, gradients and optim
 
 @dataclass(frozen=True, kw_only=True)
 class Settled:
-    """Decisions about a run. In `config`, micro-batches are merged and numbers replace auto."""
+    """Decisions about a run. Its `config` has merged micro-batches, and numbers in place of 'auto'."""
 
     config: Config
     machine: Machine
@@ -49,14 +49,14 @@ class Settled:
 
     @property
     def parameter_dtype(self) -> torch.dtype:
-        """Dtype of trained parameters. It is the compute dtype in modes that store separate master weights."""
+        """Dtype of trained parameters: the compute dtype in modes that hold master weights, else the optimizer's."""
         holds_masters = MODES[self.mode].holds_masters
         return self.precision.compute_dtype if holds_masters else OPTIMIZERS[self.optimizer_kind].parameter_dtype
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Dtype of the model's weights. Without adapters it is `parameter_dtype`. A frozen model has the compute dtype,
-        except that it has fp32 instead of fp16, whose range is too small.
+        """Dtype of the model's weights, without adapters. Trained weights have `parameter_dtype`. Frozen weights have
+        the compute dtype, except that they are fp32 in an fp16 run, since the range of fp16 is too small for them.
         """
         if not self.config.trains_adapters:
             return self.parameter_dtype
@@ -187,7 +187,7 @@ def num_shards(mode: str, ranks: LaunchRanks) -> int:
 
 
 def resolve_precision(config: Config, machine: Machine) -> PrecisionPlan:
-    """Return the requested and the effective precision. Raise `UserError` if the machine does not support it."""
+    """Choose precision and recipe. Raise `UserError` if the precision or, with --fp8_strict, the recipe cannot run."""
     options = config.precision
     requested = options.mixed_precision or ("bf16" if machine.capability >= (8, 0) else "no")
     if requested != "fp8":
@@ -243,7 +243,7 @@ def check_machine(config: Config, machine: Machine, mode: str, precision: Precis
 
 
 def check_te_decoder(config: Config, spec: te_llama.DecoderSizes, num_shards: int) -> None:
-    """Raise `UserError` if options are not possible with a TE decoder like `spec` on `num_shards` GPUs."""
+    """Raise `UserError` if a TE decoder of the sizes `spec`, on `num_shards` GPUs, does not support the options."""
     if config.parallel.context_parallel_size > 1 and any(window is not None for window in spec.windows):
         raise UserError("--context_parallel_size does not support sliding-window attention (config.json); drop it.")
     if config.parallel.fp8_params:

@@ -33,7 +33,7 @@ from llm_fp8.precision.coverage import linear_weights
 
 
 class FusedWgradAccumulation:
-    """Makes the wgrad GEMMs of TE's linear modules add to existing gradients. DDP's hooks do not run for them."""
+    """Makes the wgrad GEMMs of TE's linear modules add to existing gradients. Such additions do not run DDP's hooks."""
 
     def __init__(self, model: nn.Module, strategy: DistributedStrategy) -> None:
         """`model` is the model that the strategy prepared."""
@@ -64,9 +64,9 @@ class FusedWgradAccumulation:
                     vars(weight).pop("main_grad", None)
 
     def _set_main_grads(self, module: Any, weights: list[Tensor], fused: list[tuple[Any, list[Tensor]]]) -> None:
-        """If GEMMs can add to the main gradients of all `weights` of `module`, make them do so, and append the module
-        and its gathered weights to `fused`. This is not in `micro_batch`, where local variables would keep main
-        gradients in memory.
+        """Make the GEMMs of `module` add to the main gradients of its `weights`, if that works for all of them. Then
+        append the module and its gathered weights to `fused`. `micro_batch` does not do this itself, because its local
+        variables would keep the main gradients in memory.
         """
         if _would_lose_main_grad(module):
             return

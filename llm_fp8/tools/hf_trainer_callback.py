@@ -209,7 +209,7 @@ def requested_precision(chosen: RequestedPrecision | None, launch: Mapping[str, 
 
 
 def _convertible(model: nn.Module) -> list[str]:
-    """List the names of linear layers that were not converted to fp8 but could be. The lm_head could not."""
+    """List the names of the linear layers, except the lm_head, that could be in fp8 but were not converted."""
     not_convertible = linears_left(model)
     return [name for name in plain_linears(model) if name not in not_convertible]
 

@@ -119,7 +119,7 @@ GRAPHS = [
     ("mode", "more", "precision"), [(mode, more, each) for mode, more, precisions in GRAPHS for each in precisions]
 )
 def test_cuda_graphs_give_the_same_losses_bit_for_bit(mode, more, precision, models, tmp_path, monkeypatch):
-    """Both runs also evaluate between steps, always without graphs."""
+    """Both runs, with and without graphs, also evaluate between steps. Evaluation never uses graphs."""
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     options = [*PRECISIONS[precision], "--use_te", f"--sharding_mode={mode}", *more, "--max_steps=12"]
     options += ["--validation_fraction=0.1", "--eval_every=4", "--eval_batches=2"]

@@ -35,7 +35,7 @@ EPSILON = 1e-5
 
 
 def reference(layer: nn.Module, inputs: Tensor, gradient: Tensor) -> list[Tensor]:
-    """Compute norm and linear layer in fp32, and backpropagate `gradient`. Return output, input and norm gradients."""
+    """Return the fp32 output of norm and linear layer, and the gradients of the inputs and of the norm's gain."""
     weight, scale = (value.detach().float().requires_grad_() for value in (layer.weight, layer.layer_norm_weight))
     exact = inputs.detach().float().requires_grad_()
     output = nn.functional.linear(nn.functional.rms_norm(exact, (inputs.shape[-1],), scale, EPSILON), weight)

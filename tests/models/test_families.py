@@ -124,7 +124,7 @@ def test_qwen3_5_is_packed_only_with_its_kernels(monkeypatch):
 
 
 def test_kernels_with_failing_backward_pass_are_refused(monkeypatch):
-    """flash-linear-attention asks for a newer Triton when its backward pass runs on Hopper with an older Triton."""
+    """An example is flash-linear-attention on Hopper: its backward pass raises an error if Triton is too old."""
     delta = modeling_qwen3_5.torch_chunk_gated_delta_rule
 
     def refuse(gradient: Tensor) -> None:
@@ -142,7 +142,7 @@ def test_kernels_with_failing_backward_pass_are_refused(monkeypatch):
 
 
 def test_probe_runs_a_layer_of_each_kind():
-    """Packing is refused although only the last layer of `with_convolution` mixes documents; it is a convolution."""
+    """The models differ only in their last layer: a convolution mixes packed documents, and attention does not."""
     kinds = ["full_attention"] * 4
     attention_only = hub_config("LFM2", layer_types=kinds, num_hidden_layers=4)
     assert probe(PACKING, attention_only, CPU, torch.float32) == "rows"
@@ -162,7 +162,7 @@ VARIANTS |= dict(ministral3=LONG | dict(rope_parameters=YARN))
 
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_loss_of_a_document_does_not_depend_on_its_batch(kind, monkeypatch):
-    """Some documents exceed the length at which the RoPE angles change. The loss includes the routers' losses."""
+    """Some documents exceed 64 tokens, beyond which LongRoPE uses other angles. Router losses are part of the loss."""
     hf_config = tiny_config(**{"model_type": kind, **VARIANTS[kind]})
     torch.manual_seed(0)
     plain = model_from_config(copy.deepcopy(hf_config)).module.eval()

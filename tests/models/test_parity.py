@@ -65,7 +65,7 @@ def test_tensor_that_differs_in_fp32_is_refused(difference):
 
 @pytest.fixture(params=["llama3_rope_gqa", "gemma3_text"])
 def correct_model(request, tmp_path, monkeypatch):
-    """Return a TE decoder of stand-in modules with the weights of a small model that was written to a folder."""
+    """Write a small model to a folder and load it as a TE decoder. Stand-ins replace TE's modules."""
     install_stand_in(monkeypatch)
     return te_model(write_family(tmp_path, request.param, torch.float32))
 

@@ -32,7 +32,7 @@ def edge_masters():
 
 
 def random_masters(count, seed=0):
-    """Return numbers with random bits, so that all magnitudes are equally likely."""
+    """Return `count` fp32 numbers with random bits, so that all exponents are equally likely. NaNs become 0.02."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(-(2**31), 2**31, (count,), generator=generator).to(torch.int32).view(torch.float32)
     return torch.where(drawn.isnan(), 0.02, drawn)

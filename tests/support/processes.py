@@ -45,9 +45,9 @@ DEADLINE_S = 60.0
 def fork_server() -> None:
     """Fork multiprocessing's fork server from this process, which has not trained yet and has imported most packages.
 
-    multiprocessing would start a server that imports all packages again, in each of xdist's workers. If torch uses
-    several threads, that cannot be avoided, because OpenMP would wait for threads that do not exist in a fork. The code
-    replaces internals of multiprocessing and was written for CPython 3.10 to 3.13.
+    multiprocessing itself would start a server that imports all packages again, in each of xdist's workers. It does so
+    if torch uses several threads, because OpenMP would wait for threads that do not exist in a fork. The code replaces
+    internals of multiprocessing and was written for CPython 3.10 to 3.13.
     """
     if CONTEXT.get_start_method() != "forkserver":
         return
@@ -130,7 +130,7 @@ def _run_file(arguments: list[str], log: str, environment: dict[str, str]) -> No
 def run_program(
     command: Sequence[str], *, log: Path, environ: Mapping[str, str] | None = None, timeout_s: float = 4 * DEADLINE_S
 ) -> Outcome:
-    """Run `python FILE ...` as `llm_fp8.tools.programs.run_program` does, but in a fork with the packages imported."""
+    """Run `python FILE ...` as `llm_fp8.tools.programs.run_program` does, but in a fork with `PRELOADED` imported."""
     environment = dict(os.environ if environ is None else environ)
     process = CONTEXT.Process(target=_run_file, args=(list(command[1:]), str(log), environment), daemon=True)
     process.start()
@@ -185,7 +185,7 @@ def start_ranks(
     program: Callable[[list[str]], int] | None = None,
 ) -> list[BaseProcess]:
     """Start and return the `num_ranks` processes of one run, as a launcher on `hosts` machines would. Each process
-    calls `first`, and then trains or, if given, calls `program` with `options`. All append to `log`."""
+    calls `first`, and then trains with `options` or, if `program` is set, runs `program(options)`. They share `log`."""
     launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     launch |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks // hosts)}
     return [

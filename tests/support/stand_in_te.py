@@ -75,7 +75,7 @@ class _LinearModule(nn.Module):
 
     @property
     def is_fsdp2(self) -> bool:
-        """Return `_is_fsdp2`, which is first set to True. In Transformer Engine it is False if FSDP2 does not shard."""
+        """Return `_is_fsdp2`, by default True. In Transformer Engine it is True only if FSDP2 shards the module."""
         return bool(vars(self).setdefault("_is_fsdp2", True))
 
     def product(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None) -> Tensor:
@@ -180,7 +180,7 @@ class DotProductAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, qkv_format: str, cu_seqlens_q: Tensor, **_: Any) -> Tensor:
         """Return attention [..., heads * d] of q, k, v [tokens, heads, d] if `qkv_format` is "thd", or [B, S, heads, d]
-        if it is "bshd". `cu_seqlens_q` are the bounds of documents or, for "bshd", those of rows without padding."""
+        if it is "bshd". `cu_seqlens_q` are cumulative lengths of documents or, for "bshd", of rows without padding."""
         output = torch.zeros(*q.shape[:-2], q.shape[-2] * q.shape[-1], dtype=q.dtype)
         bounds = cu_seqlens_q.tolist()
         for number, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
@@ -228,7 +228,7 @@ dswiglu, dgeglu = (functools.partial(_backward, function) for function in (swigl
 
 
 def activations(recipe: Any = None) -> dict[str, tuple[Any, ...]]:
-    """Return {name: (forward, backward, backward with a cast)} of LayerNormMLP's activations. The last is None."""
+    """Return {name: (forward, backward, backward with a cast)} of LayerNormMLP's activations. The third is None."""
     return {"geglu": (geglu, dgeglu, None), "swiglu": (swiglu, dswiglu, None)}
 
 

@@ -41,7 +41,7 @@ class Run(NamedTuple):
 
 
 def cut_model(setup: Setup) -> Path:
-    """Write and return a model folder: the config of --model_name cut to `NUM_LAYERS` layers, a bundled tokenizer."""
+    """Return a model folder that has a bundled tokenizer and --model_name's config, cut to `NUM_LAYERS` layers."""
     from llm_fp8.config.options import ModelConfig
     from llm_fp8.data.embedded import MODEL_DIR
     from llm_fp8.models.source import load_config, resolve_source
@@ -105,7 +105,7 @@ def judge(result: Result, run: Run, baseline: Run | None = None) -> None:
 
 
 def train_all(setup: Setup, recipes: Iterable[str], *argv: str) -> Result:
-    """Train in bf16 and each recipe with the options `argv`. Judge the runs: a fallback to another recipe fails."""
+    """Train and judge a bf16 run and a run in each of `recipes`. A run that falls back to another recipe fails."""
     result = Result()
     baseline = train(setup, "bf16", "--mixed_precision", "bf16", *argv)
     judge(result, baseline)
