@@ -78,7 +78,7 @@ class Variant:
 
 
 def parse_variants(text: str, num_gpus: int = 1) -> list[Variant]:
-    """Parse 'NAME: OPTIONS; NAME: baseline NAME OPTIONS' for runs on `num_gpus` GPUs, or raise `UserError`."""
+    """Parse 'NAME: OPTIONS; NAME: baseline BASELINE OPTIONS' for runs on `num_gpus` GPUs, or raise `UserError`."""
     variants: dict[str, Variant] = {}
     for line in filter(None, map(str.strip, text.split(";"))):
         name, _, options = map(str.strip, line.partition(":"))
@@ -129,7 +129,7 @@ def measure(work: Workload, variant: Variant, dataset: str, plan: Plan) -> dict[
 
 
 def summarise(work: Workload, variant: Variant, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a table row for a variant: quantiles of speeds, losses and memory. `rounds` are results of `measure`."""
+    """Return a variant's table row from results of `measure`: options, quantiles of each speed, losses, peak memory."""
     row: dict[str, Any] = {"workload": work.name, **asdict(work), "variant": variant.name, "baseline": variant.baseline}
     row["options"] = shlex.join(variant.argv)
     measured = [result for result in rounds if result["failed"] is None]
@@ -173,7 +173,7 @@ def measure_all(
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a line per variant: its speed, and this speed divided by that of the first variant with a speed."""
+    """Print a line per variant: its speed, and the ratio of this to the speed of the first variant that has one."""
     kind = "real_tokens_per_s" if rows[0]["dataset"] else "tokens_per_s"
     first = next((row for row in rows if kind in row), {})
     title = kind.replace("_per_", "/").replace("_", " ")

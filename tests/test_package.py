@@ -26,7 +26,7 @@ BUILT_FROM = ("llm_fp8", "configs", "te_llama.py", "train_fp8.py", "train_multi_
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> zipfile.ZipFile:
-    """Build the wheel from a copy of the repository, since setuptools leaves a build folder where it builds."""
+    """Build the wheel from a copy of the repository, because setuptools leaves a build folder beside the sources."""
     source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in BUILT_FROM:
         if (ROOT / name).is_dir():

@@ -134,7 +134,7 @@ def te_recipe(environ: Mapping[str, str]) -> str:
 
 
 def _precision(requests: Mapping[str, str], mode: str | None, scenario: str, ignored: list[str]) -> dict[str, Any]:
-    """Return the precision options that `requests` set. Add the keys that the recipe does not use to `ignored`."""
+    """Return the precision options that `requests` set. Append to `ignored` the keys that the recipe does not use."""
     values = {**DEFAULTS, **requests}
     if values["precision"] != "fp8":
         return {} if values["precision"] == "no" else {"mixed_precision": values["precision"]}

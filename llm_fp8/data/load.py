@@ -67,7 +67,7 @@ class DatasetSource:
     left_out: tuple[str, ...] = ()  # names of files that look like data but are not read
 
     def with_split(self, requested: str | None, flag: str, defaults: Sequence[str]) -> DatasetSource:
-        """Return a copy with the split `requested`, which `flag` sets, or with the first of `defaults` that exists."""
+        """Return a copy with the split `requested` by `flag` or, if that is None, the first existing of `defaults`."""
         for split in defaults if requested is None else (requested,):
             if split in self.files:
                 return dataclasses.replace(self, split=split)
@@ -77,7 +77,7 @@ class DatasetSource:
 
 @contextmanager
 def reading_of(*sources: DatasetSource) -> Iterator[None]:
-    """Convert errors while the block reads `sources` to `UserError`. Add the datasets' names to errors about a row."""
+    """Convert errors in the block, which reads `sources`, to `UserError`. Add the datasets' names to a row's error."""
     flag, name = sources[0].flag, ",".join(source.name for source in sources)
     with reading(flag, name, "the dataset", "Check its files, or download it again."):
         try:
@@ -113,7 +113,7 @@ def _open_sources(text: str, flag: str) -> list[DatasetSource]:
 
 
 def open_source(name: str, flag: str = "--dataset_name") -> DatasetSource:
-    """Find the dataset `name` and its splits without reading a row. `flag` is the option whose value has the name."""
+    """Find the dataset `name` and its splits without reading a row. `flag` is the option that contains the name."""
     if not name:  # `Path("")` is the current folder
         raise UserError(f"{flag} has an empty name between two commas or at an end; remove a comma.")
     is_whole = ":" not in name or Path(name).expanduser().exists()
@@ -175,7 +175,7 @@ def _of_builder(source: DatasetSource, data_files: Any) -> DatasetSource:
 
 
 def load_split(source: DatasetSource, streaming: bool = False, num_rows: int | None = None) -> Any:
-    """Load the split of `source`, or its first `num_rows` rows. A stream must be read in a `reading_of` context."""
+    """Load the split of `source`, or its first `num_rows` rows. Read streams in `reading_of`, which explains errors."""
     # Without a list of files, `datasets` would download and convert all other splits too.
     split, files = source.split, source.files[source.split]
     first = next(iter(files), "")

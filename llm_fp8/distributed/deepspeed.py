@@ -171,7 +171,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._zero.backward(loss * self.accelerator.num_processes, scale_wrt_gas=False)
 
     def step(self, optimizer: Any, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-        """Clip, step and return the unclipped norm. A norm of inf means that the step may have been skipped."""
+        """Clip, update the weights and return the unclipped norm. If the norm is inf, there may have been no update."""
         assert max_norm == self.settings["gradient_clipping"], "DeepSpeed clips to the norm in its settings"
         self._zero.step()
         return torch.as_tensor(self._zero.get_global_grad_norm(), dtype=torch.float32, device=self.accelerator.device)

@@ -87,7 +87,7 @@ def _rotate(
 def _positions_in_documents(
     tokens: tl.tensor, cu_seqlens_pointer: tl.tensor, num_documents: tl.tensor, num_bisections: tl.tensor
 ) -> tl.tensor:
-    """Return each token's position in its document, by bisection with cu_seqlens[low] <= token < cu_seqlens[high]."""
+    """Return each token's position in its document. Bisection keeps cu_seqlens[low] <= token < cu_seqlens[high]."""
     low = tl.zeros_like(tokens)
     high = low + num_documents
     for _ in range(num_bisections):
@@ -184,8 +184,8 @@ def _split_rope_kernel(
 def _launch(
     fused: Tensor, parts: tuple[Tensor, ...], angles: Tensor, cu_seqlens: Tensor | None, backward: bool
 ) -> None:
-    """Launch the kernel that splits `fused` [..., W], which is contiguous, into `parts`: q, k and v [..., heads, d] of
-    any strides. If `backward`, the kernel joins `parts` into `fused` instead.
+    """Launch the kernel that splits contiguous `fused` [..., W] into `parts` (q, k and v [..., heads, d], any strides)
+    and rotates q and k. If `backward`, the kernel rotates `parts` back and joins them into `fused` instead.
     """
     q, k, _ = parts
     (num_heads, head_dim), num_kv_heads, rotary_dim = q.shape[-2:], k.shape[-2], angles.shape[-1]
@@ -254,7 +254,7 @@ class _SplitRope(torch.autograd.Function):
 def split_rope(
     fused: Tensor, angles: Tensor, num_heads: int, num_kv_heads: int, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return contiguous q, k and v in the dtype of `fused`, differentiable once with respect to `fused`.
+    """Split `fused` into contiguous q, k and v of its dtype, and rotate q and k. Differentiable once in `fused`.
 
     Args:
         fused: bf16, fp16 or fp32 on a GPU. Packed: [T, W] with W = (num_heads + 2 num_kv_heads) d. Padded: [B, S, W];

@@ -237,7 +237,7 @@ class FusedAdapters(nn.Module):
 
 class _AddLowRank(torch.autograd.Function):
     """Add low_i @ b_i.T to output[..., start_i:stop_i] for each adapter i, with b_i [stop_i - start_i, rank]. `low`
-    consists of all low_i [..., rank] side by side. The addition is in place, since TE does not save the output.
+    consists of all low_i [..., rank] side by side. Adding in place is safe, since TE does not save the output.
     """
 
     @staticmethod

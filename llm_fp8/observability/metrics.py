@@ -149,8 +149,8 @@ def throughput_summary(steps: list[dict[str, float]]) -> dict[str, float]:
     """Return `num_steps_measured`, `num_steps_left_out`, and `median_<key>` for each of `MEDIANS`. `steps` are the
     records of one process in order. The first steps and the step whose kernels were recorded are left out.
 
-    If the run ends fp8 early, `median_<key>` is the weighted mean of two medians: of the steps in fp8, and of the later
-    steps. The weights are the numbers of steps for `step_time_s`, and the total times of both phases for other keys.
+    If the run changes from fp8 to bf16, `median_<key>` is a weighted mean of the medians of both phases. The weights
+    are the phases' numbers of steps for `step_time_s`, and their total times for other keys.
     """
     started = steps[min(WARMUP_STEPS, len(steps) // 2) :]
     measured = [record for record in started if RECORDED_STEP not in record]

@@ -37,10 +37,10 @@ def fits(run: RunSize, gpu_gib: float) -> bool:
 
 def settle_micro_batches(run: RunSize, gpu_gib: float, resumed_rows: int | None = None) -> RunSize:
     """Merge as many micro-batches of a step as the GPU's memory allows with a margin, and choose a number for
-    --gradient_checkpointing auto. Return the changed run. Micro-batches get `resumed_rows` rows if given and possible.
+    --gradient_checkpointing auto. Return the changed run. Give micro-batches `resumed_rows` rows if that is possible.
 
     Recomputing a layer costs a third of its time, more than merging saves. So first choose the fewest recomputed layers
-    with which any micro-batch fits, then the largest micro-batches. If nothing fits, merge none and recompute all.
+    with which micro-batches of some size fit, then the largest size. If nothing fits, merge none and recompute all.
     """
     size, num_requested = run.config.data.batch_size, run.config.optim.gradient_accumulation_steps
     most = (MOST_TOKENS if run.config.packing else MOST_PADDED_TOKENS) // run.config.data.max_seq_length

@@ -156,9 +156,9 @@ def _rope_by_document(rope: Any, forward: Any, hidden: Tensor, position_ids: Ten
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """Load balancing loss of transformers, but per document as in DeepSeek-V3 (arXiv 2412.19437, equation 17): the sum
-    over experts of the fraction of tokens that are routed to an expert times the expert's mean probability. If it were
-    computed over a micro-batch, it would depend on how the batch is split.
+    """Load balancing loss of transformers, but per document as in DeepSeek-V3 (arXiv 2412.19437, equation 17): the
+    number of experts times the sum, over experts, of the fraction of tokens routed to the expert times its mean
+    probability. If it were computed over a micro-batch, it would depend on how the batch is split.
     """
 
     coefficient: float

@@ -22,7 +22,7 @@ from llm_fp8.utils.ranks import LaunchRanks
 
 
 def dry_run(config: Config) -> int:
-    """Print the data, the number of steps and the memory of the run without training. Return the exit code. If the
+    """Describe the data, the number of steps and the memory of the run without training. Return the exit code. If the
     options need a GPU and there is none, assume a GPU. Transformer Engine need not be installed. Collective.
     """
     quiet_libraries()

@@ -84,7 +84,7 @@ def _explanation(error: Exception) -> str | None:
 
 
 def first_to_end() -> bool:
-    """Return True if no other process of the launch is known to have ended before. The first one prints the reason."""
+    """Return True if no other process of the launch is known to have ended. The first process to end prints why."""
     with contextlib.suppress(RuntimeError, ValueError):  # the launcher is gone (DistError), or its port is not a number
         if (store := launcher_store()) is not None:
             return store.add(f"llm_fp8/ended/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1) == 1

@@ -75,7 +75,7 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def check_with_peft(folder: Path, model_folder: str, rows: str, targets: tuple[str, ...] | str = "all-linear") -> None:
-    """Check that losses, gradient norms and adapters of the run in `folder` agree with those of `lora_reference`."""
+    """Compare losses, gradient norms and adapters of the run in `folder` with those that `lora_reference` returns."""
     losses, norms, tensors = lora_reference(model_folder, rows, targets)
     records = steps(folder)
     assert [step["loss"] for step in records] == pytest.approx(losses, rel=1e-5)
@@ -171,7 +171,7 @@ def install_permanent_stand_in() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "use_te"), [("ddp", True), ("fsdp_full", False)])
 def test_two_ranks_take_the_steps_of_peft(tmp_path, tied_model, sixteen_rows, mode, use_te):
-    """The model's lm_head is tied to the embedding. The run with FSDP recomputes activations."""
+    """PEFT trains in one process. The lm_head is tied to the embedding. The run with FSDP recomputes activations."""
     more = ["--gradient_checkpointing"] if mode == "fsdp_full" else []
     first = None
     if use_te:

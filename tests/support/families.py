@@ -86,7 +86,7 @@ def family_config(name: str, **sizes: int):
 
 
 def write_family(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Write a small random model of `family` and a tokenizer in the hub's layout. Its dimensions suit fp8 GEMMs."""
+    """Save a small random model of `family` and a tokenizer to `folder`. The model's dimensions suit fp8 GEMMs."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(family_config(family), dtype=dtype).save_pretrained(folder)
     AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)

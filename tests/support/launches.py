@@ -97,7 +97,7 @@ def _failed_ranks(printed: str, code: int | None) -> dict[int, int | None]:
 
 
 def _agent(launcher: list[str], options: list[str], log: str, inherited: dict[str, str]) -> None:
-    """Run torchrun's agent, the process that starts the ranks. It forks them, so that they need not import packages."""
+    """Run torchrun's agent, the process that starts the ranks. It forks them, so that they import no package again."""
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 

@@ -159,7 +159,7 @@ def test_certify_step_accepts_only_the_precision_of_the_step(device):
 
 
 def test_transformer_engine_uses_the_documented_entries_of_fp8_config(monkeypatch):
-    """The test reads the effect of each entry of fp8_config from the recipe that is created for Transformer Engine."""
+    """The recipe that Accelerate creates shows the effect of each entry. Some, such as `interval`, have no effect."""
     from accelerate.utils import TERecipeKwargs
     from accelerate.utils.transformer_engine import apply_fp8_autowrap
     from transformer_engine.common import recipe as recipes

@@ -199,7 +199,7 @@ def _precision_facts(run: RunRecord) -> dict[str, Any]:
 
 
 def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
-    """List differences among `runs`, besides the variant, that could explain different figures, by kind of figure."""
+    """List differences of `runs`, besides the variant, that could explain their figures. Sort by kind of figure."""
     differences = _differing(runs, _facts)
     for variant in sorted({run.variant for run in runs}):  # all runs of a variant should compute in one precision
         differences += _differing([run for run in runs if run.variant == variant], _precision_facts)
