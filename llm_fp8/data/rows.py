@@ -78,7 +78,7 @@ class Conversation(NamedTuple):
         ]
 
     def entries(self) -> list[str]:
-        """Return the keys of all messages except role and content. A key of several messages is repeated."""
+        """Return the keys of all messages except role and content. A key occurs once for each message that has it."""
         return [name for message in self.messages for name in message if name not in ("role", "content")]
 
     def arguments(self) -> list[str]:

@@ -102,7 +102,7 @@ def build_model(
 def fill_weights(model: Model, device: Device = "cpu", seed: int = 0, keep_lower_bits: bool = False) -> None:
     """Fill the parameters (or this rank's shards), which must have memory, with the stored weights. If the model has no
     stored weights, draw random ones on `device` with `seed`; they are equal for every world size. Raise `UserError`
-    with file and tensor if a stored tensor does not match the model. For `keep_lower_bits` see `build_model`.
+    naming file and tensor if a stored tensor does not match the model. For `keep_lower_bits` see `build_model`.
     """
     if keep_lower_bits and model.stored is not None:
         for parameter in model.module.parameters():

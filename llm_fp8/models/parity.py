@@ -230,7 +230,7 @@ def _run(module: nn.Module, hidden: Tensor, gradient: Tensor, **arguments: objec
 
 
 def _joined(parts_of_layer: Mapping[str, Sequence[Part]], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients by name. The q, k and v biases' are concatenated, as k's alone is mostly rounding error."""
+    """Return the gradients by name. Those of q, k and v biases are joined, as k's alone is mostly rounding error."""
     joined = {}
     for parts in parts_of_layer.values():
         names = [part.hf_name for part in parts]

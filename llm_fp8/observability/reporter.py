@@ -93,8 +93,8 @@ class ProgressDisplay:
 
 def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -> int:
     """Remove the lines of steps after `last_step` and an incomplete last line from the metrics.jsonl at `path`. If
-    `keep_evaluation` is False, also remove the evaluation that followed that step. Return the last step that the file
-    had before, or 0 if it had none."""
+    `keep_evaluation` is False, also remove the evaluation that followed `last_step`. Return the last step that was in
+    the file before, or 0 if there was none."""
     with reading("--output_dir", path, advice="Move the file away to resume without the earlier metrics."):
         lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
         steps = [(int(record["step"]), "eval_loss" in record) for record in map(json.loads, lines)]

@@ -78,7 +78,7 @@ def _adamw_8bit(parameters: NamedParameters, config: OptimConfig, draws_lower_bi
 
 @dataclass(frozen=True)
 class OptimizerRow:
-    """Properties of an optimizer. Bytes are per trainable parameter, without the extra bytes of small tensors."""
+    """Properties of an optimizer. Bytes are per trainable parameter. Small tensors may need more."""
 
     parameter_dtype: torch.dtype  # of trainable parameters and their gradients; fp32 works with every optimizer
     state_bytes: float

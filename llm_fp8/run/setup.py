@@ -43,7 +43,7 @@ class TrainingSetup:
 
     @property
     def exports_adapter(self) -> bool:
-        """True if final/ will contain adapters alone. If the base weights are random, it gets the whole model."""
+        """True if final/ will contain adapters alone. If the base weights are random, final/ gets the whole model."""
         return self.plan.config.trains_adapters and self.plan.stored is not None
 
 

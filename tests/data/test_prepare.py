@@ -225,7 +225,7 @@ MIX_OPTIONS = ("--columns=problem=question,generated_solution=answer", "--valida
 
 
 def _problem_counts(steps: list[list[Batch]], tokenizer: PreTrainedTokenizerBase) -> Counter[str]:
-    """Count how often each question of `_write_mix`, such as "a 3", occurs in the batches of `steps`."""
+    """Count how often each problem of `_write_mix`, such as "a 3", occurs in the batches of `steps`."""
     texts = (tokenizer.decode(batch.input_ids.flatten()) for step in steps for batch in step)
     return Counter(problem for text in texts for problem in re.findall(r"[ab] \d+(?=\n)", text))
 
@@ -415,7 +415,7 @@ def test_rows_with_different_system_prompts_are_different_problems(prepare: Any,
 
 
 def test_eos_ids_are_the_ends_of_documents_and_of_turns(prepare: Any, chat: Any, tmp_path: Path) -> None:
-    """An id ends documents or turns. It is found even if the template refuses the sample that `trained_eos` renders."""
+    """The tokens that end documents and turns are found even if the template refuses the sample of `trained_eos`."""
     other = copy.deepcopy(chat)
     needed = "{% if messages[0].role != 'system' %}{{ raise_exception('a system prompt') }}{% endif %}"
     other.chat_template = needed + TEMPLATE.replace("<|eos|>", "<|pad|>")

@@ -81,7 +81,7 @@ def test_encoded_and_decoded_blocks_equal_those_of_torchao(signed):
 
 
 def test_random_bits_follow_the_documented_hash():
-    """The expected hash is computed in numpy's uint32, which wraps around. One requested range starts at 4,000."""
+    """The expected hash is computed in numpy's uint32, which wraps around. One range does not start at 0."""
     first, second = rounding_key(42, 3, 5)
     with np.errstate(over="ignore"):
         x = np.arange(5000, dtype=np.uint32) * np.uint32(0x9E3779B9) + np.array(first, np.int32).astype(np.uint32)
@@ -195,7 +195,7 @@ def test_rounding_is_the_same_on_all_ranks_and_depends_on_the_seed():
 
 @pytest.mark.parametrize("shape", [(6, 3, 256), (9, 512), (128, 96)])
 def test_shard_is_updated_as_the_rows_of_the_whole(shape):
-    """The shard is that of the second of two ranks. Moments have 8 bits only if each row consists of whole blocks."""
+    """The shard belongs to the second of two ranks. Moments have 8 bits only if each row consists of whole blocks."""
     dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (2,))

@@ -91,7 +91,7 @@ def test_offline_run_contains_every_label_and_only_known_metrics(tmp_path, monke
 
 @pytest.fixture
 def views(monkeypatch) -> dict[str, ws.Workspace]:
-    """Replace W&B's server by a dict {address: view}, and return the dict. Every view is saved at one address."""
+    """Replace W&B's server by a dict {address: view}, and return the dict. Every view is saved at the same address."""
     address = "https://wandb.ai/team/llm-fp8?nw=abc"
     views: dict[str, ws.Workspace] = {}
     monkeypatch.setattr("llm_fp8.observability.trackers.require_wandb_login", lambda program: None)
