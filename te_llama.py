@@ -72,8 +72,8 @@ class UnsupportedArchitecture(ValueError):
 @dataclass(frozen=True)
 class Part:
     """Position of a Hugging Face tensor in a parameter of the model. The tensor is rows `start` to `stop` of dim 0 or,
-    if `strides` is given, a strided view that begins `offset` elements after the start of row `start`. A strided view
-    lies in a single row of the parameter, or row i of the view lies in row `start` + i of the parameter.
+    if `strides` is given, a strided view that begins `offset` elements after the start of row `start`. Such a view
+    either lies in a single row of the parameter, or has its row i in row `start` + i of the parameter.
     """
 
     hf_name: str

@@ -47,8 +47,8 @@ def option(
 ) -> Any:
     """Declare a dataclass field that becomes a command-line option.
 
-    `needs` are conditions without which the option has no effect. `excludes` maps conditions under which it is an error
-    to the reason. A condition NAME means that the option NAME is on, and NAME=PATTERN|PATTERN that its value matches a
+    `needs` are conditions without which the option has no effect. `excludes` maps each condition that forbids it to
+    the reason. A condition NAME means that the option NAME is on, and NAME=PATTERN|PATTERN that its value matches a
     pattern with wildcards. NAME may be the option itself. ` and ` or ` or ` joins conditions. sharding_mode is 'single'
     on one GPU. `alias` is the option's name in transformers, if the meaning is exactly the same. `bare` is the value of
     a numeric option if the flag has no number. `bounds` are at_least, at_most, above and below.
@@ -312,7 +312,7 @@ class LoraConfig:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The names in --lora_targets. Raises `UserError` if there are none, or if all-linear is mixed with layers."""
+        """The names in --lora_targets. Raises `UserError` if there are none or all-linear is mixed with layer names."""
         names = names_in(self.lora_targets)
         if not names or (ALL_LINEAR in names and not {*names} <= {ALL_LINEAR, EXPERTS}):
             raise UserError(f"--lora_targets must name layers, as in q_proj,v_proj, or be {ALL_LINEAR}[,{EXPERTS}].")

@@ -61,7 +61,7 @@ class RunPlan(Settled):
 
     @property
     def keeps_lower_bits(self) -> bool:
-        """True if the optimizer stores, as remainders, the lower bits that rounding the weights drops."""
+        """True if the optimizer stores, as remainders, the lower bits that the weights lose when they are rounded."""
         optimizer = OPTIMIZERS[self.optimizer_kind]
         return self.rounds_weights and optimizer.keeps_lower_bits and not self.config.trains_adapters
 

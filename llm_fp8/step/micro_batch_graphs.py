@@ -120,7 +120,7 @@ class MicroBatchGraphs:
         self.may_capture = True  # if False, micro-batches without a graph run eagerly
 
     def __call__(self, batch: Batch, num_supervised: Tensor, first: bool, last: bool) -> Tensor:
-        """Run a packed batch in host or GPU memory like `RunMicroBatch`. The next call overwrites the result."""
+        """Run a packed `batch` in host or GPU memory as `RunMicroBatch` does. The next call overwrites the result."""
         if first and not self.makes_gradients:
             self._lend_gradients()
         self._num_supervised.copy_(num_supervised)

@@ -120,7 +120,7 @@ def test_losses_and_gradients_equal_those_without_sharding_and_fusion(runs, mode
 
 @pytest.mark.parametrize("mode", MODES)
 def test_micro_batches_are_fused_except_the_first_and_ddps_last(runs, mode):
-    """A step's first micro-batch has no gradient to add to. In its last one, DDP needs autograd's gradient."""
+    """The first micro-batch of a step has no gradient to add to. In the last one, DDP needs autograd's gradient."""
     num_fused_passes = MICRO_BATCHES - (2 if mode == "ddp" else 1)
     expected = WEIGHTS_PER_LAYER * tiny_config().num_hidden_layers * num_fused_passes * STEPS
     assert [result["num_fused"] for result in runs(mode)] == [expected] * RANKS

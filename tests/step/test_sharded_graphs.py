@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 class EmulatedGraph:
-    """Replacement for a CUDA graph that prints a line at each replay."""
+    """Replaces a CUDA graph, and prints a line at each replay."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work

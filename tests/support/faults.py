@@ -115,7 +115,7 @@ def _planted(loop: Timeline, place: str, value: float) -> Iterator[None]:
 
 
 def plant_nonfinite_value(place: str, value: float) -> None:
-    """Patch this process so that step `STEP` of a run, on rank `RANK`, sets a number at `place` (see `_planted`)."""
+    """Patch this process so that step `STEP` sets a number at `place` to `value` on rank `RANK` (see `_planted`)."""
     take_step = Timeline.take_step
 
     def take_step_with_value(loop: Timeline, batches: list[Any], start: Any) -> Any:

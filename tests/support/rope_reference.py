@@ -105,7 +105,7 @@ def _assert_rounding_apart(value: Tensor, reference: Tensor, pairs: Tensor) -> N
 
 
 def _pair_sizes(heads: Tensor, rotary_dim: int) -> Tensor:
-    """Return fp32 |x| + |y| for each column x of `heads` [..., heads, d] that is rotated with a column y, else 0."""
+    """For each column x of `heads` [..., heads, d], return fp32 |x| + |y| if x is rotated with a column y, else 0."""
     first, second = heads[..., :rotary_dim].float().abs().chunk(2, dim=-1)
     rest = torch.zeros_like(heads[..., rotary_dim:], dtype=torch.float32)
     return torch.cat((first + second, first + second, rest), dim=-1)

@@ -109,7 +109,7 @@ def figure_texts(figures: VariantFigures) -> dict[str, str]:
 
 
 def figure_table(comparison: Comparison) -> dict[str, list[str]]:
-    """Return a dict from the title of each figure to a text per variant. Leave out figures that no variant has."""
+    """Map the title of each figure to its text for each variant. Leave out figures that no variant has."""
     columns = [figure_texts(figures) for figures in comparison.variants]
     rows = {title: [column[title] for column in columns] for title in columns[0]}
     return {title: texts for title, texts in rows.items() if set(texts) != {"-"}}

@@ -63,7 +63,7 @@ def test_time_to_bf16s_final_loss_ends_at_the_first_step_that_reaches_it():
 
 
 def test_speeds_are_paired_by_seed():
-    """If a run has no measured speed, its pair is left out, and the other pairs stay those of equal seeds."""
+    """If a run has no measured speed, its pair is left out, and the other pairs still have equal seeds."""
     base = [made_up_run("bf16", seed, rate) for seed, rate in ((1, 1e5), (2, 2e5), (3, 4e5))]
     fp8 = [made_up_run("delayed", seed, 1.3 * rate) for seed, rate in ((1, 1e5), (2, 2e5), (3, 4e5))]
     without_speed = [dataclasses.replace(run, summary={}) for run in (fp8[0], base[2])]
