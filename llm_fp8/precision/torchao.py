@@ -117,7 +117,7 @@ class TorchaoBackend:
             layer.compile()
 
     def unwrapped_shard(self, parameter: Tensor) -> Tensor:
-        """If torchao wraps `parameter` for --fp8_params, return its fp32 shard as a DTensor. Else return it."""
+        """Return `parameter`, or its fp32 shard as a DTensor if torchao wraps the parameter for --fp8_params."""
         local: Any = local_of(parameter)
         if not isinstance(parameter, DTensor) or type(local).__name__ != "WeightWithDynamicFloat8CastTensor":
             return parameter
