@@ -110,7 +110,7 @@ def spread_of(row: Row) -> float:
 
 
 def ratio_in(measured: Measured, workload: str, variant: str, baseline: str) -> Ratio | None:
-    """Return the speed of `variant` divided by that of `baseline` on `workload`. None if one was not measured."""
+    """Return the speed of `variant` divided by that of `baseline` on `workload`, or None if either was not measured."""
     rows = measured.workloads.get(workload, {})
     ours, base = rows.get(variant, {}), rows.get(baseline, {})
     if "tokens_per_s" not in ours or "tokens_per_s" not in base:
