@@ -76,7 +76,7 @@ def build_accelerator(name: str, config: Config) -> Accelerator:
 
 
 def build_model(name: str, config: Config, hf_config: Any, device: torch.device) -> Any:
-    """Build transformers' model with random weights on `device`. For the baselines of torchao, convert it to fp8."""
+    """Build transformers' model with random weights on `device`. For baselines that use torchao, convert it to fp8."""
     weights = torch.float32 if config.parallel.sharding_mode == "fsdp_full" else torch.bfloat16
     with device:
         model = AutoModelForCausalLM.from_config(hf_config, dtype=weights, attn_implementation="sdpa")

@@ -104,8 +104,8 @@ def precision_of(variant: str) -> str:
 
 
 def read_rows(path: Path, row_name: str | None, variants: list[str] | None) -> list[Row]:
-    """Read from `path` the results of `variants` (None: baselines and plain recipes) on the workload `row_name` (None:
-    the only workload in the file). Raise `UserError` if a variant or the workload is missing.
+    """Return from the file `path` the results of `variants` or, by default, of all baselines and of the recipes without
+    further options. The workload is `row_name` or, by default, the only one. Raise `UserError` if one is missing.
     """
     with reading("results", path, "the rows of a throughput benchmark"):
         record = read_json(path)

@@ -89,8 +89,8 @@ def pack(lengths: npt.ArrayLike, capacity: int, multiple: int = 1) -> PackingPla
     """Pack documents of these `lengths`, each padded to `multiple`, into sequences of at most `capacity` tokens.
 
     The algorithm is best fit decreasing: documents are placed in order of decreasing length, each into the sequence
-    with the least room that still fits it. Bit r of `has_room` is set if a sequence has room for r more tokens, so this
-    sequence is found without a search. A million documents take about 1 s.
+    with the least room that still fits it. Bit r of `has_room` is set if a sequence has room for r more tokens, so the
+    lowest bit that suffices gives the least room without a search. A million documents take about 1 s.
     """
     sizes = -(-np.asarray(lengths, dtype=np.int64) // multiple) * multiple
     sequence_of = np.empty(len(sizes), dtype=np.int64)
@@ -159,7 +159,7 @@ class Layout:
         return batch.map(Tensor.pin_memory) if self.pin_memory else batch
 
     def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch:
-        """Collate up to `batch_size` sequences. NumPy raises `IndexError` for more, `ValueError` for longer ones."""
+        """Collate sequences. NumPy raises `IndexError` if there are too many, or `ValueError` if one is too long."""
         documents = [document for sequence in sequences for document in sequence]
         shape = (self.batch_size, int(self.width(max((len(document.input_ids) for document in documents), default=1))))
         ids = np.full(shape, self.pad_token_id, dtype=np.int64)

@@ -26,7 +26,7 @@ from llm_fp8.kernels.ring_slices import slice_index
 
 @dataclasses.dataclass(frozen=True)
 class ContextGroup:
-    """Group of `size` ranks that process the same sequences as this rank."""
+    """Group of `size` ranks, this one included. Each processes a slice of the same sequences."""
 
     size: int
     rank: int  # this rank's index in the group

@@ -155,12 +155,12 @@ def kernel_times(recorded: Any) -> KernelTimes:
 
 
 def time_by_class(times: KernelTimes) -> dict[KernelClass, KernelTime]:
-    """Group all kernels by class. The class with the longest time comes first."""
+    """Sum count and time of all kernels by class. The class with the longest time comes first."""
     return _grouped(times, kernel_class)
 
 
 def gemm_kernels(times: KernelTimes) -> dict[GemmKind, KernelTime]:
-    """Group the GEMM kernels by operand type. The type with the longest time comes first."""
+    """Sum count and time of the GEMM kernels by operand type. The type with the longest time comes first."""
     return _grouped(times, gemm_kind)
 
 
@@ -256,7 +256,7 @@ def profiled(trace: Path | None = None) -> Iterator[StepProfile]:
 
 
 def describe_gpu_idle(idle: dict[str, Any] | None, mode: str) -> str | None:
-    """Return advice if `idle`, a result of `gpu_idle`, has a large share, else None. `mode` is the sharding mode."""
+    """Return advice if `idle`, from `gpu_idle`, shows much idle time, else None. `mode` is the sharding mode."""
     if idle is None or idle["share"] < MIN_REPORTED_IDLE:
         return None
     sharding = "" if mode in ("single", "ddp") else ", or try --sharding_mode fsdp_grad or ddp"

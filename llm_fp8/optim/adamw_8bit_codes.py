@@ -61,7 +61,7 @@ def code_values(signed: bool) -> Tensor:
 
 
 def code_limits(values: Tensor) -> Tensor:
-    """Return the smallest number that is encoded as each code: fp32 [256], -inf for code 0.
+    """Return, for each code, the smallest number that is encoded with it: fp32 [256], -inf for code 0.
 
     As in torchao, x gets the upper of two neighbouring codes if its distance from the lower one is at least half of
     their spacing, both rounded to fp32. The limit is at most 8 units in the last place away from the two codes' mean.
@@ -89,7 +89,7 @@ def decode(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
 
 
 def encode(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Encode fp32 [n] as codes, uint8 [n], and scales, fp32 [n / 256]. Non-finite blocks have non-finite scales."""
+    """Encode fp32 [n] as codes, uint8 [n], and scales, fp32 [n / 256]. Inf or NaN makes a block's scale non-finite."""
     limits = code_tables(numbers.device)[1 if signed else 3]
     blocks = numbers.view(-1, CODE_BLOCK)
     scale = blocks.abs().amax(1).clamp(min=SMALLEST_SCALE)

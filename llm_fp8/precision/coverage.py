@@ -65,7 +65,7 @@ class Fp8Coverage:
         return {name: getattr(self, name) for name in names}
 
     def describe(self) -> str:
-        """Return lines for the terminal, or a single line if nothing is in fp8."""
+        """Describe the coverage in lines for the terminal, or in a single line if nothing is in fp8."""
         if not self.num_fp8_weights:
             return "linear layers in fp8: none"
         lines = [f"linear layers in fp8: {self.fp8_linear_flop_share:.1%} of linear FLOPs"]
@@ -123,8 +123,8 @@ def measure_coverage(
 
 
 def gemms_per_weight(model: Model) -> dict[nn.Module, int]:
-    """Return the minimum number of GEMMs per micro-batch of each frozen module, without recomputation: 2 (fprop and
-    dgrad), or 1 (fprop) if no earlier layer has an adapter. The result is empty if there are no adapters.
+    """Return the minimum number of GEMMs per weight and micro-batch of each frozen module, without recomputation: 2
+    (fprop and dgrad), or 1 (fprop) if no earlier layer has an adapter. The result is empty if there are no adapters.
     """
     module, layers = model.module, list(model.layers)
     adapted = [any(is_adapter(name) for name, _ in layer.named_modules()) for layer in layers]
@@ -136,7 +136,7 @@ def gemms_per_weight(model: Model) -> dict[nn.Module, int]:
 
 
 def linear_weights(module: nn.Module) -> list[Tensor]:
-    """Return the GEMM weights [out, in] of a linear module (torch's or TE's) or an adapter, without submodules."""
+    """Return the GEMM weights [out, in] of a linear module (torch's or TE's) or an adapter. Ignore its submodules."""
     if hasattr(module, "base_layer"):
         return []  # the `weight` of PEFT's wrapper is that of the wrapped layer
     if hasattr(module, "gemm_weights"):

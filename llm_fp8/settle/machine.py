@@ -62,6 +62,6 @@ def assumed_machine(
 
 
 def lacking_by_capability(capability: tuple[int, int]) -> dict[str, str]:
-    """Return name -> reason for the recipes of Transformer Engine that need a higher compute capability."""
+    """Return recipe -> reason for each recipe of Transformer Engine that a GPU of this compute capability lacks."""
     needed = {name: RECIPES[name].capability for name in recipe_names("te")}
     return {n: f"it needs compute capability {a}.{b}." for n, (a, b) in needed.items() if capability < (a, b)}

@@ -86,7 +86,7 @@ def gated(experts: Any, hidden: Tensor) -> Tensor:
 
 
 def fingerprint(dataset: Any) -> str:
-    """Return the hash under which `datasets` caches results from `dataset`. Without one, return a new one per call."""
+    """Return the hash under which `datasets` caches results from `dataset`. If it has none, return a random one."""
     return getattr(dataset, "_fingerprint", None) or uuid.uuid4().hex
 
 

@@ -123,7 +123,7 @@ def test_fp8_until_ends_in_bf16_and_resumes_before_and_after_the_switch(tiny_mod
 
 
 def print_gathered_dtypes() -> None:
-    """Make this process print the dtypes of the weights that torchao passes to FSDP2."""
+    """Make this process print the dtypes of the weights that torchao gives to FSDP2's all-gather."""
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Weight
 
     gather = Weight.fsdp_pre_all_gather

@@ -252,7 +252,7 @@ def documents() -> list[Document]:
 
 
 def _full_model(folder: Path) -> PreTrainedModel:
-    """Load the whole model, with vision towers, in transformers. Eval mode, since Gemma 3 trains only with images."""
+    """Load the whole model, with vision towers, in transformers and in eval mode: Gemma 3 trains only with images."""
     model, info = auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )

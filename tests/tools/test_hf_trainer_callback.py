@@ -272,7 +272,7 @@ def test_training_without_the_launchers_variables_fails(train, capsys):
 
 
 def test_bf16_flag_keeps_fp8_kernels_but_drops_the_recipe(train, capsys):
-    """Because of ACCELERATE_FP8_BACKEND, Accelerate converts the model even in bf16, but TE uses a default recipe."""
+    """With ACCELERATE_FP8_BACKEND, Accelerate converts the model even if bf16=True. TE then uses a default recipe."""
     trainer = train(FP8_LAUNCH, {FP8_KERNEL: EXPECTED}, bf16=True)
     assert trainer.accelerator.mixed_precision == "bf16"
     assert trainer.certificate_callback.certificate.verdict == "certified"
