@@ -173,7 +173,7 @@ def measure_all(
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a line per variant: its speed, and the ratio of this to the speed of the first variant that has one."""
+    """Print a line per variant: speed, its ratio to that of the first measured variant, TFLOP/s, memory, losses."""
     kind = "real_tokens_per_s" if rows[0]["dataset"] else "tokens_per_s"
     first = next((row for row in rows if kind in row), {})
     title = kind.replace("_per_", "/").replace("_", " ")

@@ -89,7 +89,7 @@ def reading_of(*sources: DatasetSource) -> Iterator[None]:
 
 
 def find_splits(data: DataConfig) -> tuple[list[DatasetSource], list[DatasetSource]]:
-    """Return the splits to train on and the splits to evaluate on. If the latter are [], training rows are held out."""
+    """Return the splits to train on and to evaluate on. If the second list is empty, training rows are held out."""
     sources = _open_sources(data.dataset_name, "--dataset_name")
     train = [source.with_split(data.split_name, "--split_name", DEFAULT_SPLITS) for source in sources]
     requested, defaults = data.validation_split_name, (VALIDATION_SPLIT, "test", *DEFAULT_SPLITS)

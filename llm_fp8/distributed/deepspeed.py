@@ -55,7 +55,7 @@ class _Plugin(DeepSpeedPlugin):
 
 
 def accelerator_arguments(config: Config, mode: str, compute_name: str, num_processes: int) -> dict[str, Any]:
-    """Return the arguments of an `Accelerator` for DeepSpeed. Import DeepSpeed for this machine's kind of device."""
+    """Import DeepSpeed for GPUs or, without one, for the CPU. Return the arguments of an `Accelerator` that uses it."""
     on_gpu = torch.cuda.is_available()
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_gpu else "cpu")
     DEEPSPEED.require(f"--sharding_mode {mode}")
@@ -161,7 +161,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         return self._zero, self._zero.basic_optimizer
 
     def main_grads(self, model: nn.Module) -> None:
-        """Return None, since ZeRO manages gradients itself."""
+        """Return None, since no wgrad GEMM may add to gradients that ZeRO manages."""
 
     def micro_batch(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
         self._zero.set_gradient_accumulation_boundary(is_boundary=last)

@@ -210,7 +210,7 @@ def _with_adapters(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Tens
 
 
 class FusedAdapters(nn.Module):
-    """Adapters of a fused module, one for each of the Hugging Face weights `parts`, which are rows of its weight."""
+    """Adapters of a fused module: one for each of `parts`, Hugging Face weights that are rows of the fused weight."""
 
     def __init__(self, parts: Iterable[Part], options: LoraConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()

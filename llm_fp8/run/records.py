@@ -52,7 +52,7 @@ def _precision_record(setup: TrainingSetup, results: RunResults) -> dict[str, An
 
 
 def record_run(timeline: Timeline) -> None:
-    """Write run.json (a resumed run appends to `resumes` in the file) and start the trackers with its content."""
+    """Write run.json, or append to its `resumes` if the run is resumed. Start the trackers with the file's content."""
     setup, plan, config = timeline.setup, timeline.setup.plan, timeline.setup.plan.config
     if not plan.accelerator.is_main_process:
         return

@@ -38,7 +38,7 @@ def make_master(shape, dtype, any_magnitude=False):
 
 
 def make_eight_bit(shape, dtype, device="cuda"):
-    """Return weight, gradient and EightBitAdamW state with non-zero moments, with the same numbers on every device."""
+    """Return weight, gradient and EightBitAdamW state with non-zero moments. The numbers are equal on every device."""
     generator = torch.Generator().manual_seed(0)
 
     def normal():

@@ -94,7 +94,7 @@ def batch():
 
 def errors(num_passes: int, batch, monkeypatch, **size) -> dict[str, float]:
     """Warm up the scales in `num_passes` passes and compute gradients. Return the largest relative error of a weight's
-    gradient for "first", the first linear layers of all blocks, and "second". `size` are arguments of `Blocks`."""
+    gradient in the "first" and in the "second" linear layers of the blocks. `size` are arguments of `Blocks`."""
     monkeypatch.setattr("llm_fp8.step.scale_warmup.PASSES", num_passes)
     model = Blocks(**size)
     precision = PrecisionStandIn(model)

@@ -41,7 +41,7 @@ def launcher_environment(**more: str) -> dict[str, str]:
 
 
 class Launch:
-    """A training of several processes that append their output to `log`. As a context manager, it ends them on exit."""
+    """A run in several processes, which append their output to `log`. As a context manager, it ends them on exit."""
 
     def __init__(self, log: Path) -> None:
         self._log, self._start = log, len(log.read_text()) if log.exists() else 0

@@ -85,7 +85,7 @@ def reference(
 
 
 def reference_options(model: str, rows: str, folder: Path) -> list[str]:
-    """Return the options of a run that trains like `reference`, without those that set the micro-batches."""
+    """Return the options of a run that trains like `reference`. The caller adds those that set the micro-batches."""
     return [
         *(f"{name}={value}" for name, value in OPTIONS.items()),
         f"--model_name={model}",

@@ -170,7 +170,7 @@ _EFFECTS = {prefix: effect for effect, text in _FIELDS.items() for prefix in tex
 
 @dataclass(frozen=True)
 class Difference:
-    """A field in the records of the compared runs whose value is not the same in all runs."""
+    """A field of the run records that does not have the same value in all compared runs."""
 
     field: str
     effect: str  # a key of `_FIELDS`
