@@ -97,7 +97,7 @@ def gpu_files(paths: list[str]) -> list[str]:
 
 
 def run_tests(files: list[str], num_workers: int, outcomes: Outcomes, gpus: list[str]) -> int:
-    """Run test files on `gpus` (as in CUDA_VISIBLE_DEVICES). Record them in `outcomes`. Return pytest's exit code."""
+    """Run test files on `gpus` (as in CUDA_VISIBLE_DEVICES) with the plugin `outcomes`. Return pytest's exit code."""
     workers = ["-n", str(num_workers)]
     if len(gpus) > 1:
         workers = []

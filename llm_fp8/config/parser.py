@@ -92,7 +92,7 @@ def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hi
 
 
 class OptionsParser(OneSentenceParser):
-    """Parser of train_fp8.py's options. `parallel` adds `ParallelConfig`, the options of train_multi_gpu.py alone."""
+    """Parser of the options of train_fp8.py or, if `parallel`, of train_multi_gpu.py, which adds `ParallelConfig`."""
 
     full_help = "--help_all"
 

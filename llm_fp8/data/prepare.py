@@ -193,7 +193,7 @@ class _Job:
         return list(map(_Part, sources, loaded, map(self.options, sources, examples)))
 
     def options(self, source: DatasetSource, row: Mapping[str, Any]) -> RowOptions:
-        """Return the options to tokenise a dataset, chosen by its first `row`."""
+        """Return the options for tokenising a dataset whose first row is `row`."""
         data = self.data
         renames = {ours: theirs for ours, theirs in data.column_names.items() if theirs in row}
         columns = {name: name for name in row if name not in renames.values()} | renames
@@ -208,7 +208,7 @@ class _Job:
         return RowOptions(form, used, others, *limits, data.template_kwargs)
 
     def mixed(self, parts: list[_Part]) -> list[_Part]:
-        """Limit the rows of each dataset to the ratio in --dataset_weights. At least one dataset is used completely."""
+        """Take the datasets' rows in the ratio of --dataset_weights. At least one dataset is used completely."""
         if self.shares is None:
             return parts
         total = min(len(part.rows) / share for part, share in zip(parts, self.shares, strict=True))
@@ -223,7 +223,7 @@ class _Job:
         return tokenised
 
     def open_stream(self, parts: Sequence[_Part]) -> IterableDataset:
-        """Open a new stream, from the first row on, of the tokenised training rows of `parts`."""
+        """Open a new stream of the tokenised training rows of `parts`, starting at the first row."""
         reopened = [part._replace(rows=load_split(part.source, True, self.data.num_of_samples)) for part in parts]
         streams = self.tokenise(reopened)
         return interleave_datasets(streams, self.shares, self.config.optim.seed) if self.shares else streams[0]

@@ -48,7 +48,7 @@ class Model:
 
     @functools.cached_property
     def layout(self) -> dict[str, tuple[Part, ...]]:
-        """Name of each tensor in `saved_tensors` -> the tensors of the model's files that the tensor consists of.
+        """Name of each tensor in `saved_tensors` -> the tensors of the model's files that make it up.
 
         transformers 5 may fuse several tensors of the files into one. If `stored` has the fused tensor, the entry is
         that tensor. Otherwise transformers' conversion for saving runs on meta tensors, and the views of them that it
@@ -182,7 +182,7 @@ def is_adapter(name: str) -> bool:
 
 
 def name_without_adapter(name: str) -> str:
-    """Return the name of a tensor before adapters were added. PEFT inserts `base_layer`: `q_proj.base_layer.weight`."""
+    """Return a tensor's name as it was before PEFT inserted `base_layer`, for example in `q_proj.base_layer.weight`."""
     return name.replace(".base_layer", "")
 
 

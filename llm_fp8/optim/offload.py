@@ -104,7 +104,7 @@ def _copy(source: State, target: State) -> None:
 
 
 class OffloadedMasterAdamW(MasterAdamW):
-    """`MasterAdamW` over unsharded parameters with the fraction `share` of its state in host memory."""
+    """`MasterAdamW` for unsharded parameters. The fraction `share` of its state lies in host memory."""
 
     def __init__(self, params: Params, *, share: float, **arguments: Any) -> None:
         super().__init__(params, **arguments)

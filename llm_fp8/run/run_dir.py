@@ -152,7 +152,7 @@ def _lost_peer(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def explained_failures(folder_of_run: Callable[[], Path]) -> Iterator[None]:
-    """Convert errors in the block about unwritable files or lost processes to a `UserError` with advice."""
+    """Convert errors that the block raises about unwritable files or lost processes to a `UserError` with advice."""
     try:
         yield
     except (OSError, RuntimeError) as error:

@@ -28,9 +28,9 @@ PASSES = 5
 
 
 def warm_up_delayed_scales(model: TrainingModel, precision: Precision, batch: Batch, num_supervised: float) -> None:
-    """Run forward and backward on `batch` `PASSES` times. Weights and random state do not change; gradients are None
-    afterwards. `model` is sharded by FSDP, or not yet prepared by the strategy. `num_supervised`, by which losses are
-    divided, is the mean over processes of the step's supervised tokens. All ranks must call it.
+    """Fill amax histories by `PASSES` forward and backward passes on `batch`. Weights and random state do not change;
+    gradients are None afterwards. `model` is sharded by FSDP, or not yet prepared by the strategy. `num_supervised`, by
+    which losses are divided, is the mean over processes of the step's supervised tokens. All ranks must call it.
     """
     device = batch.input_ids.device
     model.train()

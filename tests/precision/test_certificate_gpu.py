@@ -62,7 +62,7 @@ def test_modules_kept_in_bf16_are_not_expected_in_fp8(patterns, num_weights, dev
 
 
 def test_autocast_around_plain_linear_layers_fails(device, record_property):
-    """A common mistake is an fp8 autocast around a model without layers that support fp8."""
+    """A common mistake is an fp8 autocast around layers that ignore it. The certificate must report that mistake."""
     import transformer_engine.pytorch as te
 
     plan = build(fp8(), device, use_te=False)[1].plan

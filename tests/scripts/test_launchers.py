@@ -121,7 +121,7 @@ def test_accelerate_configuration_has_the_precision_and_mode_of_its_name(monkeyp
 
 @pytest.fixture
 def environment(stand_in):
-    """Return environment variables without those of a launcher, and with the stand-in as Python."""
+    """Return this process's environment without a launcher's variables, and with PYTHON set to the stand-in."""
     names = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MAX_RESTARTS", "WORLD_SIZE", "RANK", "GPU_NUM")
     inherited = {name: value for name, value in os.environ.items() if name not in names}
     return inherited | {"PYTHON": stand_in, "NPROC_PER_NODE": "1"}
