@@ -52,7 +52,7 @@ class FsdpStrategy(DistributedStrategy):
         self.mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
 
     def shard(self, model: nn.Module, layers: nn.ModuleList, later: Collection[nn.Module] = ()) -> None:
-        """Shard every layer, then the other parameters. Meta tensors get memory, except those of modules `later`."""
+        """Shard every layer, then the other parameters. Meta tensors get memory, except those of modules in `later`."""
         on_gpu, offloads = self.accelerator.device.type == "cuda", self.mode == "fsdp_offload"
         shard = functools.partial(
             fully_shard,

@@ -87,7 +87,7 @@ def test_killed_run_resumes_to_the_same_results(undisturbed, moment, tmp_path, t
 
 
 def _tokenise_with_fault(fault: signal.Signals) -> None:
-    """Make a tokenising worker kill itself if `fault` is SIGKILL, or else send `fault` to the main process."""
+    """Make a tokenising worker kill itself if `fault` is SIGKILL. Any other `fault` goes to the main process."""
 
     def fail(*_: Any) -> None:
         os.kill(os.getpid() if fault == signal.SIGKILL else os.getppid(), fault)
