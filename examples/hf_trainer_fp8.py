@@ -75,7 +75,7 @@ def loading(flag: str, value: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def launching() -> Iterator[None]:
-    """Within the block, turn an ImportError into a `UserError`: the launcher's config needs a missing package."""
+    """Within the block, turn an ImportError into a `UserError` about a package that the launcher's config needs."""
     try:
         yield
     except ImportError as error:

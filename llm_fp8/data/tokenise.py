@@ -196,7 +196,7 @@ def _tokenise_batch(
     options: RowOptions,
     main_pid: int,
 ) -> dict[str, list[Any]]:
-    """Tokenise a batch with columns of types `features`. Return columns `FEATURES`. Only `main_pid` heeds Ctrl-C."""
+    """Tokenise a batch, whose columns have types `features`, to columns `FEATURES`. Only `main_pid` heeds Ctrl-C."""
     if main_pid != os.getpid():
         # A terminal sends Ctrl-C to workers too, and each would print a traceback.
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -128,11 +128,11 @@ class DistributedStrategy:
         return tensors | {f"optimizer.{name}": tensor for name, tensor in state.items()}
 
     def load_state(self, folder: Path, optimizer: Any) -> None:
-        """Restore what `save_state` wrote, or allocate the tensors of `state` for the caller to fill. Collective."""
+        """If the strategy `saves_itself`, restore the state. If not, allocate it for the caller to fill. Collective."""
         initialize_state(optimizer)
 
     def after_load(self, model: nn.Module, optimizer: Any, step: int) -> None:
-        """Update values that depend on the weights and on `step`, the number of completed steps. Collective."""
+        """Set the optimizer's count of completed steps, and update values that depend on the weights. Collective."""
         set_completed_steps(optimizer, step)
 
 

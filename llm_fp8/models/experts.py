@@ -67,7 +67,7 @@ def experts_per_token(hf_config: PretrainedConfig | None) -> int | None:
 
 
 def compute_experts(model: nn.Module, autocast_dtype: torch.dtype | None) -> None:
-    """Run experts that use grouped GEMMs by `grouped_experts`. If `autocast_dtype` is set, autocast casts to it."""
+    """Let `grouped_experts` run experts that use grouped GEMMs. In autocast, all cast to `autocast_dtype`, if set."""
     for module in filter(expert_weights, model.modules()):
         if runs_grouped_gemms(module):
             wrap_forward(module, functools.partial(grouped_experts, module))

@@ -110,7 +110,7 @@ class Certificate:
     time_s_by_class: dict[KernelClass, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for certificate.json and summary.json."""
+        """Return the fields as plain values, for certificate.json and summary.json."""
         return dataclasses.asdict(self)
 
     def describe(self) -> str:

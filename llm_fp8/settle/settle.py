@@ -55,8 +55,8 @@ class Settled:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Dtype of the model's weights, without adapters. Trained weights have `parameter_dtype`. Frozen weights have
-        the compute dtype, except that they are fp32 in an fp16 run, since the range of fp16 is too small for them.
+        """Dtype of the base model's weights. If trained, they have `parameter_dtype`. If frozen, they have the compute
+        dtype, except that they are fp32 in an fp16 run, since the range of fp16 is too small for them.
         """
         if not self.config.trains_adapters:
             return self.parameter_dtype
@@ -161,7 +161,7 @@ def settle(
 
 
 def choose_mode(config: Config, ranks: LaunchRanks, num_parameters: int, gpu_gib: float | None) -> tuple[str, str]:
-    """Return the sharding mode and, for --sharding_mode auto, the reason, else ''. Auto selects the first of ddp,
+    """Return the sharding mode and a reason, which is '' unless --sharding_mode is auto. Auto selects the first of ddp,
     fsdp_grad and fsdp_full that leaves 40% of `gpu_gib` (None on CPUs) for activations, fp8 casts and logits.
     """
     requested = config.parallel.sharding_mode

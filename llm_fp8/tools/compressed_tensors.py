@@ -71,7 +71,7 @@ def round_inputs_(model: PreTrainedModel) -> None:
 
 
 def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
-    """Write the model in `folder` to `output` in fp8. Return the bytes of the weight files before and after. Raise
+    """Write the model in `folder` to `output` in fp8. Return the weight files' size in bytes before and after. Raise
     `UserError` if the model cannot be read or written, is quantised, is a mixture of experts, or holds NaN or infinity.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):

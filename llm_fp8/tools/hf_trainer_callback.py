@@ -217,8 +217,8 @@ def _convertible(model: nn.Module) -> list[str]:
 def _expected_in_fp8(
     model: nn.Module, layers: list[nn.Module], launch: Mapping[str, str], state: ModuleState, scenario: str | None
 ) -> ExpectedKernels:
-    """Return the kernels that one micro-batch must run. Each trained weight needs two or three fp8 GEMMs, depending on
-    the recipe `scenario`: one fewer if no earlier layer is trained, one more if a Transformer Engine layer is
+    """Return the kernels that one micro-batch must run. A trained weight needs two or three fp8 GEMMs, depending on the
+    recipe `scenario`. It needs one fewer if no earlier layer is trained, and one more if a Transformer Engine layer is
     recomputed. `layers` are the converted layers. If there are none, all layers that could be converted count.
     """
     is_torchao = state.library == "torchao"

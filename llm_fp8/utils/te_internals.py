@@ -60,7 +60,7 @@ def forget_weight_casts(modules: Iterable[Any]) -> None:
 
 
 def add_activation(name: str, backward_and_cast: Callable[..., Any]) -> None:
-    """Add an activation `name` to LayerNormMLP: "swiglu" with `backward_and_cast` as its backward pass in fp8."""
+    """Add to LayerNormMLP an activation `name`: "swiglu", but `backward_and_cast` is its backward pass in fp8."""
     from transformer_engine.pytorch.module import layernorm_mlp
 
     # table(recipe) is a dict: name -> (forward, backward, backward with bias gradient and cast, or None).
@@ -95,7 +95,7 @@ def update_scales() -> None:
 
 
 def attention_backend() -> str | None:
-    """Return the name of the attention kernels that Transformer Engine chose last, or None before the first call."""
+    """Return the name of the attention kernels that Transformer Engine chose last, or None if it has chosen none."""
     from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
 
     names = {"fused": "fused (cuDNN)", "flash": "flash-attn", "unfused": "unfused"}

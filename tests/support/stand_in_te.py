@@ -34,7 +34,7 @@ def _check_dtypes(module: nn.Module, inputs: Tensor) -> None:
 
 
 class _FusedWgrad(torch.autograd.Function):
-    """A linear layer whose backward pass writes the weight gradient as with TE's `fuse_wgrad_accumulation`.
+    """A linear layer whose backward pass writes the weight gradient as TE does with `fuse_wgrad_accumulation`.
 
     The gradient is added to `weight.main_grad`, computed in fp32 and rounded once. It replaces `main_grad` if, in the
     forward pass, `is_first_microbatch` or `weight.overwrite_main_grad` was true. autograd gets None as the gradient of

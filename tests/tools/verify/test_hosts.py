@@ -14,7 +14,7 @@ from tests.support.processes import exit_code, start_ranks
 
 
 def verify_on_host(options: list[str], change: str, folder: Path) -> int:
-    """Run `llm-fp8 verify` as host-RANK and return the exit code. `change` names a defect of host-1, e.g. "crash"."""
+    """Run `llm-fp8 verify` on a host called host-RANK. Return the exit code. `change` names a defect, e.g. "crash"."""
     from llm_fp8.observability import provenance
     from llm_fp8.tools.verify import cli, hosts
 
