@@ -90,7 +90,7 @@ def pack(lengths: npt.ArrayLike, capacity: int, multiple: int = 1) -> PackingPla
 
     The algorithm is best fit decreasing: documents are placed in order of decreasing length, each into the sequence
     with the least room that still fits it. Bit r of `has_room` is set if a sequence has room for r more tokens, so the
-    lowest bit that suffices gives the least room without a search. A million documents take about 1 s.
+    lowest set bit from a document's length upwards replaces a search. A million documents take about 1 s.
     """
     sizes = -(-np.asarray(lengths, dtype=np.int64) // multiple) * multiple
     sequence_of = np.empty(len(sizes), dtype=np.int64)

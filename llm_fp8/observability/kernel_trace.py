@@ -165,7 +165,7 @@ def gemm_kernels(times: KernelTimes) -> dict[GemmKind, KernelTime]:
 
 
 def _grouped(times: KernelTimes, group_of: Callable[[str], Any]) -> dict[Any, KernelTime]:
-    """Sum the kernels of each group `group_of(name)`. Skip kernels of the group None. The longest time comes first."""
+    """Sum count and time of kernels by `group_of(name)`. Skip the group None. The longest total time comes first."""
     groups: dict[Any, KernelTime] = {}
     for name, (count, time_s) in sorted(times.items(), key=lambda kernel: -kernel[1][1]):
         if (group := group_of(name)) is not None:

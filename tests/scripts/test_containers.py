@@ -44,7 +44,7 @@ def test_copied_files_and_the_default_command_exist():
 
 @pytest.mark.slow
 def test_files_for_the_installation_are_copied_before_it(tmp_path):
-    """The test runs quickstart.sh with only the files that were copied before it. Its Python does nothing."""
+    """In the test, quickstart.sh has only the files that are copied before it, and a Python that does nothing."""
     order = instructions()
     installs = next(number for number, (_, rest) in enumerate(order) if "quickstart.sh --gpu" in rest)
     for word, rest in order[:installs]:

@@ -145,7 +145,7 @@ def hub_config(name: str, **changes: Any) -> PretrainedConfig:
 
 
 def write_hub_model(folder: Path, name: str) -> Path:
-    """Write a tiny model of the family `name` in the hub's layout. A multimodal one has towers and a processor file."""
+    """Write a tiny model of the family `name` in the hub's layout. Multimodal ones have towers and a processor file."""
     torch.manual_seed(0)
     hf_config = hub_config(name)
     model = auto_class(hf_config).from_config(hf_config)

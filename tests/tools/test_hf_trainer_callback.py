@@ -374,7 +374,7 @@ def test_torchao_without_fp8_all_gather_is_certified_unless_a_kernel_is_missing(
 
 
 def test_axolotl_plugin_adds_the_callback(monkeypatch):
-    """A stand-in replaces the class in axolotl from which plugins inherit."""
+    """A stand-in replaces axolotl's base class of plugins, so that the test does not need axolotl."""
     base = ModuleType("axolotl.integrations.base")
     base.BasePlugin = type("BasePlugin", (), {})  # type: ignore[attr-defined]
     for name in ("axolotl", "axolotl.integrations"):

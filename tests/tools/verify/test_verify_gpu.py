@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def verify(path: Path, *options: str, **environ: str) -> tuple[int, dict[str, dict[str, Any]], str]:
-    """Run the script with a JSON report at `path`. Return exit code, reported checks by name, and printed output."""
+    """Run verify_fp8.py with a JSON report at `path`. Return exit code, reported checks by name, and printed output."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("NVTE_")} | environ
     command = [sys.executable, "scripts/verify_fp8.py", "--json", str(path), *options]
     process = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=580)
