@@ -79,7 +79,7 @@ def write_fp8_model(folder: Path, kind: str, max_shard_size: str = "1GB", **chan
     return str(fp8), str(plain)
 
 
-def set_quantization(folder: str | Path, entries: Any, **changes: Any) -> None:
-    """Set `quantization_config` in a folder's config.json to `entries`, and other keys of the file to `changes`."""
+def set_quantization(folder: str | Path, entries: Any) -> None:
+    """Set `quantization_config` in the config.json of `folder` to `entries`."""
     path = Path(folder) / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": entries, **changes}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": entries}))
