@@ -160,7 +160,7 @@ def config_for_loading(model: Model, options: LoraConfig, base_model: str) -> An
 
 
 def _is_misread(model: PreTrainedModel, settings: Any) -> bool:
-    """Return True if PEFT, on loading the config `settings`, would take the `target_modules` in it for experts."""
+    """Return True if PEFT, on loading the config `settings`, would regard its `target_modules` as experts."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     try:
