@@ -166,7 +166,8 @@ def test_each_kind_of_micro_batch_runs_eagerly_once_and_then_as_graph(monkeypatc
 
 
 def test_eager_passes_drop_graphs_if_memory_is_short(monkeypatch):
-    """Evaluations, and batches with too many documents for a graph, are eager. All graphs are dropped before them."""
+    """All graphs must be deleted before the first micro-batch of each kind, before a batch with too many documents for
+    a graph, and before an evaluation."""
     monkeypatch.setattr(micro_batch_graphs, "BUCKETS", (4, 8))
     recorded, few, many = RecordedMicroBatches(), batch(3), batch(6)
     recorded.graphs.drops_before_eager = True
