@@ -22,7 +22,9 @@ from llm_fp8.utils.torch_internals import free_memory_
 
 
 def prepare_module(module: Any, recipe: Any) -> list[str]:
-    """Bring a TE module into the state of one built under `te.quantized_model_init`. Return its weights' names."""
+    """Prepare a TE module for fp8 weights, as `te.quantized_model_init` does. The weights are not cast yet. Return
+    their names.
+    """
     import transformer_engine.pytorch as te
 
     names = [name for name, entry in module.param_init_meta.items() if entry.fp8_meta_index is not None]
