@@ -113,7 +113,9 @@ def main(argv: Sequence[str] | None = None, description: str = "Is this machine 
 
 
 def print_table(results: list[Result], console: Console) -> None:
-    """Print the results, with details of failures and warnings, then the commands that fix these."""
+    """Print a table of the results, then suggested fixes, then the number of checks with each status. Details of a
+    check are printed if it has failures or warnings.
+    """
     table = Table(Column(no_wrap=True), Column(no_wrap=True), "", "", box=None, pad_edge=False, show_header=False)
     for result in results:
         problems = [*result.failures, *result.warnings]
