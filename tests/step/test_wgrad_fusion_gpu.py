@@ -51,7 +51,9 @@ def micro_batches(number: int, device) -> list[Batch]:
 
 
 def prepare(model: nn.Module, summed_by: str):
-    """Return strategy, prepared model and optimizer. `summed_by` says what sums gradients: "gemms" or "autograd"."""
+    """Prepare `model` for one GPU. Return the strategy, the model and its optimizer. `summed_by` is "gemms" if the
+    wgrad GEMMs add up the gradients of micro-batches, or "autograd" if autograd does.
+    """
     reset_accelerator()
     strategy = DistributedStrategy("single", Accelerator(mixed_precision="no"), ParallelConfig())
     kind = "adamw_fp32" if next(model.parameters()).dtype == torch.float32 else "adamw_master"
@@ -81,7 +83,7 @@ def backward(
 
 
 def te_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the weights of Transformer Engine's linear modules by name."""
+    """Return a dictionary that maps names to the weights of Transformer Engine's linear modules."""
     ours = {id(w) for m in model.modules() if hasattr(m, "fuse_wgrad_accumulation") for w in linear_weights(m)}
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in ours}
 

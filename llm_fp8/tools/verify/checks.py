@@ -154,7 +154,9 @@ def check_packages(setup: Setup) -> Result:
 
 
 class Rule(NamedTuple):
-    """An environment variable to report. `RULES` has patterns for name and value, and a finding the actual ones."""
+    """An environment variable to report, and its effect. In `RULES`, `name` and `value` are regular expressions. In the
+    findings of `judge_variables`, they are the actual name and value of a variable.
+    """
 
     name: str  # a regular expression for the whole name
     value: str  # a regular expression for the whole value, ignoring case
@@ -208,7 +210,7 @@ def check_variables(setup: Setup) -> Result:
 
 
 def check_gpu(setup: Setup) -> Result:
-    """Fail if torch cannot use the driver's GPUs. On a machine without a GPU the check is skipped."""
+    """Fail if nvidia-smi lists GPUs but torch can use none. Skip the check if neither of them finds a GPU."""
     import torch
 
     from llm_fp8.observability.provenance import output_of
