@@ -118,7 +118,9 @@ _ONE_BILLION = ("--model_name", "Llama-3.2-1B", "--random_init", "--use_te", "--
 @pytest.mark.exclusive
 @pytest.mark.parametrize("decoder, message", [("--use_te", "this run cannot fit"), ("", "the GPU is out of memory")])
 def test_run_that_does_not_fit_ends_with_one_line(tmp_path, decoder, message):
-    """With the TE decoder, memory is estimated before weights are loaded. The other decoder runs out of memory."""
+    """The batch is too large for the GPU. With the TE decoder, the memory estimate rejects the run before the model is
+    built. With Hugging Face's decoder, the run starts and runs out of memory.
+    """
     model = [word for word in _ONE_BILLION if word != "--use_te"] + ([decoder] if decoder else [])
     more = ("--mixed_precision", "bf16", "--batch_size", "512", "--max_steps", "2")
     process = train(*model, *more, "--output_dir", str(tmp_path / "run"))
