@@ -75,7 +75,9 @@ def loading(flag: str, value: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def launching() -> Iterator[None]:
-    """Within the block, turn an ImportError into a `UserError` about a package that the launcher's config needs."""
+    """Within the block, turn an ImportError into a `UserError`, which says that the launcher's config file needs a
+    package that is not installed.
+    """
     try:
         yield
     except ImportError as error:
@@ -86,7 +88,7 @@ def launching() -> Iterator[None]:
 
 
 def main() -> int:
-    """Load model and rows, tokenise, train and save."""
+    """Load the model and the dataset, tokenise the rows, train, and save the model."""
     try:
         options, args = HfArgumentParser((ExampleArguments, TrainingArguments)).parse_args_into_dataclasses()
     except ValueError as error:
