@@ -41,7 +41,9 @@ Row = dict[str, Any]
 
 
 def read_table(path: Path, names: str | None = None) -> list[Row]:
-    """Read a table's rows, or only those in the comma-separated `names`. Raise `UserError` for an unknown name."""
+    """Read all rows of the table in `path`, or only those in the comma-separated `names`. Raise `UserError` if a name
+    is unknown.
+    """
     with reading("--table", path, "the table"):
         rows = {row["row"]: row for row in json.loads(path.read_text())["rows"]}
     selected = names.split(",") if names else list(rows)
@@ -66,7 +68,9 @@ def variants_of(row: Row) -> list[Variant]:
 
 
 def judge(row: Row, measured: list[Row]) -> list[str]:
-    """Return a sentence for each target in `row`: the best value in `measured`, and whether it reaches the target."""
+    """Compare the targets of `row` with its results `measured`. Return a sentence for each target that has a result:
+    the best speed of our variants, and whether it reaches the target.
+    """
     sentences = []
     ours = [entry for entry in measured if entry["baseline"] is None and "tokens_per_s" in entry]
     target = row.get("target_tokens_per_s_per_gpu")
