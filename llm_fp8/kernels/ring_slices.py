@@ -16,7 +16,9 @@ from torch import Tensor
 
 
 def slice_index(cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
-    """Return the indices of the tokens that rank `rank` of `size` gets: int64 [cu_seqlens[-1] / size]."""
+    """Return the indices, int64 [cu_seqlens[-1] / size], of the tokens that rank `rank` of `size` ranks gets. Each
+    document's length must be a multiple of 2 * size.
+    """
     bounds = cu_seqlens.long()
     lengths = bounds.diff()
     document = torch.repeat_interleave(torch.arange(len(lengths), device=bounds.device), lengths // size)
