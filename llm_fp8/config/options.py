@@ -312,7 +312,7 @@ class LoraConfig:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The names in --lora_targets. Raises `UserError` if there are none. Only experts may accompany all-linear."""
+        """The names in --lora_targets. Raises `UserError` for none, or for `all-linear` with others than `experts`."""
         names = names_in(self.lora_targets)
         if not names or (ALL_LINEAR in names and not {*names} <= {ALL_LINEAR, EXPERTS}):
             raise UserError(f"--lora_targets must name layers, as in q_proj,v_proj, or be {ALL_LINEAR}[,{EXPERTS}].")

@@ -221,7 +221,7 @@ class RunReporter:
         return full
 
     def steps_of_process(self) -> list[dict[str, float]]:
-        """Return the records of the steps that this process took. The result is empty on all ranks but the main one."""
+        """Return the records of the steps since this process started. Only the main rank has records."""
         return [step for step in self._records() if step["step"] > self._resume_step and "eval_loss" not in step]
 
     def _records(self) -> Iterator[dict[str, float]]:

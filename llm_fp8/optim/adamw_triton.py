@@ -52,7 +52,7 @@ def _decode(codes: tl.tensor, scale: tl.tensor, values: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _encode(numbers: tl.tensor, limits: tl.tensor, SIGNED: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Return uint8 codes [BLOCKS * 256] and scales [BLOCKS] of fp32 numbers (>= 0 unless SIGNED). See `code_limits`."""
+    """Encode fp32 numbers, >= 0 unless SIGNED, as uint8 codes [BLOCKS * 256] and scales [BLOCKS] (see `code_limits`)."""
     # As integers, the bits of magnitudes sort like the numbers, and NaN is largest; tl.max of floats would ignore NaN.
     magnitude = numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     magnitude = tl.reshape(magnitude, (numbers.shape[0] // _CODE_BLOCK, _CODE_BLOCK))

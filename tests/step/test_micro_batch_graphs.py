@@ -200,7 +200,7 @@ def test_graph_input_is_the_batch_padded_with_empty_documents(monkeypatch):
 
 
 class Training:
-    """Trains a tiny TE decoder of stand-in modules with `Stepper.micro_batch`. `changes` replace config entries."""
+    """Trains a tiny decoder of stand-ins for TE modules with `Stepper.micro_batch`. `changes` replace config entries."""
 
     def __init__(self, with_graphs: bool, **changes):
         reset_accelerator()
