@@ -89,9 +89,7 @@ class Part:
         return self.strides is None or self.stop - self.start > 1
 
     def view(self, rows: Tensor) -> Tensor:
-        """Return a view of the tensor, given the parameter's `rows` from `start` to `stop`. If `rows` is only a slice
-        of those rows, return a view of the corresponding slice of the tensor.
-        """
+        """View `rows`, all or some of the parameter's rows `start` to `stop`, as the tensor or a part of it."""
         if self.strides is None:
             return rows
         shape = (len(rows), *self.shape[1:]) if self.by_rows else self.shape
@@ -99,12 +97,11 @@ class Part:
 
 
 def num_positions(config: Any) -> int | None:
-    """Return the largest number of positions that a language model's config allows, or None if the config has no limit.
+    """Return the largest number of positions that a language model's config allows, or None if there is no limit.
 
-    The limit is the maximum of max_position_embeddings and, for each RoPE table, `factor` times
-    original_max_position_embeddings. If a table lacks the latter and is the only table, max_position_embeddings is used
-    instead. With one table per layer type (Gemma 3), such a table is ignored, since max_position_embeddings is already
-    scaled. Dynamic scaling is ignored, since its frequencies depend on the longest sequence so far.
+    It is the larger of max_position_embeddings and the length before RoPE scaling times the scaling's `factor`. Dynamic
+    scaling is not counted, since its frequencies depend on the longest sequence so far. max_position_embeddings stands
+    in for a missing length before scaling, but not if there are several tables: Gemma 3's value is already scaled.
     """
     limit: int | None = getattr(config, "max_position_embeddings", None)
     if limit is None:
@@ -297,9 +294,7 @@ def _window(config: PretrainedConfig, layer: int) -> int | None:
 
 
 def stacked(*tensors: tuple[str, tuple[int, ...]]) -> tuple[Part, ...]:
-    """Return the parts of a parameter that concatenates tensors along dim 0. `tensors` are pairs of a Hugging Face name
-    and a shape. A 0-d tensor occupies one row.
-    """
+    """Return the parts of a parameter that stacks `tensors` (name, shape) along dim 0. A scalar fills one row."""
     parts: list[Part] = []
     for name, shape in tensors:
         start = parts[-1].stop if parts else 0

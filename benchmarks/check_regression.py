@@ -89,9 +89,8 @@ def read(path: Path) -> Measured:
 
 
 def baseline_of(variant: str, baseline: str, rows: dict[str, Row]) -> str | None:
-    """Return the name of a variant in `rows` that measured the trainer `baseline`, or None if there is none. If there
-    are several, prefer the one with the same sharding mode as `variant` (both names are then 'MODE:NAME'), and
-    otherwise take the first.
+    """Return the variant in `rows` that ran the trainer `baseline`, or None if none did. If several did, prefer the one
+    with the sharding mode of our `variant` ('MODE:NAME'), else take the first.
     """
     names = [name for name, row in rows.items() if row["baseline"] == baseline]
     mode = variant.partition(":")[0]
@@ -121,9 +120,8 @@ def ratio_in(measured: Measured, workload: str, variant: str, baseline: str) -> 
 
 
 def compare(new: Measured, recorded: Sequence[Measured], baseline: str, minimum: float) -> Findings:
-    """Divide the speed of each of our variants in `new` by the speed of `baseline`, and compare each ratio with the
-    newest one in `recorded` for the same GPU, workload and variant. The tolerance is `minimum` plus the combined spread
-    of both ratios. Raise `UserError` if no ratio can be compared.
+    """Divide the speed of each of our variants in `new` by the speed of `baseline`, and compare the ratio with the
+    newest one in `recorded`. The tolerance is `minimum` plus the spread. Raise `UserError` if no ratio was recorded.
     """
     findings = Findings()
     for other in recorded:

@@ -36,9 +36,7 @@ Entry = dict[str, Any]
 
 
 class Outcomes:
-    """A pytest plugin that records the outcomes of tests in the JSON file `output`. If the file exists, the entries of
-    test files that do not run now are kept. The constructor raises `UserError` if the file is not such a record.
-    """
+    """A pytest plugin that records outcomes in `output`. The constructor raises `UserError` if that is no record."""
 
     def __init__(self, output: Path) -> None:
         self._output = output

@@ -144,8 +144,7 @@ def evaluations(records: list[dict[str, Any]]) -> list[list[float]]:
 
 
 def compare(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return each variant's final eval losses, with the difference of their mean from that of bf16, and the spread of
-    bf16's losses over seeds (largest minus smallest)."""
+    """Return each variant's final eval losses and their mean difference from bf16, and bf16's spread over seeds."""
     by_variant: dict[str, list[float]] = {}
     for run in runs:
         by_variant.setdefault(run["variant"], []).append(run["final_eval_loss"])
@@ -181,8 +180,7 @@ def compare_to_one_gpu(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def finished_runs(settings: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[list[Any], list[Any]]:
-    """Return the runs in the file --output and the provenance of every command that wrote to it. Raise `UserError` if
-    the last command, which `parser` parses, differs from `settings` in an option on which results depend."""
+    """Return the runs in --output and their provenance. Raise `UserError` if their options differ from `settings`."""
     output: Path = settings.output
     if not output.exists():
         return [], []

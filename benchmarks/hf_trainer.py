@@ -62,9 +62,7 @@ def write_inputs(work: Workload, folder: Path, num_steps: int) -> tuple[Path, Pa
 
 
 def command_of(variant: str, work: Workload, model: Path, rows: Path, folder: Path, num_steps: int) -> list[str]:
-    """Return the command that trains `model` on `rows` with the trainer and precision of `variant`. The output of the
-    run goes to `folder`.
-    """
+    """Return the command by which `variant` (trainer and precision) trains `model` on `rows` and writes to `folder`."""
     shared = [
         f"--model_name={model}", f"--dataset_name={rows}", f"--max_seq_length={work.seq_length}",
         f"--max_steps={num_steps}", f"--gradient_accumulation_steps={work.micro_batches}", "--learning_rate=1e-5",
@@ -83,9 +81,8 @@ def command_of(variant: str, work: Workload, model: Path, rows: Path, folder: Pa
 
 
 def figures(folder: Path, warmup: int) -> dict[str, Any]:
-    """Return a run's losses and peak memory, and the tokens/s of each step after the first `warmup` steps. Read them
-    from `folder`: from metrics.jsonl (train_fp8.py) or from trainer_state.json (Trainer). The second file has counts of
-    tokens and seconds since training began, so the speed of a step is computed from two successive entries.
+    """Return the tokens/s of each step after the first `warmup` steps, the losses and the peak memory. Read them from
+    our metrics.jsonl or the Trainer's trainer_state.json, which counts tokens and seconds since training began.
     """
     state = folder / "trainer_state.json"
     history = read_json(state)["log_history"] if state.is_file() else read_jsonl(folder / "metrics.jsonl")

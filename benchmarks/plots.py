@@ -98,18 +98,14 @@ def save(figure: Any, path: Path) -> None:
 
 
 def precision_of(variant: str) -> str:
-    """Split a variant's name at colons, and return the first part that is a key of `COLOURS`, such as 'bf16' for
-    'fsdp_full:bf16'. If no part is a key, return the first part.
-    """
+    """Split a variant's name at ":". Return the part in `COLOURS` ('bf16' of 'fsdp_full:bf16'), or else the first."""
     parts = variant.split(":")
     return next((part for part in parts if part in COLOURS), parts[0])
 
 
 def read_rows(path: Path, row_name: str | None, variants: list[str] | None) -> list[Row]:
-    """Read the results of a workload from the file `path`. `row_name` is the workload's name, or None if the file has
-    only one workload. `variants` names the results to return, in order. If it is None, return all baselines and then
-    our recipes without further options, each group from slowest to fastest. Raise `UserError` if the workload or a
-    variant is missing.
+    """Return from the file `path` the results of `variants` or, by default, of all baselines and of the recipes without
+    further options. The workload is `row_name` or, by default, the only one. Raise `UserError` if one is missing.
     """
     with reading("results", path, "the rows of a throughput benchmark"):
         record = read_json(path)
@@ -133,7 +129,7 @@ def read_rows(path: Path, row_name: str | None, variants: list[str] | None) -> l
 
 
 def speed(row: Row) -> float:
-    """Return the tokens/s per GPU, or 0 if the run failed. If the run read a dataset, padding is not counted."""
+    """Return the tokens/s per GPU, or 0 if they were not measured. On real documents padding does not count."""
     key = "real_tokens_per_s" if row.get("dataset") else "tokens_per_s"
     return row.get(key, 0.0) / row.get("num_gpus", 1)
 
@@ -162,9 +158,7 @@ def finish(axis: Any) -> None:
 
 
 def draw_speed(rows: list[Row], path: Path) -> None:
-    """Draw a bar for the tokens/s per GPU of each variant, and write its peak memory beside the bar. The title compares
-    our fastest variant with our bf16 variants and with the fastest baseline.
-    """
+    """Draw a bar per variant with tokens/s and peak memory. The title compares our fastest with the baselines."""
     figure, axis = plt.subplots(figsize=(8, 1 + 0.34 * len(rows)), layout="constrained")
     best = max(map(speed, rows))
     for place, row in enumerate(rows):
@@ -189,9 +183,7 @@ def draw_speed(rows: list[Row], path: Path) -> None:
 
 
 def step_parts(row: Row) -> dict[str, float]:
-    """Return the milliseconds that each of `PARTS` took in the step that was profiled. "all else" includes the time in
-    which the GPU was idle.
-    """
+    """Return the ms of each of `PARTS` in the step whose kernels were recorded. Idle time is part of "all else"."""
     step = row["recorded_step"]
     classes = dict(step["time_s_by_class"])
     parts = {part: 1e3 * sum(classes.pop(name, 0.0) for name in names) for part, names in PARTS.items()}
@@ -200,9 +192,7 @@ def step_parts(row: Row) -> dict[str, float]:
 
 
 def draw_parts(rows: list[Row], path: Path) -> None:
-    """Draw the step time of each variant as a bar, split into `PARTS`. The title gives the difference between the last
-    and the first variant, in GEMM time and in all other time.
-    """
+    """Draw each variant's time of a step, split into `PARTS`. The title compares the last variant with the first."""
     with reading("results", path, "a recorded step of each variant"):
         parts = [step_parts(row) for row in rows]
     figure, axis = plt.subplots(figsize=(8, 1.6 + 0.55 * len(rows)), layout="constrained")
@@ -229,9 +219,7 @@ def draw_parts(rows: list[Row], path: Path) -> None:
 
 
 def draw_curves(record: Row, path: Path) -> None:
-    """Draw the eval loss of each variant, averaged over seeds, against the number of tokens seen. The plot covers the
-    second half of training, and a band shows the range of the bf16 losses over seeds. Multi-GPU runs are left out.
-    """
+    """Draw eval losses in the second half of runs on one GPU: each variant's mean over seeds, and bf16's range."""
     runs = [run for run in record["runs"] if ":" not in run["variant"]]
     figure, axis = plt.subplots(figsize=(8, 4.2), layout="constrained")
     ends, finals, last = {}, {}, 0.0

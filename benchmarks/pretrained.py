@@ -119,9 +119,7 @@ class Job:
 
 
 def plan(settings: argparse.Namespace) -> list[Job]:
-    """List the jobs: first evaluations of untrained models, then training runs. Runs are ordered by seed, so that all
-    variants have been trained with the first seeds, and can be compared, if the benchmark stops early.
-    """
+    """List untrained models first, then runs seed by seed, so that an early stop leaves whole seeds to compare."""
     variants = settings.variants.split(",")
     for name in variants:
         if (match := _VARIANT.fullmatch(name)) is None or match["base"] not in VARIANTS:
@@ -213,18 +211,14 @@ def interval(differences: list[float]) -> dict[str, Any]:
 
 
 def equal_loss_steps(run: Row, reference: Row) -> float:
-    """Return the fraction of the reference's steps after which its lowest eval loss so far equalled the loss of `run`'s
-    export (interpolated between evaluations). Return 1 if the reference never reached that loss.
-    """
+    """Return the share of its steps that the reference took to reach the loss of `run`'s export, or 1 if it did not."""
     steps, losses = zip(*reference["evaluations"], strict=True)
     best = np.minimum.accumulate(losses)
     return float(np.interp(-run["bf16_eval_loss"], -best, steps)) / steps[-1]
 
 
 def compare(runs: list[Row]) -> list[Row]:
-    """Compare each variant with its reference at each learning rate (0: untrained). Return one entry for each variant
-    and learning rate, with the differences between runs that have the same seed.
-    """
+    """Return an entry per variant and learning rate (0: untrained): its runs' differences from the reference's runs."""
     losses = {(run["variant"], run["learning_rate"], run["seed"]): run for run in runs if "eval_loss" in run}
     comparisons = []
     for variant in dict.fromkeys(run["variant"] for run in runs):

@@ -154,9 +154,7 @@ def train_ours(job: Job, probe: Probe) -> None:
 
 
 class TrlCallback(TrainerCallback):
-    """Callback that copies the losses from TRL's log to the probe. Before training, it removes the empty bias of
-    Transformer Engine's lm_head, which TRL would add to the logits.
-    """
+    """Pass the losses to the probe, and make TRL work with Transformer Engine's lm_head."""
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
@@ -171,7 +169,7 @@ class TrlCallback(TrainerCallback):
 
 
 def train_sft(job: Job, probe: Probe, model: Any, options: dict[str, Any], **arguments: Any) -> None:
-    """Run TRL's SFTTrainer on prompts and completions. `options` go to SFTConfig, `arguments` to SFTTrainer."""
+    """Run TRL's SFTTrainer on prompts and completions. `options` are for SFTConfig, `arguments` for the trainer."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -236,9 +234,9 @@ def adapt_torch() -> bool:
 
 
 def train_torchtitan(job: Job, probe: Probe) -> None:
-    """Run torchtitan 0.3, compiled, with its llama3_8b settings but the job's model, rows and batch size. torchtitan's
-    loader formats each row as a chat and packs the chats; the loss covers the answers only. An 8B model on one GPU is
-    trained with bf16 weights and optimizer states, and its backward pass recomputes cheap operations.
+    """Run torchtitan 0.3, compiled, with its llama3_8b settings and the job's model, rows and batch size. torchtitan's
+    loader packs the rows as chats and trains on the answers. If an 8B model is trained on one GPU, its weights and
+    optimizer states are bf16, and cheap operations are recomputed.
     """
     is_old = adapt_torch()
     from torchtitan import train

@@ -81,9 +81,7 @@ def train(checkout: Path, commands: list[list[str]], run_dir: Path) -> list[tupl
 
 
 def first_difference(old: list[tuple[int, float, float]], new: list[tuple[int, float, float]]) -> str | None:
-    """Describe the first step whose numbers differ, or else say that steps are missing. Return None if `old` and `new`
-    are equal and complete.
-    """
+    """Describe the first step whose numbers differ. Return None if all steps are equal and none is missing."""
     for (step, *before), (new_step, *after) in zip(old, new, strict=False):
         if (step, before) != (new_step, after):
             return f"step {step}: loss and grad_norm {before}, then (step {new_step}) {after}"

@@ -41,9 +41,7 @@ Row = dict[str, Any]
 
 
 def read_table(path: Path, names: str | None = None) -> list[Row]:
-    """Read all rows of the table in `path`, or only those in the comma-separated `names`. Raise `UserError` if a name
-    is unknown.
-    """
+    """Read a table's rows, or only those in the comma-separated `names`. Raise `UserError` for an unknown name."""
     with reading("--table", path, "the table"):
         rows = {row["row"]: row for row in json.loads(path.read_text())["rows"]}
     selected = names.split(",") if names else list(rows)
@@ -68,9 +66,7 @@ def variants_of(row: Row) -> list[Variant]:
 
 
 def judge(row: Row, measured: list[Row]) -> list[str]:
-    """Compare the targets of `row` with its results `measured`. Return a sentence for each target that has a result:
-    the best speed of our variants, and whether it reaches the target.
-    """
+    """Return a sentence for each target in `row`: the best value in `measured`, and whether it reaches the target."""
     sentences = []
     ours = [entry for entry in measured if entry["baseline"] is None and "tokens_per_s" in entry]
     target = row.get("target_tokens_per_s_per_gpu")

@@ -75,9 +75,7 @@ def loading(flag: str, value: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def launching() -> Iterator[None]:
-    """Within the block, turn an ImportError into a `UserError`, which says that the launcher's config file needs a
-    package that is not installed.
-    """
+    """Within the block, turn an ImportError into a `UserError` about a package that the launcher's config needs."""
     try:
         yield
     except ImportError as error:
@@ -88,7 +86,7 @@ def launching() -> Iterator[None]:
 
 
 def main() -> int:
-    """Load the model and the dataset, tokenise the rows, train, and save the model."""
+    """Load model and rows, tokenise, train and save."""
     try:
         options, args = HfArgumentParser((ExampleArguments, TrainingArguments)).parse_args_into_dataclasses()
     except ValueError as error:

@@ -32,7 +32,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def as_list(entry: int | list[int] | None) -> list[int]:
-    """Return a config's `eos_token_id`, which may be None, one token id or a list, as a list."""
+    """Return the token ids in an `eos_token_id`, which may be None, one id or a list."""
     return [] if entry is None else entry if isinstance(entry, list) else [entry]
 
 

@@ -36,9 +36,7 @@ PUBLIC_BUT_UNDERSCORED = {"_replace", "_fields", "_exit", "_actions", "_option_s
 
 
 def private_names(source: str) -> set[str]:
-    """Return the private names of libraries that the Python code `source` uses: those that it imports, or reads as
-    attributes, without defining them.
-    """
+    """Return the private names that the Python code `source` imports, or reads from objects of other modules."""
     names, defined = set(), set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):
@@ -73,9 +71,7 @@ def test_no_test_imports_a_test():
 
 
 def test_package_does_not_refer_to_scripts_benchmarks_or_results():
-    """Check that no string literal equals the name of one of these folders, since code joins paths from parts, as in
-    ROOT / "scripts".
-    """
+    """The test looks for the folders' names as string literals, since code joins paths from parts: ROOT / "scripts"."""
     for file in PACKAGE.rglob("*.py"):
         constants = [node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)]
         assert not {"scripts", "benchmarks", "results"} & {value for value in constants if isinstance(value, str)}, file

@@ -61,7 +61,7 @@ def is_on(value: str) -> bool:
 
 
 def is_default(variable: str, value: str) -> bool:
-    """Return True if `value` is the launcher's default for `variable`. Case is ignored, and 1 equals true."""
+    """Return True if `value` is the launcher's default for `variable`. The launcher may write true as 1."""
     default = DEFAULTS.get(variable, "")
     return value.lower() == default.lower() or (is_on(value) and is_on(default))
 
@@ -81,8 +81,8 @@ def _not_supported(setting: str) -> UserError:
 
 
 def apply_launch_settings(config: Config, environ: MutableMapping[str, str], user_options: Collection[str]) -> Config:
-    """Return `config` with the settings of `accelerate launch`, and remove the launcher's variables from `environ`.
-    Raise `UserError` if a setting is not supported or contradicts an option that the user set (one of `user_options`).
+    """Return `config` with the settings of `accelerate launch`. Remove their variables from `environ`. Raise
+    `UserError` if a setting is not supported or contradicts one of `user_options` (names of options that the user set).
     """
     ranks = LaunchRanks.from_environment(environ)
     is_ddp = "ACCELERATE_DYNAMO_BACKEND" in environ and ranks.world_size > 1  # the launcher always sets it
@@ -108,7 +108,7 @@ def apply_launch_settings(config: Config, environ: MutableMapping[str, str], use
 
 
 def _pop_requests(environ: MutableMapping[str, str]) -> dict[str, str]:
-    """Remove the launcher's variables. Return those that set options. Raise `UserError` on unsupported settings."""
+    """Remove the launcher's variables. Return those that set options. Raise `UserError` if one is not supported."""
     environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # a list of keys, for Accelerate's own checks
     requests = {"precision": environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower()}
     for engine in ("MEGATRON_LM", "PARALLELISM_CONFIG"):
@@ -129,12 +129,12 @@ def _pop_requests(environ: MutableMapping[str, str]) -> dict[str, str]:
 
 
 def te_recipe(environ: Mapping[str, str]) -> str:
-    """Return the recipe that the launcher's variables in `environ` request from Accelerate's TE backend."""
+    """Return the recipe that Accelerate uses with Transformer Engine if it reads the variables in `environ`."""
     return "mxfp8" if is_on(environ.get("ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING", "")) else recipe_for(DEFAULT, "te")
 
 
 def _precision(requests: Mapping[str, str], mode: str | None, scenario: str, ignored: list[str]) -> dict[str, Any]:
-    """Return options that `requests` set, given sharding `mode` and recipe `scenario`. Add unused keys to `ignored`."""
+    """Return the precision options that `requests` set. Append to `ignored` the keys that the recipe does not use."""
     values = {**DEFAULTS, **requests}
     if values["precision"] != "fp8":
         return {} if values["precision"] == "no" else {"mixed_precision": values["precision"]}
@@ -161,7 +161,7 @@ def _precision(requests: Mapping[str, str], mode: str | None, scenario: str, ign
 
 
 def _sharding(values: Mapping[str, str]) -> dict[str, Any]:
-    """Return the options other than precision options that `values` (launcher's variable -> its value) set."""
+    """Return the options for sharding, gradient accumulation and clipping that the launcher's variables set."""
     settings: dict[str, Any] = {}
     if is_on(values["FSDP"]):
         reshards, offloads = is_on(values["FSDP_RESHARD_AFTER_FORWARD"]), is_on(values["FSDP_OFFLOAD_PARAMS"])

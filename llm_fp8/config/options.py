@@ -47,14 +47,14 @@ def option(
 ) -> Any:
     """Declare a dataclass field that becomes a command-line option.
 
-    `needs` lists conditions that must be met if the option is neither False nor its default. `excludes` maps each
-    condition that must not be met to the reason. Condition NAME means that option NAME is on. NAME=PATTERN|PATTERN
-    means that its value matches a pattern with wildcards. NAME may be the declared option itself. ` and ` or ` or `
-    joins conditions. sharding_mode is 'single' on one GPU. `alias` is the name of the transformers option with exactly
-    the same meaning. `bare` is a numeric option's value if its flag has no number. `bounds`: at_least, at_most, above,
-    below. `resume` says what happens if a resumed run changes the option. 'same' and 'scales' are an error unless
-    --allow_changed names the option, since the result changes. After a change of a 'scales' option, the checkpoint's
-    scales are not restored. 'evaluation' only reports a change. The other values name the setting to compare instead.
+    `needs` are conditions without which the option has no effect. `excludes` maps each condition that forbids it to
+    the reason. A condition NAME means that the option NAME is on, and NAME=PATTERN|PATTERN that its value matches a
+    pattern with wildcards. NAME may be the option itself. ` and ` or ` or ` joins conditions. sharding_mode is 'single'
+    on one GPU. `alias` is the option's name in transformers, if the meaning is exactly the same. `bare` is the value of
+    a numeric option if the flag has no number. `bounds` are at_least, at_most, above and below.
+    `resume` says what happens if a resumed run changes the option. 'same' and 'scales' make it an error unless
+    --allow_changed names the option: the result changes and, for 'scales', the meaning of delayed scaling's histories.
+    For 'evaluation' the change is only reported. The other values name the setting that is compared instead.
     """
     declared = {"help": help, "aliases": [f"--{alias}"] if alias else [], "bare": bare, "bounds": bounds}
     return field(default=default, metadata={**declared, "needs": needs, "excludes": excludes or {}, "resume": resume})
@@ -62,7 +62,7 @@ def option(
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model: its source and how it is built."""
+    """Model, its source and its construction."""
 
     model_name: str = option(
         EMBEDDED, "Hub id or folder of a Llama, Qwen or Mistral model, or 'embedded'.", alias="model_name_or_path"
@@ -192,13 +192,13 @@ class DataConfig:
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """The variables in --chat_template_kwargs. Raises `UserError` if the text is not a JSON object."""
+        """The object in --chat_template_kwargs. Raises `UserError` if it is not an object."""
         with reading("--chat_template_kwargs", self.chat_template_kwargs, "JSON", "Give an object."):
             return dict(json.loads(self.chat_template_kwargs or "{}").items())
 
     @property
     def column_names(self) -> dict[str, str]:
-        """The pairs in --columns: this project's name for a column -> the column's name in the dataset."""
+        """The pairs in --columns: our name of a column -> the name in the dataset."""
         pairs = [pair.partition("=") for pair in names_in(self.columns)]
         return {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
 
@@ -312,7 +312,7 @@ class LoraConfig:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The names in --lora_targets. Raises `UserError` for none, or for `all-linear` with others than `experts`."""
+        """The names in --lora_targets. Raises `UserError` if there are none or all-linear is mixed with layer names."""
         names = names_in(self.lora_targets)
         if not names or (ALL_LINEAR in names and not {*names} <= {ALL_LINEAR, EXPERTS}):
             raise UserError(f"--lora_targets must name layers, as in q_proj,v_proj, or be {ALL_LINEAR}[,{EXPERTS}].")
@@ -320,7 +320,7 @@ class LoraConfig:
 
     @property
     def scaling(self) -> float:
-        """The factor that multiplies an adapter's output: --lora_alpha / --lora_rank, or 2 without --lora_alpha."""
+        """The factor by which an adapter's output is multiplied: alpha / rank, or 2 without --lora_alpha."""
         return 2.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
 
 
@@ -331,10 +331,10 @@ ShardingMode = Literal[
 
 @dataclass(frozen=True)
 class Mode:
-    """Properties of a sharding mode, which distributes a model over N GPUs. `unsharded_bytes` and `sharded_bytes` are
-    bytes per parameter that weights, gradients and optimizer state take between micro-batches. For example, with
-    `adamw_master` each GPU needs 12 bytes in ddp, 12 / N in fsdp_full, and 12 / N + 2 in fsdp_grad, which keeps bf16
-    weights unsharded. Gradient accumulation adds 4 in both fsdp modes, unless --sync_every_micro_batch is set.
+    """Properties of a sharding mode, which distributes a model over N GPUs. `unsharded_bytes` and `sharded_bytes` count
+    weights, gradients and optimizer state per parameter between micro-batches. For example, `adamw_master` needs 12
+    bytes on each GPU in ddp, 12 / N + 2 (for unsharded bf16 weights) in fsdp_grad and 12 / N in fsdp_full. The fsdp
+    modes need 4 bytes more while gradients accumulate, unless --sync_every_micro_batch reduces them immediately.
     """
 
     engine: Literal["copies", "fsdp", "deepspeed"]  # copies: every GPU has the whole model

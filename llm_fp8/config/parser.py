@@ -131,7 +131,7 @@ class OptionsParser(OneSentenceParser):
 
 
 def to_argv(options: Mapping[str, Any]) -> list[str]:
-    """Convert `options` to arguments that are parsed and checked like a command line. Omit options that are None."""
+    """Convert options to command-line arguments, to parse and check them like typed ones. Omit those that are None."""
     return [f"--{name}={_word(value)}" for name, value in options.items() if value is not None]
 
 
@@ -142,7 +142,7 @@ def _word(value: Any) -> str:
 
 
 def _loader(*kinds: str) -> type[yaml.SafeLoader]:
-    """Return a YAML loader that converts scalars of these `kinds`, for example bool, and reads others as text."""
+    """Return a YAML loader that converts values of these `kinds`, for example bool, and reads all others as text."""
     rows = yaml.SafeLoader.yaml_implicit_resolvers.items()
     resolvers = {first: [(tag, form) for tag, form in row if tag.split(":")[-1] in kinds] for first, row in rows}
     return type("Loader", (yaml.SafeLoader,), {"yaml_implicit_resolvers": resolvers})
@@ -163,9 +163,9 @@ def parse_config(argv: list[str], prog: str = "train_fp8.py", parallel: bool = F
 def parse_launch(
     argv: list[str], environ: MutableMapping[str, str], description: str | None = None, parallel: bool = False
 ) -> Config:
-    """Parse `argv` like `parse_config` and apply `accelerate launch`'s settings. Remove its variables, and torchrun's
-    if some are missing, from `environ`. Raise `UserError` if train_fp8.py has several ranks or train_multi_gpu.py has
-    no launcher."""
+    """Parse `argv` like `parse_config` and apply `accelerate launch`'s settings. Remove from `environ` what it and an
+    earlier torchrun set. Raise `UserError` if train_fp8.py has several ranks or train_multi_gpu.py has no launcher.
+    """
     parser = OptionsParser(parallel, description=description)
     typed, names = _read(argv, parser)
     is_launched, ranks = environ.keys() >= {*TORCHRUN_VARIABLES}, LaunchRanks.from_environment(environ)
@@ -188,7 +188,7 @@ def parse_launch(
 
 
 def _read(argv: list[str], parser: OptionsParser) -> tuple[Config, frozenset[str]]:
-    """Parse `argv` and its --config file without `check_options`. Return the config and the names of given options."""
+    """Parse `argv` and --config's file, but check no combinations. Return also the names of the options in them."""
     path = parser.parse_known_args(argv)[0].config
     file_argv, names = list[str](), list[str]()
     if path:

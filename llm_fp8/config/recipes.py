@@ -101,7 +101,7 @@ RECIPE_OPTIONS = tuple(dict.fromkeys(name for recipe in RECIPES.values() for nam
 
 
 def recipe_names(backend: Backend | None = None) -> tuple[str, ...]:
-    """Return the names of a back end's recipes, or of all recipes if `backend` is None, in the order of `RECIPES`."""
+    """Return the names of a back end's recipes, or of all recipes, in the table's order."""
     return tuple(name for name, recipe in RECIPES.items() if backend in (None, recipe.backend))
 
 
@@ -111,7 +111,7 @@ def recipe_for(scenario: str, backend: Backend) -> str:
 
 
 def row_of(name: str | None) -> Recipe:
-    """Return the recipe `name`, or `NO_RECIPE`, which describes a run without fp8, if `name` is None or unknown."""
+    """Return the recipe `name`. For None or an unknown name, return the row for a run without fp8."""
     return RECIPES.get(name or "", NO_RECIPE)
 
 

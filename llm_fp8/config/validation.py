@@ -12,8 +12,8 @@ from llm_fp8.utils.errors import UserError, did_you_mean, reading
 
 
 def check_declared(config: Config, mode: str | None = None) -> None:
-    """Raise `UserError` if an option is set but a condition in its `needs` is not met, or one in its `excludes` is met.
-    `mode` is the run's sharding mode. If it is None and --sharding_mode is 'auto', needs of a mode are not checked.
+    """Raise `UserError` if a condition in an option's `needs` is not met, or one in its `excludes` is. `mode` is the
+    run's sharding mode. If it is None and --sharding_mode is 'auto', `needs` about the mode are not checked.
     """
     values = {**config.options, "packing": config.packing, "sharding_mode": mode or config.parallel.sharding_mode}
     values["use_wandb"] = bool(config.run.trackers)  # W&B's options apply to every tracker
@@ -43,7 +43,7 @@ def check_declared(config: Config, mode: str | None = None) -> None:
 
 
 def _flags(condition: str, name: str) -> str:
-    """Write `condition` as flags: 'a=x|y or b' becomes '--a x or y or --b'. Omit conditions on the option `name`."""
+    """Write `condition` as flags: 'a=x|y or b' becomes '--a x or y or --b'. Leave out parts about the option `name`."""
     parts = [f"--{part}" for part in condition.split(" and ") if not part.startswith(f"{name}=")]
     flags = " and ".join(parts).replace(" or ", " or --").replace("=", " ").replace("|", " or ")
     return flags.replace("--sharding_mode single or", "one GPU or --sharding_mode")
@@ -66,7 +66,7 @@ def check_options(config: Config) -> None:
 
 
 def _check_recipe(config: Config) -> None:
-    """Check that the fp8 back end has the chosen recipe, and that the fp8 options that are set can be used with it."""
+    """Check that the back end has the chosen recipe, and that the recipe accepts the options that are set."""
     precision = config.precision
     backend, scenario = precision.fp8_backend, precision.fp8_scenario
     if scenario not in (DEFAULT, *recipe_names(backend)):
@@ -108,7 +108,7 @@ def _check_names(config: Config) -> None:
 
 
 def check_tokens(config: Config, multiple: int, purpose: str) -> None:
-    """Raise `UserError` unless `multiple`, which `purpose` requires, divides a GPU's tokens per micro-batch."""
+    """Raise `UserError`, with `purpose` as the reason, unless `multiple` divides a GPU's tokens per micro-batch."""
     data, size = config.data, config.parallel.context_parallel_size
     if data.batch_size * data.max_seq_length % (size * multiple) != 0:
         raise UserError(f"--batch_size times --max_seq_length must be a multiple of {size * multiple} for {purpose}.")

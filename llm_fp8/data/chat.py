@@ -182,7 +182,7 @@ def _convert_for_template(conversation: Conversation, tokenizer: PreTrainedToken
 
 
 def _check_shown(message: Mapping[str, Any], shown: str, template: str, unused: Unused) -> None:
-    """Raise `UserError` if `shown` lacks a call or, without calls, the answer. Count an answer missing beside calls."""
+    """Raise `UserError` if `shown` lacks a call or the answer. Beside calls, a missing answer is only counted."""
     calls = called(message)
     if calls and ("tool_calls" not in template or any(call not in shown for call in calls)):
         raise UserError(f"--dataset_name: the chat template does not show an assistant's 'tool_calls' {calls}.")
@@ -194,7 +194,7 @@ def _check_shown(message: Mapping[str, Any], shown: str, template: str, unused: 
 
 
 def _with_arguments(call: Mapping[str, Any], as_text: bool) -> Mapping[str, Any]:
-    """Convert the arguments in `call` or in its entry "function" to JSON text if `as_text`, else to an object."""
+    """Convert a tool call's arguments (they may be in its `function`) to JSON text if `as_text`, else to an object."""
     if "function" in call:
         return {**call, "function": _with_arguments(call["function"], as_text)}
     arguments: Any = call.get("arguments")
@@ -207,7 +207,7 @@ def _with_arguments(call: Mapping[str, Any], as_text: bool) -> Mapping[str, Any]
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, **options: bool) -> tuple[str, list[Span]]:
-    """Return a conversation's text and, if `options` ask for the assistant's mask, the marked spans (else [])."""
+    """Render a conversation to text. Also return the spans that the template marks, or [] without a mask option."""
     roles = ", ".join(message["role"] for message in conversation.messages)
     task = f"a conversation of the roles {roles} with the tokenizer's chat template"
     with reading("--model_name", tokenizer.name_or_path, task, "Give another --chat_template, or drop such rows."):
@@ -236,8 +236,8 @@ def _marked_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTo
 def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Spans:
     """Locate each supervised turn in `text`, from the end of its generation prompt to the end of the turn.
 
-    For each turn, the conversation is rendered up to that turn. `text` must equal this rendering from the start, or
-    from the end of the previous supervised turn. It may lack only reasoning: Qwen3's template drops that of old turns.
+    For each turn, the conversation is rendered up to that turn. `text` must begin with this rendering, or continue like
+    it after the previous supervised turn. It may lack only reasoning, which Qwen3's template drops from earlier turns.
     """
     spans: Spans = {}
     seen, end = "", 0  # the rendered conversation up to the previous supervised turn, and its end in `text`
@@ -293,7 +293,7 @@ def _tokenise(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list
 
 def _continue(before: str, text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokenise `text` as the continuation of `before`: tokenise it after a single character, then remove the tokens of
-    this character. It is the last character of `before`, or another one if a token would span it and some of `text`.
+    this character. The character is the last one of `before` or, if that shares a token with `text`, another one.
     """
     for anchor in (before[-1], *"0a\n."):
         alone, both = _tokenise([anchor, anchor + text], tokenizer)
@@ -326,8 +326,8 @@ def _encode_spans(rendered: Sequence[Rendered], tokenizer: PreTrainedTokenizerBa
 
 
 def _end_turns(encoded: Encoded, tokenizer: PreTrainedTokenizerBase, eos: int, ends: set[Any]) -> Encoded:
-    """Extend each supervised range by an EOS right after it, and drop white space after an end token from its end. Cut
-    off the document after the last range, and add `eos` if no end token is last. `ends` has the ids of end tokens.
+    """Extend each supervised range by an EOS that follows it. Shorten it by white space that follows one of the tokens
+    `ends`. Cut the document off after the last range, and add `eos` if it does not end with one of `ends`.
     """
     ids, supervised = list(encoded.input_ids), bytearray(encoded.supervised)
     after = (eos, tokenizer.eos_token_id)

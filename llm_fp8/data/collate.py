@@ -86,11 +86,11 @@ class PackingPlan:
 
 
 def pack(lengths: npt.ArrayLike, capacity: int, multiple: int = 1) -> PackingPlan:
-    """Pack documents of `lengths` tokens, padded to multiples of `multiple`, into sequences of at most `capacity`.
+    """Pack documents of these `lengths`, each padded to `multiple`, into sequences of at most `capacity` tokens.
 
-    The algorithm is best fit decreasing: documents are placed in order of decreasing length, each into the fullest
-    sequence with enough room. Bit r of `has_room` is set if some sequence has room for exactly r more tokens, so the
-    lowest set bit at or above a document's length replaces a search. A million documents take about 1 s.
+    The algorithm is best fit decreasing: documents are placed in order of decreasing length, each into the sequence
+    with the least room that still fits it. Bit r of `has_room` is set if a sequence has room for r more tokens, so the
+    lowest set bit from a document's length upwards replaces a search. A million documents take about 1 s.
     """
     sizes = -(-np.asarray(lengths, dtype=np.int64) // multiple) * multiple
     sequence_of = np.empty(len(sizes), dtype=np.int64)
@@ -130,7 +130,7 @@ class Layout:
 
     @property
     def multiple(self) -> int:
-        """Number that must divide the padded length of each packed document, in tokens."""
+        """The length of each packed document is padded to a multiple of this number of tokens."""
         return 2 * self.num_slices if self.num_slices > 1 else 1
 
     def plan(self, lengths: IntArray, chosen: IntArray) -> PackingPlan:
@@ -141,12 +141,12 @@ class Layout:
         return PackingPlan(chosen[packed.samples], packed.offsets)
 
     def num_positions(self, lengths: IntArray) -> int:
-        """Count all positions, with padding. `lengths` has one token count per sequence, or any numbers if `packed`."""
+        """Count the positions of all batches, with padding. `lengths` are those of any one document per sequence."""
         longest = np.maximum.reduceat(lengths, np.arange(0, len(lengths), self.batch_size))
         return int(self.width(longest).sum()) * self.batch_size
 
     def width(self, longest: Any) -> Any:
-        """Return the padded sequence length of a batch whose longest document has `longest` tokens (int or array)."""
+        """Return the length of a batch's padded sequences. `longest` (int or array): length of its longest document."""
         multiple = PADDED_MULTIPLE * self.num_slices
         padded = np.minimum(-(-longest // multiple) * multiple, self.max_seq_length)
         return np.full_like(padded, self.max_seq_length) if self.packed else padded
@@ -159,7 +159,7 @@ class Layout:
         return batch.map(Tensor.pin_memory) if self.pin_memory else batch
 
     def __call__(self, sequences: Sequence[Sequence[Document]]) -> Batch:
-        """Collate at most `batch_size` sequences of `max_seq_length` tokens, or raise `IndexError` or `ValueError`."""
+        """Collate sequences. NumPy raises `IndexError` if there are too many, or `ValueError` if one is too long."""
         documents = [document for sequence in sequences for document in sequence]
         shape = (self.batch_size, int(self.width(max((len(document.input_ids) for document in documents), default=1))))
         ids = np.full(shape, self.pad_token_id, dtype=np.int64)

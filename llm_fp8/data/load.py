@@ -55,7 +55,7 @@ _BETWEEN = re.compile(r"[\s,]*")
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """A dataset, its splits and the split to read. `==` ignores the fields `name` and `flag`."""
+    """A dataset, its splits and the split to read. `==` ignores the name and the flag that the user gave."""
 
     name: str = field(compare=False)
     path: str  # argument of `datasets.load_dataset`
@@ -77,7 +77,7 @@ class DatasetSource:
 
 @contextmanager
 def reading_of(*sources: DatasetSource) -> Iterator[None]:
-    """Convert errors in a block that reads `sources` to `UserError`. Messages about a row then name the datasets."""
+    """Convert errors in the block, which reads `sources`, to `UserError`. Add the datasets' names to a row's error."""
     flag, name = sources[0].flag, ",".join(source.name for source in sources)
     with reading(flag, name, "the dataset", "Check its files, or download it again."):
         try:
@@ -175,7 +175,7 @@ def _of_builder(source: DatasetSource, data_files: Any) -> DatasetSource:
 
 
 def load_split(source: DatasetSource, streaming: bool = False, num_rows: int | None = None) -> Any:
-    """Load the split of `source`, or its first `num_rows` rows. Iterate over a stream in a `with reading_of` block."""
+    """Load the split of `source`, or its first `num_rows` rows. Read streams in `reading_of`, which explains errors."""
     # Without a list of files, `datasets` would download and convert all other splits too.
     split, files = source.split, source.files[source.split]
     first = next(iter(files), "")
@@ -203,7 +203,7 @@ def _checksum(file: str) -> str:
 
 
 def _as_text(file: str) -> dict[str, Any]:
-    """Return `load_dataset` options to keep CSV cells as text. Pandas reads 42 as 42.0 in columns with empty cells."""
+    """Return arguments that make `load_dataset` read CSV cells as text: pandas reads 42 as 42.0 beside empty cells."""
     kind = DATA_FILE.search(file)
     if kind is None or kind[1] not in (".csv", ".tsv"):
         return {}

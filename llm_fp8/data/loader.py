@@ -91,8 +91,8 @@ def stream_buffers(
     position: Position,
 ) -> Iterator[Buffer]:
     """Yield buffers of the stream from `position` on and count its rows in `report`. `open_stream` opens the stream of
-    tokenised rows at its start. `is_held_out` takes each row's `problem_key` (a hash) and returns the mask of the rows
-    to hold out. `plan_of` packs documents, given the lengths of all documents and the indices of those to train on.
+    tokenised rows at its start. `is_held_out` maps the rows' `problem_key` hashes to a mask of rows to hold out.
+    `plan_of` packs documents, given the lengths of all documents and the indices of those to train on.
     """
     begin, ended = {**position, "next_row": 0}, True
     report.forget_rows()
@@ -216,7 +216,7 @@ class EvalLoader:
     def __init__(
         self, sequences: Sequence[Reader], data: str, layout: Layout, data_rank: DataRank, limit: int | None
     ) -> None:
-        """Use all sequences, or the first `limit`. `data` is a hash of all. `self.data` adds the limit, if used."""
+        """Use all sequences, or the first `limit`. `data` identifies the full list, and `self.data` the used part."""
         self._micro_batches = data_rank.micro_batches(sequences[:limit], layout.batch_size)
         self._layout = layout
         self.data = data if limit is None or limit >= len(sequences) else f"{data}, the first {limit}"

@@ -47,12 +47,12 @@ def is_held_out(key: int | npt.NDArray[np.int64], fraction: float) -> Any:
 
 
 def held_out_mask(keys: npt.NDArray[np.int64], fraction: float | None) -> npt.NDArray[np.bool_]:
-    """Return a mask of the rows to hold out, bool [rows]. `keys`, int64 [rows], has each row's `problem_key`.
+    """Return the mask of the rows to hold out, bool [rows]. `keys`, int64 [rows], has each row's `problem_key`.
 
-    Rows with equal keys stay together. If `fraction` is above 0, the rows that `is_held_out` selects are held out or,
-    if there are none, the rows with the smallest key, unless all keys are equal. If `fraction` is None, rows are held
-    out in ascending order of keys until `DEFAULT_FRACTION` of the rows, but at least `DEFAULT_ROWS` (in a small
-    dataset, a tenth of the rows), are held out. Keys that have more rows than this target are skipped.
+    A `fraction` above 0 holds out the rows that `is_held_out` selects. If it selects none, the problem with the
+    smallest key is held out, unless it is the only problem. If `fraction` is None, the target is `DEFAULT_FRACTION` of
+    the rows, but at least `DEFAULT_ROWS` (in a small dataset, a tenth of the rows). The problems with the smallest keys
+    are held out until the target is reached. Problems with more rows than the target are skipped.
     """
     if fraction == 0 or len(keys) == 0:
         return np.zeros(len(keys), dtype=bool)
@@ -90,8 +90,8 @@ def prepare_data(
     """Load, tokenise, split and pack a run's data. Raise `UserError` if a dataset cannot be found, read or used.
 
     If `config.num_slices` is n, n consecutive ranks get the same sequences, and `split_batch` returns a rank's slice of
-    a batch. --eval_batches counts batches of `eval_batch_size` rows (default: --batch_size), also if micro-batches were
-    merged into larger ones. `main_process_first()` makes other ranks wait until the main process has filled the cache.
+    a batch. --eval_batches counts batches of `eval_batch_size` (default: --batch_size), so that merging micro-batches
+    does not change the evaluated rows. `main_process_first()` makes other processes wait until the cache is filled.
     """
     data, num_slices = config.data, config.num_slices
     data_rank = DataRank(rank // num_slices, world_size // num_slices)
@@ -183,7 +183,7 @@ class _Job:
         return PreparedData(train, evals, report, description, tuple(ends) or tuple(expected))
 
     def open(self, sources: Sequence[DatasetSource], num_rows: int | None) -> list[_Part]:
-        """Open up to `num_rows` rows (None: all) of each source, and choose its `RowOptions`. Validate --columns."""
+        """Open up to `num_rows` rows (None: all) of each split and choose options to tokenise them. Check --columns."""
         loaded = [load_split(source, self.data.streaming, num_rows) for source in sources]
         examples = list(map(first_row, sources, loaded))
         names = [name for row in examples for name in row]
@@ -229,8 +229,8 @@ class _Job:
         return interleave_datasets(streams, self.shares, self.config.optim.seed) if self.shares else streams[0]
 
     def first_rows(self, parts: Sequence[_Part], fraction: float) -> Dataset:
-        """Read rows from the start of the stream: `STREAMED_EVAL_ROWS` / `fraction`, so that about `STREAMED_EVAL_ROWS`
-        are held out, but at most `STREAMED_EVAL_SCAN_ROWS`. If `fraction` is 0, read only `STREAMED_SCAN_ROWS`.
+        """Read rows from the start of the stream, about `STREAMED_EVAL_ROWS` / `fraction`, but no more than
+        `STREAMED_EVAL_SCAN_ROWS`. The share `fraction` of them is to be held out. If it is 0, read a few rows.
         """
         wanted = min(STREAMED_EVAL_SCAN_ROWS, int(STREAMED_EVAL_ROWS / fraction)) if fraction else 1
         with reading_of(*self.train):
@@ -266,7 +266,7 @@ class _Job:
         return EvalLoader(readers, content_key(figures["document_key"]), self.layout, self.data_rank, limit)
 
     def describe(self, report: DataReport, sample: str, amounts: Sequence[str]) -> str:
-        """Describe the datasets, `report` and `sample` in text. `amounts` states how much of each dataset is used."""
+        """Return text to print: origin, counts and `sample`. `amounts` says how much of each dataset is trained on."""
         kind = "packed" if self.config.packing else "padded"
         evaluated = ", ".join(f"split {source.split} of {source.name}" for source in self.evaluation)
         lines = [

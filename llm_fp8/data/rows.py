@@ -65,7 +65,7 @@ class Conversation(NamedTuple):
     template_kwargs: Mapping[str, Any] = MappingProxyType({})
 
     def until(self, turn: int) -> Conversation:
-        """Return the conversation up to, but not including, the message at index `turn`."""
+        """Return the conversation without the message at index `turn` and the messages after it."""
         return self._replace(messages=self.messages[:turn])
 
     def supervised_turns(self) -> list[int]:
@@ -78,7 +78,7 @@ class Conversation(NamedTuple):
         ]
 
     def entries(self) -> list[str]:
-        """Return the keys other than "role" and "content" of all messages. A key in n messages occurs n times."""
+        """Return the keys of all messages except role and content. A key occurs once for each message that has it."""
         return [name for message in self.messages for name in message if name not in ("role", "content")]
 
     def arguments(self) -> list[str]:
@@ -86,7 +86,7 @@ class Conversation(NamedTuple):
         return [*(["tools"] if self.tools else []), *self.template_kwargs]
 
     def problem(self) -> str:
-        """Return the text of all messages except the assistant's, or of all messages if there is no question."""
+        """Return the text that rows of the same problem have in common: all messages except the assistant's."""
         questions = [message for message in self.messages if message["role"] != "assistant"]
         # Many rows share a system prompt, so it does not identify a problem without a question.
         has_question = any(message["role"] not in SYSTEM and message["content"].strip() for message in questions)
@@ -94,7 +94,7 @@ class Conversation(NamedTuple):
 
 
 def detect_columns(row: Mapping[str, Any], mapped: Collection[str] = (), dataset: str = "--dataset_name") -> RowForm:
-    """Return the first form that fits `row` and has all names `mapped` by --columns, or raise an error on `dataset`."""
+    """Return the first form that fits `row` and uses all names in `mapped`, set by --columns, or raise `UserError`."""
     for form, needed in COLUMNS.items():
         if form == "prompt_messages" and not any(isinstance(row.get(name), list) for name in needed):
             continue
@@ -107,7 +107,7 @@ def detect_columns(row: Mapping[str, Any], mapped: Collection[str] = (), dataset
 
 
 def _mapping(row: Mapping[str, Any]) -> str:
-    """Suggest a value for --columns, using the names in `QUESTIONS` and `ANSWERS`. Return '' if `row` lacks them."""
+    """Return a value for --columns if `row` has a column named in `QUESTIONS` and one in `ANSWERS`, else ''."""
     names = {name.lower(): name for name in row}
     question, answer = (next((names[name] for name in each if name in names), "") for each in (QUESTIONS, ANSWERS))
     turn = row[answer][0] if isinstance(row.get(answer), list) and row[answer] else None
@@ -152,7 +152,7 @@ def conversation_of(row: Mapping[str, Any], form: RowForm) -> Conversation:
 
 
 def _turns(row: Mapping[str, Any], form: RowForm, unused: Unused) -> list[Turn]:
-    """Return the turns in the columns of `form`, or [] if the answer, or a question for a chat template, is empty."""
+    """Read the turns from the columns that `COLUMNS` lists for `form`. If question or answer is missing, return []."""
     if form in ("messages", "sharegpt"):
         return [_message(turn, unused) for turn in _structured(row, COLUMNS[form][0])]
     if form == "prompt_messages":
@@ -169,12 +169,12 @@ def _turns(row: Mapping[str, Any], form: RowForm, unused: Unused) -> list[Turn]:
 
 
 def read_row(text: str) -> Any:
-    """Parse the JSON text of a row. The `str` of a float is the float as it is written in the text."""
+    """Parse the JSON text of a row. Its floats, converted to text, are spelt as in the file."""
     return json.loads(text, parse_float=_Number)
 
 
 class _Number(float):
-    """A float whose `str` is the JSON text from which it was parsed, for example "1.50"."""
+    """A float whose `str` is its spelling in the file."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -231,7 +231,7 @@ def _json(text: Any, name: str) -> Any:
 
 
 def _history_messages(entry: Any) -> Sequence[Any]:
-    """Return the messages in one item of the column `history`. The item is a list [question, answer] or a message."""
+    """Return the messages of `entry`, an item in the column `history`: a list [question, answer] or one message."""
     if isinstance(entry, list) and len(entry) == 2:
         return [{"role": "user", "content": entry[0]}, {"role": "assistant", "content": entry[1]}]
     return [entry]

@@ -65,8 +65,8 @@ class Outcome(IntEnum):
 
 @dataclass
 class DataReport:
-    """Counts of the rows of the training data or, for a stream, of the rows read so far. Each row read counts as used,
-    held out, dropped as overlong, or empty. A truncated row also counts as used or held out.
+    """Counts of the training rows or, for a stream, of those that were read so far. Each row that was read is either
+    used, held out, dropped as overlong, or empty. Truncated rows are used or held out.
     """
 
     num_rows_read: int = 0
@@ -86,7 +86,7 @@ class DataReport:
     nothing_held_out: str = ""  # reason why no row is held out, if there should be some
 
     def count(self, tokenised: Dataset, figures: Figures, held_out: npt.NDArray[np.bool_]) -> None:
-        """Add the counts of training rows. `held_out` and each array in `figures` have one entry for each row."""
+        """Add the counts of the training rows `tokenised`. `held_out` and each of `figures` have one entry per row."""
         outcomes = Counter(figures["outcome"].tolist())
         filled = figures["length"] > 0
         used = {name: column[filled & ~held_out] for name, column in figures.items()}
@@ -179,7 +179,7 @@ def _hash(content: bytes) -> int:
 
 
 def problem_key(text: str) -> int:
-    """Return a hash of a `Conversation.problem()`. Case, white space and Unicode compatibility forms are ignored."""
+    """Return a hash of a problem's text. It ignores case, white space and Unicode compatibility forms."""
     return _hash(" ".join(unicodedata.normalize("NFKC", text).casefold().split()).encode())
 
 
@@ -196,7 +196,7 @@ def _tokenise_batch(
     options: RowOptions,
     main_pid: int,
 ) -> dict[str, list[Any]]:
-    """Tokenise a batch with column types `features` into columns `FEATURES`. Only process `main_pid` handles Ctrl-C."""
+    """Tokenise a batch, whose columns have types `features`, to columns `FEATURES`. Only `main_pid` heeds Ctrl-C."""
     if main_pid != os.getpid():
         # A terminal sends Ctrl-C to workers too, and each would print a traceback.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -235,7 +235,7 @@ def _rows_of(batch: dict[str, list[Any]], features: Any) -> Iterator[dict[str, A
 
 
 def _as_stored(value: Any, feature: Any) -> Any:
-    """Return `value` without the None fields that Arrow adds if rows differ in fields, unless the column is JSON."""
+    """Return `value` without the None fields that Arrow adds if rows have different fields. JSON columns have none."""
     if isinstance(feature, Json):
         return value
     if isinstance(value, Mapping):
@@ -246,7 +246,7 @@ def _as_stored(value: Any, feature: Any) -> Any:
 
 
 def cache_key(dataset_fingerprint: str, tokenizer: PreTrainedTokenizerBase, options: RowOptions) -> str:
-    """Return a hash of everything that determines the tokenised dataset. The cache file's name contains the hash."""
+    """Return a hash of everything that determines the tokenised dataset, for the name of its cache file."""
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
         # Padding and truncation are settings of earlier calls; ours use neither.
         rules: Any = {**json.loads(backend.to_str()), "padding": None, "truncation": None}

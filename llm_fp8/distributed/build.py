@@ -13,7 +13,7 @@ from llm_fp8.utils.ranks import LaunchRanks
 
 
 def build_strategy(mode: str, config: Config, ranks: LaunchRanks, plan: PrecisionPlan) -> DistributedStrategy:
-    """Build the strategy of the sharding mode `mode` and its Accelerator, whose mixed precision is on only for fp16."""
+    """Build the strategy of the sharding mode `mode`, with an Accelerator. Only fp16 uses Accelerate's autocast."""
     engine, parallel = MODES[mode].engine, config.parallel
     if engine == "deepspeed":
         from llm_fp8.distributed import deepspeed

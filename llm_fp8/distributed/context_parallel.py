@@ -32,7 +32,7 @@ class ContextGroup:
     rank: int  # this rank's index in the group
 
     def attach(self, layers: Iterable[Any]) -> None:
-        """Set up ring attention in TE's decoder `layers`, which then require batches from `split`. Collective."""
+        """Make TE's decoder `layers` exchange keys and values in the group, for batches from `split`. Collective."""
         shape = (dist.get_world_size() // self.size, self.size)
         group = init_device_mesh("cuda", shape, mesh_dim_names=("data", "context")).get_group("context")
         stream = torch.cuda.Stream()  # for every second step of the ring, in all layers

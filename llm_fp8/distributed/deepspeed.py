@@ -55,7 +55,7 @@ class _Plugin(DeepSpeedPlugin):
 
 
 def accelerator_arguments(config: Config, mode: str, compute_name: str, num_processes: int) -> dict[str, Any]:
-    """Import DeepSpeed, for the CPU if there is no GPU. Return arguments of an `Accelerator` that uses DeepSpeed."""
+    """Import DeepSpeed for GPUs or, without one, for the CPU. Return the arguments of an `Accelerator` that uses it."""
     on_gpu = torch.cuda.is_available()
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_gpu else "cpu")
     DEEPSPEED.require(f"--sharding_mode {mode}")
@@ -110,7 +110,7 @@ def deepspeed_settings(config: Config, mode: str, compute_name: str, num_process
 
 def _completed(settings: dict[str, Any], others: dict[str, Any], origin: str = "") -> dict[str, Any]:
     """Return `settings`, updated recursively with the entries of `others` that are not "auto". If `origin` is not
-    empty, raise `UserError`, starting with `origin`, for an entry that differs between `settings` and `others`.
+    empty, raise `UserError` for an entry with two different values. The message begins with `origin`.
     """
     merged = dict(settings)
     for key, value in others.items():
@@ -171,7 +171,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._zero.backward(loss * self.accelerator.num_processes, scale_wrt_gas=False)
 
     def step(self, optimizer: Any, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-        """Clip gradients, update weights and return the norm before clipping. An inf norm may mean a skipped update."""
+        """Clip, update the weights and return the unclipped norm. If the norm is inf, there may have been no update."""
         assert max_norm == self.settings["gradient_clipping"], "DeepSpeed clips to the norm in its settings"
         self._zero.step()
         return torch.as_tensor(self._zero.get_global_grad_norm(), dtype=torch.float32, device=self.accelerator.device)

@@ -42,7 +42,7 @@ class Fp8Weight(NamedTuple):
 
 
 class Fp8ParamsStrategy(FsdpStrategy):
-    """FSDP that all-gathers weights in fp8. TE stores weights in fp8. Other back ends cast them before each gather."""
+    """FSDP that gathers weights in fp8. TE's weights are fp8 parameters; other back ends cast before each gather."""
 
     _backend: Any = TEBackend()  # `prepare` sets the run's back end
     _weights: Sequence[Fp8Weight] = ()
@@ -72,10 +72,10 @@ class Fp8ParamsStrategy(FsdpStrategy):
 
 
 def keep_weights_in_fp8(model: nn.Module, precision: Precision) -> Sequence[Fp8Weight]:
-    """Replace the weights of TE's fp8 modules in `model` by fp8 parameters. Return the new parameters, each with the
-    old weight as its master. If the weights are frozen, free the old weights after the cast, and return ().
+    """Replace the parameters of TE's fp8 modules in `model` by fp8 parameters. Return each new parameter with the old
+    one, which becomes its master weight. If the weights are frozen, cast and free the old parameters and return ().
 
-    All ranks must call this before the first forward pass, in which FSDP2 looks up the parameters of `model`.
+    All ranks must call this before the first forward pass, since FSDP2 reads its parameters in that pass.
     """
     # Every rank has the same order of `modules()`. Modules that are already in fp8, such as frozen ones, are skipped.
     modules: list[Any] = [module for module in model.modules() if module in precision.fp8_modules]
@@ -105,7 +105,7 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision) -> Sequence[Fp8W
 
 @torch.no_grad()
 def quantise_(weights: Sequence[Fp8Weight]) -> None:
-    """Cast each master weight into its fp8 parameter. All ranks that hold shards of the same weights must call this."""
+    """Cast each master weight to its fp8 parameter. All ranks that share a copy of the model must call this."""
     if not weights:
         return
     masters = [local_of(weight.master) for weight in weights]
@@ -137,6 +137,6 @@ def _fp8_parameter(master: Any, quantizer: Any) -> Parameter:
 def _gather(
     pre_all_gather: Any, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: nn.Module, mp_policy: Any
 ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-    """Call `pre_all_gather`, but make TE keep the weight in the backward pass, too, since recomputation uses it."""
+    """Call `pre_all_gather`, but gather no transposes. If it gathered them, recomputation would use a freed weight."""
     tensors, (scale_inv, _, _, fp8_dtype) = pre_all_gather(mesh, orig_size, contiguous_orig_stride, module, mp_policy)
     return tensors, (scale_inv, True, False, fp8_dtype)

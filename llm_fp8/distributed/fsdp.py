@@ -52,7 +52,7 @@ class FsdpStrategy(DistributedStrategy):
         self.mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
 
     def shard(self, model: nn.Module, layers: nn.ModuleList, later: Collection[nn.Module] = ()) -> None:
-        """Shard `layers`, then the rest of `model`. Allocate meta tensors, except parameters of modules in `later`."""
+        """Shard every layer, then the other parameters. Meta tensors get memory, except those of modules in `later`."""
         on_gpu, offloads = self.accelerator.device.type == "cuda", self.mode == "fsdp_offload"
         shard = functools.partial(
             fully_shard,
@@ -112,7 +112,7 @@ class FsdpStrategy(DistributedStrategy):
 
 
 def units_of(model: nn.Module) -> Iterator[FSDPModule]:
-    """Return an iterator over the FSDP2 units in `model`: the outermost unit, then the decoder layers."""
+    """Return FSDP's units: the outermost unit and the decoder layers."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
@@ -128,10 +128,10 @@ class MemorySavingReduceScatter:
 
     PyTorch's allocator has separate memory for each CUDA stream. FSDP2 allocates a rank's gradient shards (4 / N bytes
     per parameter on N ranks) on the reduce-scatter's stream. Here they are allocated on `stream()`, the stream of the
-    backward pass, to reuse the memory of activations and unsharded gradients. FSDP2 calls `allocate` first for the
-    input, then, after it frees the unsharded gradients, for the output. `allocate` deletes every `main_grad`, which
-    would keep unsharded gradients allocated. On CPUs, and in fsdp_hybrid, where a third stream reads the shards,
-    `stream()` is None and allocation is FSDP2's. Otherwise, gradients of bf16 parameters are cast here, not by FSDP2.
+    backward pass, to reuse the memory of activations and unsharded gradients. FSDP2 calls `allocate` twice: first for
+    the input, when main gradients are freed too, then for the output, after unsharded gradients are freed. On CPUs, and
+    in fsdp_hybrid, where a third stream reads the shards, `stream()` is None and allocation is as in FSDP2. For bf16
+    parameters (`adamw_master`, `adamw_8bit`), the sum is cast here, into memory of `stream()`, and not by FSDP2.
     """
 
     def __init__(self, unit: FSDPModule, stream: Callable[[], torch.cuda.Stream | None]) -> None:

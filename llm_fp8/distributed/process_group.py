@@ -62,7 +62,7 @@ def largest(value: int) -> int:
 
 
 def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the `value` of every rank, in rank order. Collective over `group`, which must contain all ranks."""
+    """Return the `value` of every rank, in rank order. Collective."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -71,8 +71,8 @@ def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def decided_by_main(decide: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Call `decide` on rank 0 and return its result on every rank. If `decide` raises an exception, rank 0 raises it
-    again, and the other ranks raise `UserError`. Collective over `group`, which must contain all ranks.
+    """Call `decide` on rank 0 and return its result on every rank. If it raises, rank 0 raises the same exception, and
+    the other ranks raise `UserError`. Collective.
     """
     outcome: tuple[Any, str | None] = None, None  # the result, and the reason of a failure
     failure: BaseException | None = None

@@ -39,8 +39,8 @@ FindMainGrad: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 class DistributedStrategy:
     """Strategy for one process (mode 'single'), or for several processes with a copy of the model each.
 
-    The copies are wrapped in DDP, unless `plain` is True. Without DDP, `micro_batch` averages the gradients over ranks
-    in the last micro-batch of a step. Graphs require this, since a replay does not run DDP's hooks.
+    The copies are wrapped in DDP unless they are `plain`. For plain copies, the last `micro_batch` of a step averages
+    gradients. Graphs require plain copies, since a replay does not run DDP's hooks.
     """
 
     shards_parameters = False  # True if parameters are DTensors and weights are loaded shard by shard
@@ -58,14 +58,14 @@ class DistributedStrategy:
             self.context_group = ContextGroup(size, accelerator.process_index % size)
 
     def shard(self, model: nn.Module, layers: nn.ModuleList, later: Collection[nn.Module] = ()) -> None:
-        """Shard `model` and its decoder layers, `layers`, if the strategy shards them. With FSDP, or if `later` is
-        not empty, allocate parameters on "meta"; parameters of the modules in `later` get memory only during loading.
+        """Shard the parameters of `model`, whose decoder layers are `layers`. With FSDP, or if `later` is not empty,
+        allocate memory for parameters on "meta", except for those of the modules in `later`.
         """
         if later:
             materialize_(model, self.accelerator.device, self.accelerator.device, later)
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, precision: Any = None) -> tuple[nn.Module, Any]:
-        """Return the model and the optimizer to train with. `precision` is needed only with --fp8_params."""
+        """Return the model to call and the optimizer to step. Only --fp8_params uses `precision`."""
         if self._is_plain:
             return model, self.accelerator.prepare(optimizer, device_placement=[False])
         return self.accelerator.prepare(model, optimizer, device_placement=[True, False])
@@ -78,11 +78,11 @@ class DistributedStrategy:
         return model.module  # DDP and its hooks are deleted when the first graph is captured, or before
 
     def main_grads(self, model: nn.Module) -> FindMainGrad | None:
-        """Return a function that finds weights' gradients, or None if wgrad GEMMs must not add to gradients."""
+        """Return a function that finds the gradient to which a weight's wgrad GEMM adds; None if no GEMM may add."""
         return lambda weight: (weight, weight.grad)
 
     def reduces_by_hooks(self, last: bool) -> bool:
-        """Return True if autograd hooks reduce this micro-batch's gradients. GEMMs that accumulate bypass the hooks."""
+        """Return True if autograd hooks reduce the gradients of this micro-batch. Then GEMMs must not accumulate."""
         return self._reduces(last) and self.accelerator.num_processes > 1 and not self._is_plain
 
     def _reduces(self, last: bool) -> bool:
@@ -112,12 +112,12 @@ class DistributedStrategy:
         return norm
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
-        """Return the unsharded parameter, or with adamw_master its fp32 master weight. Collective with sharding."""
+        """Return the unsharded parameter or, in adamw_master, its fp32 master weight. Collective if it is sharded."""
         remainder = remainder_of(parameter)
         return parameter.detach() if remainder is None else join_master(parameter.detach(), remainder)
 
     def master_of(self, parameter: Any) -> tuple[Any, Tensor]:
-        """Return the tensor that the optimizer updates (`parameter` or a master weight) and its values to save."""
+        """Return the parameter that the optimizer updates for `parameter`, and the values to store in checkpoints."""
         return parameter, parameter.detach()
 
     def state(self, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
@@ -128,7 +128,7 @@ class DistributedStrategy:
         return tensors | {f"optimizer.{name}": tensor for name, tensor in state.items()}
 
     def load_state(self, folder: Path, optimizer: Any) -> None:
-        """Restore state from `folder` if the strategy `saves_itself`, else only create optimizer state. Collective."""
+        """If the strategy `saves_itself`, restore the state. If not, allocate it for the caller to fill. Collective."""
         initialize_state(optimizer)
 
     def after_load(self, model: nn.Module, optimizer: Any, step: int) -> None:

@@ -95,9 +95,7 @@ class _OneChunk(torch.autograd.Function):
 
 
 class _ManyChunks(torch.autograd.Function):
-    """Cross entropy with the logits of one chunk at a time. The forward pass computes gradients for grad_output = 1,
-    and the backward pass multiplies them by grad_output.
-    """
+    """Cross entropy with the logits of one chunk at a time. The forward pass computes gradients for grad_output = 1."""
 
     @staticmethod
     def forward(
@@ -145,17 +143,13 @@ class _ManyChunks(torch.autograd.Function):
 
 
 def use_triton(logits: Tensor) -> bool:
-    """Return True if Transformer Engine is installed and its Triton kernels accept `logits`, which must be contiguous:
-    if they are bf16 or fp32, on a GPU and not empty.
-    """
+    """Return True if Transformer Engine's kernels accept the contiguous `logits`: bf16 or fp32, on a GPU."""
     on_gpu = logits.is_cuda and logits.dtype in (torch.bfloat16, torch.float32) and logits.numel() > 0
     return on_gpu and importlib.util.find_spec("transformer_engine") is not None
 
 
 def losses_and_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the losses [T] of `logits [T, V]` and the statistics for `to_gradient_`: the maximum m of each row of
-    logits and the row's sum of exp(logit - m). The loss of a token whose label is `IGNORE_INDEX` is 0.
-    """
+    """Return the losses [T] of `logits [T, V]` (0 if ignored), and each row's maximum m and sum of exp(logit - m)."""
     if use_triton(logits):
         from transformer_engine.pytorch.triton.cross_entropy import cross_entropy_forward
 

@@ -16,9 +16,7 @@ from torch import Tensor
 
 
 def slice_index(cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
-    """Return the indices, int64 [cu_seqlens[-1] / size], of the tokens that rank `rank` of `size` ranks gets. Each
-    document's length must be a multiple of 2 * size.
-    """
+    """Return the indices of the tokens that rank `rank` of `size` gets: int64 [cu_seqlens[-1] / size]."""
     bounds = cu_seqlens.long()
     lengths = bounds.diff()
     document = torch.repeat_interleave(torch.arange(len(lengths), device=bounds.device), lengths // size)

@@ -33,7 +33,7 @@ def _copy(
     BLOCK: tl.constexpr,
     BACKWARD: tl.constexpr,
 ) -> None:
-    """Copy COLUMNS columns of each token for which `inside` is True from `fused` to `part` or, if BACKWARD, from
+    """For each token for which `inside` is True, copy COLUMNS columns from `fused` to `part` or, if BACKWARD, from
     `part` to `fused`. Both are pointers [tokens, 1] to the first column of each token. `part_stride` is the stride of
     the columns in `part`. BLOCK is a power of two, at least COLUMNS.
     """
@@ -60,9 +60,7 @@ def _rotate(
     BACKWARD: tl.constexpr,
 ) -> None:
     """Rotate one head of each token from `fused` to `part` or, if BACKWARD, by the negative angle from `part` to
-    `fused`. Copy the columns from ROTARY_DIM on. `cosine` and `sine` are fp32 [tokens, BLOCK_HALF]. BLOCK_HALF and
-    BLOCK_REST are powers of two, at least ROTARY_DIM / 2 and HEAD_DIM - ROTARY_DIM. The first four arguments are those
-    of `_copy`.
+    `fused`. `cosine` and `sine` are fp32 [tokens, BLOCK_HALF]. For the other arguments see `_copy`.
     """
     HALF: tl.constexpr = ROTARY_DIM // 2
     columns = tl.arange(0, BLOCK_HALF)[None, :]
@@ -89,9 +87,7 @@ def _rotate(
 def _positions_in_documents(
     tokens: tl.tensor, cu_seqlens_pointer: tl.tensor, num_documents: tl.tensor, num_bisections: tl.tensor
 ) -> tl.tensor:
-    """Return each token's position in its document, found by bisection. Each of `num_bisections` steps halves the range
-    of documents and keeps cu_seqlens[low] <= token < cu_seqlens[high].
-    """
+    """Return each token's position in its document. Bisection keeps cu_seqlens[low] <= token < cu_seqlens[high]."""
     low = tl.zeros_like(tokens)
     high = low + num_documents
     for _ in range(num_bisections):
@@ -258,14 +254,13 @@ class _SplitRope(torch.autograd.Function):
 def split_rope(
     fused: Tensor, angles: Tensor, num_heads: int, num_kv_heads: int, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split `fused` into contiguous q, k and v of the same dtype, and rotate q and k. Differentiable once, in `fused`.
+    """Split `fused` into contiguous q, k and v of its dtype, and rotate q and k. Differentiable once in `fused`.
 
     Args:
         fused: bf16, fp16 or fp32 on a GPU. Packed: [T, W] with W = (num_heads + 2 num_kv_heads) d. Padded: [B, S, W];
             then a token's position is its index in S.
-        angles: contiguous fp32 [positions, 1, 1, rotary_dim]: each position's angles twice, in the first and in the
-            second half. rotary_dim is even and at most d. The columns of a head from rotary_dim on are not rotated.
-            Tokens at positions that `angles` lacks become NaN.
-        cu_seqlens: contiguous int32 [n + 1] on the same GPU: the starts of the n documents, then T. None if padded.
+        angles: contiguous fp32 [positions, 1, 1, rotary_dim]. Both halves of a row are equal; rotary_dim is even and
+            at most d. Columns from rotary_dim on are not rotated. A position beyond the table gives NaN.
+        cu_seqlens: contiguous int32 [n + 1] on the same GPU: the starts of the documents, then T. None if padded.
     """
     return _SplitRope.apply(fused, angles, num_heads, num_kv_heads, cu_seqlens)

@@ -24,8 +24,7 @@ def fuse_swiglu_backward(mlp: nn.Module) -> None:
 
 
 def _backward_and_cast(gradient: Tensor, gate_and_up: Tensor, quantizer: Any) -> tuple[None, Any]:
-    """Return None (no bias gradient) and the quantised gradient of `gate_and_up` [tokens, 2 * width]. `gradient`
-    [tokens, width] is the gradient of SwiGLU's output."""
+    """Return None (no bias gradient) and the quantised gradient [T, 2 f], given the `gradient` [T, f] of the output."""
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.constants import DType
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer

@@ -39,7 +39,7 @@ _Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 def choose_attention(choice: str, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return transformers' attn_implementation: `choice` or, for "auto", flash-attn if usable, else None (default)."""
+    """Return transformers' attn_implementation. "auto" means flash-attn if it is usable, else None (the default)."""
     if choice == "flash_attention_2":
         FLASH_ATTENTION_2.require("--attn_implementation flash_attention_2")
     if choice != "auto":
@@ -88,7 +88,7 @@ def build_model(
     **structure: Any,
 ) -> Model:
     """Build the model on `device` with the weights in `stored` or, if `stored` is None, with random weights.
-    `structure` is passed to `build_structure`. With `keep_lower_bits` and stored weights, each bf16 parameter gets a
+    `structure` contains more arguments of `build_structure`. With `keep_lower_bits`, each bf16 parameter gets a
     remainder, which stores the lower bits of an fp32 weight (`llm_fp8.optim.adamw_master`).
     """
     model = build_structure(options, hf_config, stored, device=device, te_on_meta=False, **structure)
@@ -101,8 +101,8 @@ def build_model(
 
 def fill_weights(model: Model, device: Device = "cpu", seed: int = 0, keep_lower_bits: bool = False) -> None:
     """Fill the parameters (or this rank's shards), which must have memory, with the stored weights. If the model has no
-    stored weights, draw random ones on `device` with `seed`, the same for every world size. Raise `UserError`, which
-    names the tensor, if a stored tensor does not match the model. `keep_lower_bits`: see `build_model`.
+    stored weights, draw random ones on `device` with `seed`; they are equal for every world size. Raise `UserError`
+    naming file and tensor if a stored tensor does not match the model. For `keep_lower_bits` see `build_model`.
     """
     if keep_lower_bits and model.stored is not None:
         for parameter in model.module.parameters():
@@ -113,8 +113,8 @@ def fill_weights(model: Model, device: Device = "cpu", seed: int = 0, keep_lower
 
 
 def filled_layers(model: Model, layers: Iterable[nn.Module], device: Device, seed: int) -> Iterator[nn.Module]:
-    """Fill `model` like `fill_weights`, and yield each of `layers` once it is filled. A layer gets memory just before
-    it is filled, so the caller can cast or free it before the next gets memory. All other tensors must have memory.
+    """Fill `model` like `fill_weights`, and yield each of `layers` once it is filled. A layer's memory is allocated
+    just before, so the caller can cast or free a layer before the next is allocated. Other tensors must have memory.
     """
     tensors = saved_tensors(model.module)
     owners = {id(parameter): layer for layer in layers for parameter in layer.parameters()}
@@ -149,7 +149,7 @@ def auto_class(hf_config: PretrainedConfig) -> Any:
 
 
 def without_towers(model: PreTrainedModel) -> Model:
-    """Remove from `model` everything that has weights, except the decoder and lm_head. Return a `Model` of the rest."""
+    """Remove all modules that have weights, except decoder and lm_head, from `model`. Return it as a `Model`."""
     decoder, head = text_decoder(model), model.get_output_embeddings()
     text_parts = {module for part in (decoder, head) if part is not None for module in part.modules()}
     left_out: list[str] = []
@@ -194,8 +194,8 @@ def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -
 
 
 def read_by_kernels(model: nn.Module) -> dict[str, nn.Module]:
-    """Return, by name, the linear layers that Mamba's mixers do not call because fused kernels read their weights:
-    out_proj and, in Mamba 1, dt_proj and x_proj. Adapters or fp8 modules in their place would have no effect.
+    """Return name -> module of the linear layers in Mamba's mixers whose weights are read by fused kernels: the output
+    projection and, in Mamba 1, two more. These layers are not called, so adapters or fp8 modules would have no effect.
     """
     return {
         f"{prefix}.{name}": child
@@ -235,8 +235,8 @@ class LocalShard:
     remainder: Tensor | None = None  # int16 [n, ...], to be filled with the lower bits of fp32 weights
 
     def fill(self, part: Part, rows: Any) -> None:
-        """Copy to `data`, in the dtype of `data`, those rows of a Hugging Face tensor that lie in this shard. `part` is
-        the tensor's position in the parameter, and `rows[a:b]` reads rows a to b of the tensor.
+        """Copy to `data` those rows of a Hugging Face tensor that lie in this shard, cast to its dtype. `part` is the
+        tensor's position in the parameter, and `rows[a:b]` reads rows a to b of the tensor.
         """
         first, last = max(part.start, self.start), min(part.stop, self.start + len(self.data))
         if first >= last:
@@ -270,9 +270,9 @@ def local_shard(tensor: Tensor) -> LocalShard:
 class RandomWeights(TorchFunctionMode):
     """Random initial weights with the distributions of transformers' `_init_weights` for the architecture.
 
-    `_init_weights` runs once in this mode, on a model whose large parameters have no memory. The mode records the calls
-    that change a parameter in place. `fill` repeats them on a tensor of full size and keeps this rank's shard, so
-    sharding alters no weight. Parameters without calls are set as in Llama: biases 0, other vectors 1, matrices normal.
+    `_init_weights` runs once in this mode on a model without memory, and the mode records the calls for each parameter.
+    `fill` draws a whole parameter on the generator's device and copies this rank's shard, so sharding alters no weight.
+    Parameters that `_init_weights` skips are set as in Llama: biases 0, other vectors 1, matrices normal.
     """
 
     def __init__(self, model: Model, generator: torch.Generator) -> None:

@@ -67,7 +67,7 @@ def experts_per_token(hf_config: PretrainedConfig | None) -> int | None:
 
 
 def compute_experts(model: nn.Module, autocast_dtype: torch.dtype | None) -> None:
-    """Use `grouped_experts` for experts with grouped GEMMs. Let all cast to `autocast_dtype`, if set, in autocast."""
+    """Let `grouped_experts` run experts that use grouped GEMMs. In autocast, all cast to `autocast_dtype`, if set."""
     for module in filter(expert_weights, model.modules()):
         if runs_grouped_gemms(module):
             wrap_forward(module, functools.partial(grouped_experts, module))
@@ -77,7 +77,7 @@ def compute_experts(model: nn.Module, autocast_dtype: torch.dtype | None) -> Non
 
 def _on_casts(experts: nn.Module, dtype: torch.dtype, forward: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Call `forward` of `experts` with input and weights cast to `dtype`, since torch.autocast (2.13) does not cast for
-    grouped GEMMs. Gradients have the dtype that the weights had before.
+    grouped GEMMs. Gradients have the dtype of the weights.
     """
     if not torch.is_autocast_enabled(hidden.device.type):
         return forward(hidden, *args, **kwargs)
@@ -109,10 +109,10 @@ class _Permuted(torch.autograd.Function):
 
 
 def grouped_experts(experts: Any, forward: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Return the experts' output [tokens, h] for `hidden` [tokens, h], without calling their own `forward`.
+    """Return the experts' output [tokens, h] for `hidden` [tokens, h]. This function replaces `forward`.
 
-    `top_k_index` and `top_k_weights` [tokens, experts per token] are the router's output. A batched GEMM adds up
-    the outputs times `top_k_weights` in fp32 and rounds the sum once. transformers rounds each product to bf16.
+    `top_k_index` and `top_k_weights` [tokens, experts per token] are the router's output. A batched GEMM multiplies
+    outputs by `top_k_weights` and sums them in fp32, so it rounds once. transformers rounds each product to bf16.
     """
     tokens, per_token = top_k_index.shape
     by_expert, order = top_k_index.reshape(-1).sort()  # [S], S = tokens * experts per token, sorted by expert

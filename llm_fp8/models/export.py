@@ -53,8 +53,8 @@ def export_hf(
     origin: Origin = NO_SOURCE,
 ) -> None:
     """Write `model`, with parameters cast to `dtype`, and `tokenizer` to `folder`, which is replaced if it exists.
-    README.md shows `card` as a table. All ranks must call this function; only the rank with `is_main` writes. If
-    writing fails, keep an existing folder unchanged and raise `UserError` with a message that ends with `advice`.
+    `card` is the table in README.md. All ranks must call this function; only the rank with `is_main` writes. If writing
+    fails, leave an existing folder unchanged and raise `UserError`, which ends with `advice`.
     """
     gathered = hf_tensors(model, dtype if is_main else None)
     if not is_main:
@@ -82,7 +82,7 @@ def export_adapter(
     is_main: bool = True,
     origin: Origin = NO_SOURCE,
 ) -> None:
-    """Export only the adapters, in PEFT's format, by the rules of `export_hf`. `base_model` is a folder or hub id."""
+    """Write only the adapters, in PEFT's format; `base_model` is a folder or hub id. Otherwise like `export_hf`."""
     from llm_fp8.models.lora import adapter_tensors, config_for_loading
 
     matrices = adapter_tensors(model.module).items()
@@ -99,7 +99,7 @@ def export_adapter(
 
 
 def export_size_bytes(model: Model, dtype: torch.dtype, *, adapters_only: bool) -> int:
-    """Return an export's size in bytes with parameters in `dtype`, or the adapters' size if `adapters_only`."""
+    """Return the size of an export in bytes: of all tensors, with parameters in `dtype`, or only of the adapters."""
     if adapters_only:
         return sum(parameter.nbytes for name, parameter in model.module.named_parameters() if is_adapter(name))
     return sum(tensor.nbytes for tensor in planned_tensors(model, dtype).values())
@@ -107,7 +107,7 @@ def export_size_bytes(model: Model, dtype: torch.dtype, *, adapters_only: bool) 
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path, contents: str = "The trained model", advice: str = _ADVICE) -> Iterator[Path]:
-    """Yield a folder that then replaces `folder`. If `contents` cannot be written, raise `UserError` with `advice`."""
+    """Yield a temporary folder, which replaces `folder` after the block. Errors name `contents` and give `advice`."""
     folder = folder.resolve()  # a folder cannot replace a link, so replace the link's target
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -184,7 +184,7 @@ def write_weights(planned: dict[str, Tensor], tensors: Iterable[tuple[str, Tenso
 
 
 def model_card(card: dict[str, Any], reader: str, library: str = "transformers") -> str:
-    """Return an export's README.md: a table of `card`, and `reader`, the class or call of `library` that loads it."""
+    """Return README.md for an export: a table of `card`, and `reader`, the Python call that loads the model."""
     base, bar = card["base model"], "\\|"
     rows = "\n".join(f"| {key} | {str(value).replace('|', bar)} |" for key, value in card.items())
     # The hub rejects a base_model that is not on the hub.

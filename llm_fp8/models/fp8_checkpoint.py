@@ -22,7 +22,7 @@ from llm_fp8.utils.errors import reading
 
 @dataclass(frozen=True)
 class Fp8Format:
-    """Names of the scales in an fp8 checkpoint, and the size of the blocks of weight values that share a scale."""
+    """Scaling of a checkpoint's fp8 weights."""
 
     suffix: str  # the name of a scale is the name of its weight plus this suffix
     block: tuple[int | None, int | None]  # number of rows and columns that share a scale; None for all

@@ -94,8 +94,8 @@ def saved_bytes(spec: te_llama.DecoderSizes, recipe: str, adapted: frozenset[str
 
 
 def recomputed_layers(amount: Amount, num_layers: int) -> range:
-    """Return the indices of the layers that --gradient_checkpointing `amount` recomputes: all for 'auto', every n-th
-    for n > 1, and the first ones for a fraction. Backward reaches these last, after freeing the other activations.
+    """Return the indices of the layers that --gradient_checkpointing `amount` recomputes: for a fraction the first
+    layers (recomputed when backward has freed the others' activations), for n > 1 every n-th layer, for 'auto' all.
     """
     if amount == "auto":
         return range(num_layers)
@@ -141,8 +141,8 @@ def keeps_unsharded_gradients(mode: str, config: Config) -> bool:
 
 
 def holds_frozen_in_fp8(config: Config, mode: str) -> bool:
-    """Return True if `config` and the sharding mode allow a run to store frozen weights only in fp8. They are needed in
-    bf16 after --fp8_until, to export a model of random weights, and in fsdp_offload. The recipe is not checked.
+    """Return True if options and mode allow frozen weights to be stored in fp8 only; the recipe must support it too.
+    bf16 weights are needed by steps after --fp8_until, by the export of random weights, and by fsdp_offload.
     """
     exports_drawn = config.draws_weights and config.run.export
     needs_bf16 = config.precision.fp8_until < 1 or exports_drawn or mode == "fsdp_offload"
@@ -192,8 +192,8 @@ class RunSize:
 
     @property
     def shards_in_fp8(self) -> bool:
-        """True if TE's weights are sharded in fp8. The recipe must have one scale per weight. In addition, --fp8_params
-        is set, or the weights are frozen, are never needed in bf16, and have rows that divide equally among the GPUs.
+        """True if TE's weights are sharded in fp8. This requires --fp8_params, or frozen weights that have one scale
+        each, can be divided equally among the GPUs by rows, and are never needed in bf16.
         """
         config, row, sizes = self.config, RECIPES.get(self.recipe), self.sizes
         if row is None or sizes is None or not (self.sharded and config.model.use_te and row.one_scale_per_weight):
@@ -214,7 +214,7 @@ class RunSize:
         return dataclasses.replace(self, config=self.config.with_options(**options), mode=mode)
 
     def estimate(self, upper_bound: bool = False) -> MemoryEstimate:
-        """Estimate the peak memory and its parts. With `upper_bound`, bound activations that have no estimate."""
+        """Estimate the memory by part. If `upper_bound`, include activations even if only a bound is known for them."""
         config, recipe, num_gpus = self.config, self.recipe, self.num_gpus
         spec = self.sizes if upper_bound and self.is_bounded else self.spec
         mode = "single" if num_gpus == 1 and self.mode == "ddp" else self.mode  # there is no communication
@@ -327,8 +327,8 @@ class RunSize:
 
     @property
     def is_bounded(self) -> bool:
-        """True if an upper bound of the memory is known. There is none for eager attention, for a sharding mode that
-        holds master weights, and for a Hugging Face decoder in fp32, in torch.autocast or with zero-centered norms.
+        """True if an upper bound of memory is known. It is unknown for Hugging Face's decoder in fp32 or in
+        torch.autocast, for eager attention, and for modes with their own master weights, whose buffers are unknown.
         """
         in_fp32 = OPTIMIZERS[self.optimizer].parameter_dtype == torch.float32
         casts = in_fp32 and not self.sharded and not self.config.model.use_te
@@ -339,5 +339,5 @@ class RunSize:
 
     @property
     def phases(self) -> list[RunSize]:
-        """Phases to estimate separately: the steps in `recipe` and, if some steps may be in bf16, the steps in bf16."""
+        """This run and, if some steps may be in bf16, the same run in bf16."""
         return [self, dataclasses.replace(self, recipe="bf16")] if self.may_be_bf16 else [self]

@@ -50,9 +50,9 @@ class Model:
     def layout(self) -> dict[str, tuple[Part, ...]]:
         """Name of each tensor in `saved_tensors` -> the tensors of the model's files that make it up.
 
-        transformers 5 may fuse several tensors of the files into one. If `stored` has the fused tensor, it is the only
-        entry. Otherwise transformers' conversion for saving is run on meta tensors, and the layout is read from the
-        views that the conversion returns. Raises `UserError` if one of the returned tensors is not a view.
+        transformers 5 may fuse several tensors of the files into one. If `stored` has the fused tensor, the entry is
+        that tensor. Otherwise transformers' conversion for saving runs on meta tensors, and the views of them that it
+        returns define the layout. Raises `UserError` if it returns anything but views.
         """
         if self.uses_te:
             return te_llama.parameter_map(self.module)
@@ -77,10 +77,10 @@ class Model:
 
     @functools.cached_property
     def targets(self) -> dict[str, tuple[str, Part]]:
-        """Name of each stored tensor to load -> (name in `saved_tensors` of the tensor that contains it, its `Part`).
+        """Name of each stored tensor X -> name (in `saved_tensors`) of the tensor that contains X, and the `Part` of X.
 
         As in `from_pretrained`, stored names may have or lack the base model's prefix, and a tied matrix may have any
-        of its names. Raises `UserError` if a tensor is missing or unknown to the model, or has another shape.
+        of its names. Raises `UserError` with the names of tensors that do not match the model.
         """
         if (stored := self.stored) is None:
             return {}
@@ -122,16 +122,16 @@ class Model:
 
     @functools.cached_property
     def _renamed(self) -> Callable[[str], str]:
-        """Function with which transformers renames stored tensors when it loads them. Created at first use."""
+        """transformers' function that renames stored tensors. Created only if a stored name is unknown."""
         return renaming_on_load(self.module)
 
     @functools.cached_property
     def source_names(self) -> dict[str, str]:
-        """Name of a loaded tensor in transformers -> its name in the files, which older versions may have written."""
+        """Name of a tensor in transformers -> name in the files, which may be from an older version of transformers."""
         return {part.hf_name: name for name, (_, part) in self.targets.items()}
 
     def file_name(self, hf_name: str) -> str:
-        """Return a tensor's name in exports: that in `source_names` if modules are left out, else `hf_name`."""
+        """Return a tensor's export name: its name in the source's files if modules were left out, else `hf_name`."""
         return self.source_names.get(hf_name, hf_name) if self.left_out else hf_name
 
     def read(self, hf_name: str, device: torch.device) -> Any:
@@ -140,13 +140,13 @@ class Model:
         return self.stored.read(self.source_names[hf_name], device)
 
     def left_out_of(self, names: Iterable[str]) -> list[str]:
-        """Return the names of stored tensors in `names` that belong to modules in `left_out`."""
+        """Return those of `names`, names of stored tensors, that belong to modules in `left_out`."""
         pattern = re.compile(rf"({'|'.join(map(re.escape, self.left_out))})(\.|$)")
         return [name for name in names if self.left_out and (pattern.match(name) or pattern.match(self._renamed(name)))]
 
     @functools.cached_property
     def left_out_tensors(self) -> dict[str, Tensor]:
-        """Name in the files -> meta tensor, for stored tensors of left-out modules. Exports copy their stored data."""
+        """Name in the files -> tensor (on "meta") for all stored tensors of left-out modules. An export copies them."""
         stored = self.stored
         return {} if stored is None else {name: stored.on_meta(name) for name in self.left_out_of(stored.stored)}
 
@@ -182,12 +182,12 @@ def is_adapter(name: str) -> bool:
 
 
 def name_without_adapter(name: str) -> str:
-    """Return a tensor's name without PEFT's `base_layer`: `q_proj.base_layer.weight` becomes `q_proj.weight`."""
+    """Return a tensor's name as it was before PEFT inserted `base_layer`, for example in `q_proj.base_layer.weight`."""
     return name.replace(".base_layer", "")
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the parameters except adapters, and persistent buffers, by name. Tied parameters appear once."""
+    """Return parameters and persistent buffers, by their names without adapters. Tied parameters appear once."""
     tensors: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if not is_adapter(name)}
     for prefix, module in model.named_modules():
         if buffers := dict(module.named_buffers(recurse=False)):
@@ -204,7 +204,7 @@ class _CopiesAreViews(TorchFunctionMode):
 
 
 def _part_of(name: str, view: Tensor, shape: tuple[int, ...]) -> Part | None:
-    """Return a `Part` called `name` for `view`, a view of a contiguous tensor of `shape`, or None if no `Part` fits."""
+    """Return where `view`, the tensor `name`, lies in a contiguous tensor of `shape`, or None if no `Part` fits."""
     if view.shape == shape and view.is_contiguous():
         return Part(name, 0, shape[0] if shape else 1, shape)
     row, offset = math.prod(shape[1:]), int(view.storage_offset())

@@ -56,7 +56,7 @@ class Comparison(NamedTuple):
 
 
 def judge(comparisons: Sequence[Comparison], dtype: torch.dtype) -> str:
-    """Return a summary. Raise `UserError` on NaN, or if `FP32_LIMIT`, `MEAN_LIMIT` or `LAYER_LIMIT` is exceeded."""
+    """Check `FP32_LIMIT`, `MEAN_LIMIT` and `LAYER_LIMIT`. Return a summary, or raise `UserError` on excess or NaN."""
     logarithms: dict[int, list[float]] = {}
     for tensor in comparisons:
         logarithm = math.log((tensor.te + SMALLEST_ERROR) / (tensor.hf + SMALLEST_ERROR))
@@ -90,8 +90,8 @@ def relative_difference(value: Tensor, reference: Tensor) -> float:
 
 
 def first_row(batch: Batch, max_seq_length: int, num_slices: int) -> Row:
-    """Return at most `MAX_TOKENS` tokens of the first sequence of `batch`. Only packed sequences keep their padding. If
-    `num_slices` ranks share each sequence, `batch` has one slice of every document, which is treated as a document.
+    """Return the first sequence of `batch`, without its padding, truncated to `MAX_TOKENS` tokens. If ranks share
+    sequences (`num_slices` > 1), `batch` has only one slice of every document. Each slice then counts as a document.
     """
     if batch.cu_seqlens is None:
         assert batch.attention_mask is not None
@@ -110,9 +110,9 @@ def first_row(batch: Batch, max_seq_length: int, num_slices: int) -> Row:
 def check_parity(
     model: Model, layers: Iterable[Any], batch: Batch, max_seq_length: int, dtype: torch.dtype, num_slices: int = 1
 ) -> str:
-    """Compare a TE decoder's weights with the stored tensors, and its layers in fp32 and `dtype` with Hugging Face's.
-    Return a summary, or raise `UserError` if they differ too much. `layers` may be a generator that frees each layer
-    when the next one is requested. `first_row` explains `num_slices`. All ranks must call this function."""
+    """Compare a TE decoder that computes in `dtype` with Hugging Face's. Return a summary, or raise `UserError` if they
+    differ. `layers` may be a generator that frees a layer when the next is requested. For `num_slices` see `first_row`.
+    All ranks must call this function."""
     entries = te_llama.parameter_map(model.module)
     outside, names = dict(entries), {module: name for name, module in model.module.named_modules()}
 
@@ -129,7 +129,7 @@ def check_parity(
 
 
 def check_weights(model: Model, entries: Mapping[str, tuple[Part, ...]]) -> None:
-    """Raise `UserError` if a TE parameter in `entries` (name -> its parts) differs from the stored tensors."""
+    """Raise `UserError` for the first stored tensor that the parameters in `entries` do not contain bit for bit."""
     for te_name, parts in entries.items():
         full = model.full_tensor(model.module.get_parameter(te_name))
         for part in parts:
@@ -212,7 +212,7 @@ def _first_layer_input(model: Any, embeddings: Tensor) -> Tensor:
 
 
 def _run(module: nn.Module, hidden: Tensor, gradient: Tensor, **arguments: object) -> tuple[Tensors, Tensors]:
-    """Run a forward and a backward pass. Return two dicts: output and input gradient [1, S, h]; parameter gradients."""
+    """Run forward and backward pass. Return output and input gradient [1, S, h], and parameter gradients by name."""
     module.zero_grad(set_to_none=True)
     hidden = hidden.clone().requires_grad_()
     if isinstance(module, PreTrainedModel):
@@ -230,7 +230,7 @@ def _run(module: nn.Module, hidden: Tensor, gradient: Tensor, **arguments: objec
 
 
 def _joined(parts_of_layer: Mapping[str, Sequence[Part]], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return name -> gradient. Biases of q, k and v get one entry, as the k bias gradient is mostly rounding error."""
+    """Return the gradients by name. Those of q, k and v biases are joined, as k's alone is mostly rounding error."""
     joined = {}
     for parts in parts_of_layer.values():
         names = [part.hf_name for part in parts]

@@ -35,7 +35,7 @@ _WITH_TWO_ROPES = ("gemma3", "olmo3")  # have two RoPE tables in transformers 4;
 
 @dataclass(frozen=True)
 class Origin:
-    """The `ModelSource.location` of an exported model ("" if unknown), and the EOS ids that end training documents."""
+    """Location of a model's source (`ModelSource.location`; "" if unknown), and EOS ids that end training documents."""
 
     location: str
     eos_ids: tuple[int, ...] = ()
@@ -46,7 +46,7 @@ NO_SOURCE = Origin("")
 
 @functools.cache
 def source_folder(location: str) -> Path:
-    """Return the folder of the model at `location`. If `location` is a hub id, download the files that exports copy."""
+    """Return the folder of a model's files. For a hub id, first download those files that an export copies."""
     if Path(location).exists():
         return Path(location) if Path(location).is_dir() else Path(location).parent
     with reading_model("files beside the weights", location):
@@ -64,7 +64,7 @@ def save_side_files(
     dtype: torch.dtype | None,
     origin: Origin = NO_SOURCE,
 ) -> None:
-    """Write an export except weights and model card. If `dtype` is None, it is an adapter and gets no config.json."""
+    """Write all files of an export except weights and model card. An adapter (`dtype` is None) gets no config.json."""
     _save_tokenizer(tokenizer, folder, has_config=dtype is not None)
     _copy(origin.location, (GENERATION_CONFIG_NAME, *([] if dtype is None else [CONFIG_NAME])), folder)
     if dtype is not None:
@@ -106,7 +106,7 @@ def _copy(location: str, patterns: tuple[str, ...], folder: Path) -> None:
 
 
 def _describe(model: PreTrainedModel, dtype: torch.dtype, config: dict[str, Any]) -> None:
-    """Make `config`, an export's config.json, describe the weights of `model`. Add keys that transformers 4 reads."""
+    """Correct the entries of `config`, the source's config.json, that describe weights. Add keys of transformers 4."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     facts: dict[str, Any] = dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))
     facts["tie_word_embeddings"] = getattr(head, "weight", None) is embedding.weight
@@ -147,7 +147,7 @@ def _parts(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def add_older_keys(config: dict[str, Any]) -> None:
-    """Add the keys that transformers 4 reads to `config`, a config.json in the format of transformers 5."""
+    """Add the entries of transformers 4 to `config`, the content of a config.json of transformers 5."""
     for part in _parts(config):
         renamed = {"dtype": "torch_dtype", "num_local_experts": "num_experts"}
         part.update({old: part[new] for new, old in renamed.items() if new in part})

@@ -68,7 +68,7 @@ def bundled_name(name: str) -> str | None:
 
 
 def reading_model(part: str, name: str | None) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that converts errors to `UserError`: "--model_name {name}: cannot read the {part}"."""
+    """Return a context in which an error while reading `part` of the model `name` becomes a `UserError`."""
     advice = "Give a model's folder (for a run: its final/) or a reachable hub id (if it is gated: 'hf auth login')."
     return reading("--model_name", name, f"the {part}", advice)
 
@@ -103,7 +103,7 @@ def stored_dtype(hf_config: PretrainedConfig, default: torch.dtype) -> torch.dty
 
 
 def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTrainedTokenizerBase, str | None]:
-    """Return the tokenizer with --chat_template. Also return a note if it is the embedded one for a bundled config."""
+    """Load the tokenizer with --chat_template. For a bundled config, load the embedded tokenizer and return a note."""
     note, location = None, source.location
     if source.is_random and source.location.endswith(".json"):
         note = f"--random_init {source.name}: using the embedded tokenizer, which is fine for random weights."
@@ -140,8 +140,8 @@ def require_positions(hf_config: PretrainedConfig, num_tokens: int, name: str, f
 
 
 def checkpoint_of(source: ModelSource, hf_config: PretrainedConfig) -> StoredCheckpoint | None:
-    """Return the stored weights of `source`, or None for random weights. Download the files if necessary. As in
-    transformers, model.safetensors has priority over a shard index. Raise `UserError` if the files cannot be read.
+    """Return the weights of `source`, downloaded if necessary, or None if they are random. As in transformers,
+    model.safetensors has priority over an index. Raise `UserError` if the files cannot be read.
     """
     if source.is_random:
         return None
@@ -155,8 +155,8 @@ def checkpoint_of(source: ModelSource, hf_config: PretrainedConfig) -> StoredChe
 
 
 def untied(hf_config: PretrainedConfig, checkpoint: StoredCheckpoint | None) -> tuple[PretrainedConfig, str | None]:
-    """Untie lm_head and embedding, as transformers 5 does, if both are stored and differ: return a copy of the config
-    that does not tie them, and a warning. Otherwise return `hf_config` itself and None.
+    """If the stored lm_head and embedding differ, do as transformers 5: return a copy of the config that does not tie
+    them, and a warning. Otherwise return `hf_config` itself and None.
     """
     copied = copy.deepcopy(hf_config)
     ties = [part for part in (copied, text_config(copied)) if getattr(part, "tie_word_embeddings", False)]

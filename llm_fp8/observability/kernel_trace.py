@@ -126,7 +126,7 @@ def gemm_kind(name: str) -> GemmKind | None:
 
 @contextlib.contextmanager
 def record_kernels() -> Iterator[profile]:
-    """Record the CUDA kernels that the block launches, and wait for them to end. Then the profile is complete."""
+    """Record the CUDA kernels of the block and wait until they end. The profile is complete after the block."""
     warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         yield recorded
@@ -196,9 +196,7 @@ class StepProfile:
     kernels: KernelTimes = field(default_factory=dict)
 
     def figures(self) -> dict[str, float]:
-        """Return the kernel metrics of the step, named as in metrics.jsonl. Omit `fp8_gemm_time_share` if no GEMM ran,
-        and omit the two shares of communication if no communication ran.
-        """
+        """Return the step's metrics by key of metrics.jsonl. Omit shares of GEMMs or communication if none ran."""
         gemms = gemm_kernels(self.kernels)
         in_fp8 = [times for kind, times in gemms.items() if kind in LOW_PRECISION]
         figures: dict[str, float] = {

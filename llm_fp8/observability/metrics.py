@@ -32,9 +32,7 @@ RESERVE_GIB = 2.0  # part of GPU memory for CUDA's context and the allocator's g
 
 
 class PhaseClock:
-    """Wall times of a run's phases in seconds. The first phase starts at `start_s` on the clock `time.perf_counter`, by
-    default when this object is created.
-    """
+    """Wall times of a run's phases in s. The first phase begins at `start_s` (from `time.perf_counter`) or now."""
 
     def __init__(self, start_s: float | None = None) -> None:
         self.seconds: dict[str, float] = {}
@@ -47,7 +45,7 @@ class PhaseClock:
 
 
 class DecoderSize(NamedTuple):
-    """Sizes that determine a model's FLOPs. `llm_fp8.models.build.decoder_size` reads them from the model's config."""
+    """The sizes of a model that determine FLOPs. `llm_fp8.models.build.decoder_size` reads them from its config."""
 
     num_linear_parameters: int  # per token: with lm_head, without embedding or unselected routed weights
     num_layers: int  # layers with attention
@@ -149,11 +147,10 @@ MEDIANS = (
 
 def throughput_summary(steps: list[dict[str, float]]) -> dict[str, float]:
     """Return `num_steps_measured`, `num_steps_left_out`, and `median_<key>` for each of `MEDIANS`. `steps` are the
-    records of one process in order. The first `WARMUP_STEPS` steps (but at most half of all) and the step
-    whose kernels were recorded are left out.
+    records of one process in order. The first steps and the step whose kernels were recorded are left out.
 
-    If the run changes from fp8 to bf16, `median_<key>` is a mean of the medians of the two phases. In the mean of
-    `step_time_s`, each phase is weighted by its number of steps. In the other means, it is weighted by its duration.
+    If the run changes from fp8 to bf16, `median_<key>` is a weighted mean of the medians of both phases. The weights
+    are the phases' numbers of steps for `step_time_s`, and their total times for other keys.
     """
     started = steps[min(WARMUP_STEPS, len(steps) // 2) :]
     measured = [record for record in started if RECORDED_STEP not in record]
@@ -184,9 +181,7 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
 
 
 def describe_full_gpu(steps: list[dict[str, float]]) -> str | None:
-    """Return a warning if PyTorch had to free cached memory in the second half of `steps` because the GPU was full.
-    Otherwise return None.
-    """
+    """Return a warning if, in the second half of `steps`, a full GPU made PyTorch free its cache. Else return None."""
     later = [step["num_alloc_retries"] for step in steps[len(steps) // 2 :] if "num_alloc_retries" in step]
     if not later or later[-1] == later[0]:
         return None

@@ -31,9 +31,9 @@ def energy_j(device: torch.device) -> float:
 
 
 class EnergyMeter:
-    """Measures the energy of all GPUs of a run over intervals of steps. `restart` begins an interval, and must be
-    called while the GPUs are idle. The first `read` at least `MIN_INTERVAL_S` seconds later ends the interval and
-    begins the next.
+    """Measures the energy of all GPUs of a run over intervals of steps. The first interval begins at `restart`, which
+    must be called while the GPUs are idle. Each interval ends at the first `read` after at least `MIN_INTERVAL_S`
+    seconds. The next interval begins at that moment.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -42,16 +42,13 @@ class EnergyMeter:
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """Discard the current interval and begin a new one after `step`. The energy of the discarded interval counts
-        only in the total "energy_j".
-        """
+        """Begin an interval after `step`. Energy used since the previous interval ended counts only in "energy_j"."""
         self._last_step, self._num_tokens = step, 0
         self._start_s, self._start_j = time.perf_counter(), energy_j(self._accelerator.device)
 
     def read(self, num_tokens: Mapping[int, int]) -> dict[str, float]:
-        """Return the energy per million tokens and the power in the interval, and the total energy since the meter was
-        created. If the energy is unknown, or the interval too short or without tokens, return {} and continue the
-        interval. `num_tokens` maps each step since the last call to its number of tokens. Collective.
+        """Return energy per million tokens, power and total energy, or {} if energy is unknown or the interval is too
+        short to end here. `num_tokens` maps each step since the last call to its number of tokens. Collective.
         """
         self._num_tokens += sum(count for step, count in num_tokens.items() if step > self._last_step)
         now_s, now_j = time.perf_counter(), energy_j(self._accelerator.device)

@@ -34,7 +34,7 @@ def output_of(*command: str) -> str | None:
 
 def git_state(folder: Path) -> dict[str, Any] | None:
     """Return `commit` and `dirty` (True if files differ from the commit) of the git repository at `folder`, or None if
-    git cannot tell. If LLM_FP8_COMMIT is set, as in a container without git, it is the commit, and `dirty` is None.
+    there is no repository. In a container without git, LLM_FP8_COMMIT is the commit, and `dirty` is None.
     """
     if commit := os.environ.get("LLM_FP8_COMMIT"):
         return {"commit": commit, "dirty": None}
@@ -63,7 +63,7 @@ def relevant_environment(environment: dict[str, str]) -> dict[str, str]:
 
 
 def collect_provenance(argv: list[str]) -> dict[str, Any]:
-    """Return the provenance of this process, started with `argv`, as JSON values. Unavailable values are None."""
+    """Return the provenance of this process as JSON values. Values that this machine does not have are None."""
     drivers = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     script = Path(argv[0]).resolve()
     # The path of a script in the repository is recorded relative to its root.

@@ -92,9 +92,9 @@ class ProgressDisplay:
 
 
 def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -> int:
-    """Remove all records after `last_step`, and an incomplete last line, from the metrics.jsonl at `path`. If
-    `keep_evaluation` is False, also remove the evaluation that followed `last_step`. Return the step of the last
-    complete record before the removal, or 0 if there was none."""
+    """Remove the lines of steps after `last_step` and an incomplete last line from the metrics.jsonl at `path`. If
+    `keep_evaluation` is False, also remove the evaluation that followed `last_step`. Return the last step that was in
+    the file before, or 0 if there was none."""
     with reading("--output_dir", path, advice="Move the file away to resume without the earlier metrics."):
         lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
         steps = [(int(record["step"]), "eval_loss" in record) for record in map(json.loads, lines)]
@@ -111,7 +111,7 @@ class RunReporter:
         self, is_main: bool, config: Config, folder: Path, total_steps: int, resume_step: int, evaluates_again: bool
     ) -> None:
         """Open the files in `folder`. `resume_step` is the step of the checkpoint that is continued, or 0 for a new
-        run. `evaluates_again` is True if the run repeats the evaluation that followed `resume_step`.
+        run. `evaluates_again` is True if the run repeats the evaluation after that step.
         """
         self._is_main = is_main
         self._trackers: dict[str, Any] = {}  # Accelerate's trackers by name, imported only if a run has any
@@ -175,7 +175,7 @@ class RunReporter:
         raise UserError(f"--output_dir: {problem}; {advice}.")
 
     def evaluation(self, record: dict[str, float]) -> None:
-        """Report an evaluation. `record` has the last completed step as `step`, and keys that begin with `eval_`."""
+        """Report an evaluation after the last reported step. `record` has that `step` and the `eval_` keys."""
         if self._is_main:
             self._write(record)
             self._display.print(f"evaluation at step {self._last_step}: {_figures(record, _EVALUATION)}")
@@ -221,7 +221,7 @@ class RunReporter:
         return full
 
     def steps_of_process(self) -> list[dict[str, float]]:
-        """Return the records of the steps since this process started. Only the main rank has records."""
+        """Return the records of the steps that this process took. The result is empty on all ranks but the main one."""
         return [step for step in self._records() if step["step"] > self._resume_step and "eval_loss" not in step]
 
     def _records(self) -> Iterator[dict[str, float]]:

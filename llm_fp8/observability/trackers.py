@@ -38,9 +38,7 @@ def _precision_name(precision: dict[str, Any], which: str) -> str:
 
 
 def flattened(tree: dict[str, Any], separator: str = ".", prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) for each leaf of a nested dict. A yielded key is `prefix` followed by the keys on the path to
-    the leaf, joined by `separator`.
-    """
+    """Yield (key, value) for each leaf of a nested dict. The keys on the path to it are joined by `separator`."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from flattened(value, separator, f"{prefix}{key}{separator}")
@@ -82,9 +80,7 @@ def start_tracker(
 
 
 def send_record(name: str, tracker: GeneralTracker, record: dict[str, float], is_logged: bool) -> None:
-    """Send `record`, the metrics of a step or an evaluation, to `tracker`. If `is_logged` is False, send it only to
-    W&B: the run waits while any other tracker stores a record.
-    """
+    """Send a record to W&B. Send it to other trackers only if `is_logged`, since the run waits until they store it."""
     if name == "wandb":  # W&B numbers the records itself, and `start_tracker` defined its axes
         tracker.log(record)
     elif is_logged:
@@ -92,9 +88,7 @@ def send_record(name: str, tracker: GeneralTracker, record: dict[str, float], is
 
 
 def send_summary(name: str, tracker: GeneralTracker, summary: dict[str, Any]) -> None:
-    """Add entries of summary.json to the summary of the W&B run. Join nested keys by slashes, and store values that are
-    not scalars as strings. Do nothing for other trackers.
-    """
+    """Add the scalars of summary.json to W&B's summary. A nested key becomes `part/key`. Other trackers get nothing."""
     if name != "wandb":
         return
     skipped = ("last_step", "last_evaluation", "recorded_step", "precision", "throughput")

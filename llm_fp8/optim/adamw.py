@@ -110,9 +110,9 @@ def update_with_torch_(
 
 
 class GroupedAdamW(Optimizer):
-    """Base class of AdamW optimizers of contiguous bf16 and fp32 parameters. A subclass defines the state. The integer
-    `group["step"]` counts steps. Each rank updates its shard of a DTensor. If `gradient_scale` is set to an fp32 scalar
-    on the gradients' device, the next step (and no later one) multiplies all gradients by the scalar.
+    """Base class of AdamW over contiguous bf16 and fp32 parameters; a subclass defines the state. `group["step"]` is
+    the number of steps (int). Each rank updates its shard of a DTensor. If `gradient_scale` is set (an fp32 scalar on
+    the gradients' device), the next step multiplies all gradients by it.
     """
 
     def __init__(self, params: Params, seed: int | None = None, **adamw_arguments: Any) -> None:
@@ -127,11 +127,11 @@ class GroupedAdamW(Optimizer):
         raise NotImplementedError
 
     def _key(self, step: int, number: int, parameter: Parameter) -> Key:
-        """Return the key of the random bits that round `parameter`, the `number`-th, in `step`, or (0, 0) if unused."""
+        """Return the key of the random bits that round the `number`-th parameter. Only stochastic rounding uses it."""
         return 0, 0
 
     def _update_(self, parameter: Parameter, weight: Tensor, *arguments: Any) -> None:
-        """Update `weight`, this rank's shard of `parameter`, in place, with the `arguments` of `update_with_torch_`."""
+        """Update `weight`, this rank's shard of `parameter`, in place. For `arguments` see `update_with_torch_`."""
         update_ = update_with_torch_
         if weight.is_cuda:
             from llm_fp8.optim.adamw_triton import update_
@@ -163,8 +163,8 @@ class GroupedAdamW(Optimizer):
 
 
 class MasterAdamW(GroupedAdamW):
-    """AdamW with exact fp32 master weights for bf16 parameters. Lower bits of master weights that were not loaded are
-    drawn at random with `seed` or, without a seed, set to zero. A parameter's state is sharded like the parameter.
+    """AdamW over bf16 parameters with exact fp32 master weights. If the lower bits of a master weight were not loaded,
+    they are drawn at random with `seed` or, without a seed, are zero. The state is sharded like the parameter.
     """
 
     def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:
@@ -182,8 +182,8 @@ class MasterAdamW(GroupedAdamW):
 
 
 class EightBitAdamW(GroupedAdamW):
-    """AdamW with 8-bit moments and stochastic rounding of bf16 weights. A parameter has fp32 moments if it is small, or
-    if its size (its row size, if sharded) is not a multiple of the block size. All ranks must use the same `seed`.
+    """AdamW with 8-bit moments and stochastic rounding. A sharded parameter has fp32 moments if its row size is not a
+    multiple of the block size, since blocks would straddle shards. All ranks must use the same `seed` (default: 0).
     """
 
     def _new_state(self, parameter: Parameter) -> dict[str, Tensor]:

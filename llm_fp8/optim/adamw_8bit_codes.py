@@ -61,10 +61,10 @@ def code_values(signed: bool) -> Tensor:
 
 
 def code_limits(values: Tensor) -> Tensor:
-    """Return the smallest number encoded with each code, given the codes' `values`: fp32 [256], -inf for code 0.
+    """Return, for each code, the smallest number that is encoded with it: fp32 [256], -inf for code 0.
 
-    As in torchao, x gets the upper of two neighbouring codes if x - lower >= (upper - lower) / 2 in fp32, where lower
-    and upper are their values. The limit is at most 8 units in the last place away from (lower + upper) / 2.
+    As in torchao, x gets the upper of two neighbouring codes if its distance from the lower one is at least half of
+    their spacing, both rounded to fp32. The limit is at most 8 units in the last place away from the two codes' mean.
     """
     lower, upper = values[:-1], values[1:]
     steps = torch.arange(-8, 9, dtype=torch.int32, device="cpu")
@@ -104,7 +104,7 @@ def rounding_key(seed: int, step: int, number: int) -> Key:
 
 
 def rounding_bits(key: Key, start: int, count: int, device: torch.device) -> Tensor:
-    """Return int32 [count]: pseudo-random numbers from 0 to 65535 for `count` elements from index `start` (even) on."""
+    """Return pseudo-random numbers from 0 to 65535 for elements `start` (even) to `start + count`: int32 [count]."""
     pair_step, first_factor, second_factor = MIXER
     x = torch.arange(start // 2, (start + count + 1) // 2, device=device)  # int64; its products wrap around
     x = x * pair_step + key[0] & 0xFFFFFFFF

@@ -70,7 +70,7 @@ def draw_remainder(weight: Tensor, generator: torch.Generator) -> Tensor:
 
 @torch.no_grad()
 def draw_lower_bits_(parameters: Iterable[Tensor], seed: int) -> None:
-    """Replace bf16 numbers in fp32 `parameters` (or local shards) in place by random fp32 values that round to them."""
+    """Draw the lower bits of fp32 parameters (or this rank's shards) in place, for elements whose lower bits are 0."""
     for number, parameter in enumerate(parameters):
         local = local_of(parameter)
         generator = torch.Generator(local.device).manual_seed(seed + number)

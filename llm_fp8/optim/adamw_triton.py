@@ -39,20 +39,20 @@ _TO_INTEGER = tl.constexpr(1.5 * 2**23)
 
 @triton.jit
 def _per_element(per_block: tl.tensor) -> tl.tensor:
-    """Repeat each block's number 256 times, once per element of the block: [BLOCKS] -> [BLOCKS * 256]."""
+    """Repeat the number of each block for its elements: [BLOCKS] -> [BLOCKS * 256]."""
     BLOCKS: tl.constexpr = per_block.shape[0]
     return tl.reshape(tl.broadcast_to(per_block[:, None], (BLOCKS, _CODE_BLOCK)), (BLOCKS * _CODE_BLOCK,))
 
 
 @triton.jit
 def _decode(codes: tl.tensor, scale: tl.tensor, values: tl.tensor) -> tl.tensor:
-    """Decode uint8 codes [BLOCKS * 256] with scales [BLOCKS] to fp32. `values` [256] is a row of `code_tables`."""
+    """Decode uint8 codes [BLOCKS * 256] with scales [BLOCKS] to fp32. `values` [256]: see `code_values`."""
     return tl.gather(values, codes.to(tl.int32), 0) * _per_element(scale)
 
 
 @triton.jit
 def _encode(numbers: tl.tensor, limits: tl.tensor, SIGNED: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Encode fp32 numbers, >= 0 unless SIGNED, as uint8 codes [BLOCKS * 256] and scales [BLOCKS] (see `code_limits`)."""
+    """Encode fp32 numbers (>= 0 unless SIGNED), by `code_limits`, as uint8 codes [BLOCKS * 256] and scales [BLOCKS]."""
     # As integers, the bits of magnitudes sort like the numbers, and NaN is largest; tl.max of floats would ignore NaN.
     magnitude = numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     magnitude = tl.reshape(magnitude, (numbers.shape[0] // _CODE_BLOCK, _CODE_BLOCK))

@@ -63,7 +63,7 @@ def _unpin(address: int) -> None:
 
 
 class StatePipeline:
-    """Pipeline that updates host state in buffers of `num_elements` elements on `device`, with copies in and out."""
+    """Pipeline that copies state from the host to buffers of `num_elements` elements on `device`, and back."""
 
     def __init__(self, device: torch.device, num_elements: int) -> None:
         self._cuda: Any = torch.get_device_module(device)  # torch.cuda, or torch.cpu, which has the same names
@@ -92,7 +92,7 @@ class StatePipeline:
         self._emptied[turn] = self._copies_out.record_event()
 
     def finish_step(self) -> None:
-        """Make the current stream and the next step's copies to the device wait for this step's copies to the host."""
+        """Make the current stream and the next step's copies to the device wait for all copies to the host."""
         event = self._copies_out.record_event()
         self._cuda.current_stream().wait_event(event)
         self._copies_in.wait_event(event)
@@ -104,7 +104,7 @@ def _copy(source: State, target: State) -> None:
 
 
 class OffloadedMasterAdamW(MasterAdamW):
-    """`MasterAdamW` for unsharded parameters, with at least the fraction `share` of its state in host memory."""
+    """`MasterAdamW` for unsharded parameters. The fraction `share` of its state lies in host memory."""
 
     def __init__(self, params: Params, *, share: float, **arguments: Any) -> None:
         super().__init__(params, **arguments)

@@ -78,7 +78,7 @@ def _adamw_8bit(parameters: NamedParameters, config: OptimConfig, draws_lower_bi
 
 @dataclass(frozen=True)
 class OptimizerRow:
-    """Properties of an optimizer. Its fields in bytes are per trainable parameter; small tensors may need more."""
+    """Properties of an optimizer. Bytes are per trainable parameter. Small tensors may need more."""
 
     parameter_dtype: torch.dtype  # of trainable parameters and their gradients; fp32 works with every optimizer
     state_bytes: float
@@ -103,7 +103,7 @@ OPTIMIZERS: dict[OptimizerKind, OptimizerRow] = {
 def build_optimizer(
     config: OptimConfig, kind: OptimizerKind, named_parameters: NamedParameters, draws_lower_bits: bool = False
 ) -> Optimizer:
-    """Build the optimizer `kind`. If `draws_lower_bits`, master weights get random lower bits (see adamw_master.py)."""
+    """Build the optimizer `kind`. If `draws_lower_bits`, master weights get random lower bits (`adamw_master`)."""
     return OPTIMIZERS[kind].build(named_parameters, config, draws_lower_bits)
 
 
@@ -148,8 +148,8 @@ def initialize_state(optimizer: Optimizer) -> None:
 
 
 def optimizer_tensors(optimizer: Optimizer, named_parameters: NamedParameters) -> dict[str, Tensor]:
-    """Return the state tensors themselves by "parameter_name.state_name", with a tied parameter's first name. Loading
-    copies into them, since torch's `load_state_dict` would cast fp32 moments of bf16 parameters to bf16.
+    """Return the state tensors, not copied, by "parameter_name.state_name". Tied parameters have their first name.
+    Checkpoints are copied into these: torch's `load_state_dict` would cast fp32 moments of bf16 parameters to bf16.
     """
     optimizer = unwrap(optimizer)
     if bytes_on_host(optimizer) and torch.cuda.is_available():

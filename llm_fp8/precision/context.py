@@ -77,10 +77,10 @@ class Precision:
     def attach(
         self, model: nn.Module, decoder_layers: nn.ModuleList, converts: bool = False, fp8_params: bool = False
     ) -> dict[str, str]:
-        """Choose the modules of `model` that compute in fp8. Return module name -> reason for each linear layer that an
-        fp8 run does not compute in fp8. If `converts`, first replace the linear layers of a Hugging Face decoder by fp8
-        modules. With `fp8_params`, FSDP can gather the weights of the new modules in fp8. Also make mixture-of-experts
-        layers compute in the compute dtype. Raise `UserError` if an fp8 run would compute nothing in fp8.
+        """Choose the fp8 modules of `model`. Return name -> reason for each linear layer that does not compute in fp8.
+        If `converts`, first replace the linear layers of a Hugging Face decoder by fp8 modules. With `fp8_params`, FSDP
+        can gather the weights of the new modules in fp8. Make experts compute in the compute dtype. Raise `UserError`
+        if nothing would run in fp8.
         """
         reasons = dict[str, str]()
         if converts and self.in_fp8:
@@ -125,13 +125,11 @@ class Precision:
         return row_of(self.plan.effective_scenario).scales_lag
 
     def module_state(self) -> ModuleState:
-        """Return the number of fp8 modules and how many of them have run in fp8, by recipe. If passes are not in fp8,
-        count all linear modules of the back end instead.
-        """
+        """Return the state of the fp8 modules or, if passes are not in fp8, of all linear modules of the back end."""
         return self.backend.state((self._fp8_modules if self.in_fp8 else self._linears).values())
 
     def keep_casts_of_frozen_weights(self) -> None:
-        """Cast frozen weights in the next training pass, or the next two with delayed scaling; then reuse the casts."""
+        """Cast frozen weights to fp8 in the next training pass (in two with delayed scaling), then reuse the casts."""
         self._num_casts_to_come = 2 if self.scales_lag else 1
 
     @contextlib.contextmanager
@@ -140,8 +138,7 @@ class Precision:
 
         If `first_microbatch` is True, the pass casts weights to fp8 and stores the casts. Use False for the other
         micro-batches of a step, which use the stored casts. Use None for evaluation and for steps of one micro-batch:
-        casts are then not stored, to save memory. After `keep_casts_of_frozen_weights`, training passes ignore
-        the value, since the casts of frozen weights are reused in all steps.
+        casts are then not stored, to save memory. After `keep_casts_of_frozen_weights`, training ignores the value.
         """
         if self._options.fp8_recast_weights:
             first_microbatch = None

@@ -29,7 +29,7 @@ _HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "score", "classifier")  #
 
 @dataclass(frozen=True)
 class ModuleState:
-    """Counts of linear modules of `library` by fp8 state and recipe, as read from the modules after the last step."""
+    """Counts of the linear modules of `library`, read from the fp8 state that each module has after the last step."""
 
     num_modules: int = 0
     num_in_fp8: int = 0  # modules whose last forward pass ran in fp8
@@ -60,7 +60,7 @@ class Fp8Coverage:
     fp8_linear_flop_share: float  # fraction of linear_flops_per_token in fp8, 0 to 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields that run.json records, by name."""
+        """Return plain values for run.json."""
         names = ("fp8_linear_flop_share", "num_fp8_weights", "num_linear_weights", "converted", "skipped")
         return {name: getattr(self, name) for name in names}
 
@@ -123,9 +123,8 @@ def measure_coverage(
 
 
 def gemms_per_weight(model: Model) -> dict[nn.Module, int]:
-    """Map each frozen module to the minimum number of GEMMs that a micro-batch runs for each of its weights, without
-    recomputation: 2 (fprop and dgrad) if an earlier decoder layer has an adapter, else 1 (fprop). It is a minimum,
-    since adapters in the module's layer can also require dgrad. Return an empty dict if `model` has no adapters.
+    """Return the minimum number of GEMMs per weight and micro-batch of each frozen module, without recomputation: 2
+    (fprop and dgrad), or 1 (fprop) if no earlier layer has an adapter. The result is empty if there are no adapters.
     """
     module, layers = model.module, list(model.layers)
     adapted = [any(is_adapter(name) for name, _ in layer.named_modules()) for layer in layers]
@@ -168,7 +167,7 @@ def size_misfit(module: nn.Module, multiple: int) -> str | None:
 
 
 def plain_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return name -> `nn.Linear`, except instances of subclasses: some, such as routers, compute another function."""
+    """Return name -> `nn.Linear`. Subclasses are excluded, since some compute another function, such as routers."""
     return {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
 
 

@@ -22,9 +22,7 @@ from llm_fp8.utils.torch_internals import free_memory_
 
 
 def prepare_module(module: Any, recipe: Any) -> list[str]:
-    """Prepare a TE module for fp8 weights, as `te.quantized_model_init` does. The weights are not cast yet. Return
-    their names.
-    """
+    """Bring a TE module into the state of one built under `te.quantized_model_init`. Return its weights' names."""
     import transformer_engine.pytorch as te
 
     names = [name for name, entry in module.param_init_meta.items() if entry.fp8_meta_index is not None]

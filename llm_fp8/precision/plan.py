@@ -45,7 +45,7 @@ class PrecisionPlan:
 
     @property
     def has_fp8_peak(self) -> bool:
-        """True if utilisation is relative to the GPU's fp8 peak FLOP/s. False for bf16 and for fp4 recipes."""
+        """True if the GPU's fp8 peak FLOP/s is the reference for utilisation (in fp8, but not in fp4)."""
         return self.recipe is not None and row_of(self.effective_scenario).has_fp8_peak
 
     @property

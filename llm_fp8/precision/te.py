@@ -88,7 +88,7 @@ class TEBackend:
 
     def convert(self, model: nn.Module, in_bf16: Iterable[nn.Module] = (), fp8_params: bool = False) -> dict[str, str]:
         """Replace `nn.Linear` modules of `model` by TE's, in place. Return name -> reason for each `nn.Linear` that
-        stays. `fp8_params` is ignored, and so is `in_bf16`, since `choose` makes those modules compute in bf16.
+        stays. This back end uses neither `in_bf16` (see `choose`) nor `fp8_params`.
         """
         te = require_te("--mixed_precision fp8")
 
@@ -116,7 +116,7 @@ class TEBackend:
         self, linears: dict[str, nn.Module], in_bf16: Sequence[nn.Module]
     ) -> tuple[dict[str, nn.Module], dict[str, str]]:
         """Return the modules in `linears` that compute in fp8, and name -> reason for each module with sizes that the
-        recipe does not support. Make all modules of the second kind, and the modules in `in_bf16`, compute in bf16.
+        recipe does not support. Make the latter modules, and those `in_bf16`, compute in bf16.
         """
         inside = {inner for module in in_bf16 for inner in module.modules()}
         multiple = row_of(self.scenario).size_multiple
@@ -127,9 +127,7 @@ class TEBackend:
         return {name: module for name, module in others.items() if name not in misfits}, misfits
 
     def state(self, modules: Iterable[nn.Module]) -> ModuleState:
-        """Return how many of `modules` ran in fp8 in the last step, with their recipes and formats, and how many have
-        empty amax histories. Reading the histories makes the host wait for the GPU.
-        """
+        """Return the state of `modules` after the last step. Reading amax histories synchronises the host."""
         linears = list(modules)
         metas: list[Any] = [module.fp8_meta for module in linears if getattr(module, "fp8", False)]
         forward = [meta["scaling_fwd"] for meta in metas if hasattr(meta.get("scaling_fwd"), "amax_history")]

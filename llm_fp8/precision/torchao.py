@@ -35,9 +35,7 @@ TORCHAO = OptionalPackage("torchao", "torchao.float8", f"pip install torchao -c 
 
 
 def build_config(scenario: str, emulate: bool) -> Any:
-    """Return torchao's `Float8LinearConfig` for the recipe `scenario`. If `emulate` is True, operands are rounded to
-    fp8 but multiplied in high precision.
-    """
+    """Return torchao's `Float8LinearConfig` for the recipe `scenario`. If `emulate`, GEMMs run in high precision."""
     from torchao.float8 import Float8LinearConfig
 
     return dataclasses.replace(Float8LinearConfig.from_recipe_name(scenario), emulate=emulate)
@@ -110,9 +108,7 @@ class TorchaoBackend:
         return {}
 
     def compile_layers(self, layers: Iterable[nn.Module], recomputed: bool) -> None:
-        """Make each layer compile in place at its first call, or do nothing if GEMMs are emulated. If activation
-        checkpointing is on (`recomputed` is True), also keep torch.compile from splitting graphs at DDP's buckets.
-        """
+        """Compile each layer in place at its first call. If layers are `recomputed`, turn off DDP's graph cuts."""
         if self.recipe.emulate:
             return
         if recomputed:
@@ -121,9 +117,7 @@ class TorchaoBackend:
             layer.compile()
 
     def unwrapped_shard(self, parameter: Tensor) -> Tensor:
-        """Return `parameter` without the wrapper that torchao puts around its local shard for --fp8_params, as a
-        DTensor of the fp32 shard. If there is no wrapper, return `parameter` itself.
-        """
+        """Return `parameter`, or its fp32 shard as a DTensor if torchao wraps the parameter for --fp8_params."""
         local: Any = local_of(parameter)
         if not isinstance(parameter, DTensor) or type(local).__name__ != "WeightWithDynamicFloat8CastTensor":
             return parameter

@@ -32,10 +32,8 @@ NUM_MEASURED = 2  # micro-batches of each precision, after one that is not measu
 
 
 def choose_precision(requested: Config, plan: RunPlan, data: PreparedData) -> tuple[RunPlan, dict[str, float]]:
-    """Measure bf16 and fp8, and choose the precision that was faster on rank 0. All ranks must call this function.
-
-    Return a copy of `plan` in which the `requested` options are settled anew with the chosen precision, and a dict that
-    maps each precision to its tokens/s on rank 0.
+    """Measure bf16 and fp8, and choose the precision that was faster on rank 0. Return `plan` with the decisions that
+    follow from `requested` and this precision, and a dict: precision -> tokens/s on rank 0. Collective.
     """
     tokens_per_s = gathered(measure_precisions(plan, data))[0]
     fastest = max(tokens_per_s, key=tokens_per_s.__getitem__)

@@ -82,7 +82,7 @@ class Checkpoint(SavedRun):
 
     @cached_property
     def kinds(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Return {name: (dtype, shape)} of the saved tensors."""
+        """Name of each saved tensor -> its dtype and shape."""
         entries = dcp.FileSystemReader(self.folder).read_metadata().state_dict_metadata.items()
         tensors = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
         return {name: (entry.properties.dtype, entry.size) for name, entry in tensors.items()}
@@ -100,7 +100,7 @@ class CheckpointManager:
     """Saves and loads the checkpoints in `output_dir`, and keeps at most `limit`. Only the main rank deletes files."""
 
     def __init__(self, output_dir: Path, limit: int, is_main: bool = True, strategy: Any = None) -> None:
-        """Pass the distributed `strategy` only if it writes the weights and the optimizer state itself."""
+        """Pass a `strategy` only if it saves weights and optimizer state itself."""
         self.folder, self.limit = output_dir / "checkpoints", limit
         self.is_main, self.strategy = is_main, strategy
         self._background: Future[None] | None = None
@@ -214,9 +214,9 @@ class CheckpointManager:
         return sorted(complete, key=lambda checkpoint: checkpoint.save_number, reverse=True)
 
     def find(self, resume_from: str | None) -> Checkpoint | None:
-        """Return the checkpoint in the folder `resume_from`. If `resume_from` is 'latest', return the last complete
-        checkpoint in `output_dir`, or None if `output_dir` has no checkpoints. If `resume_from` is None, return None.
-        Raise `UserError` if the checkpoint in the folder or, for 'latest', every checkpoint is damaged.
+        """Return the checkpoint in the folder `resume_from` or, for 'latest', the last complete one. Return None if
+        `resume_from` is None or no checkpoint exists for 'latest'. Raise `UserError` if the checkpoint in the folder
+        or, for 'latest', every checkpoint is damaged.
         """
         if resume_from not in (None, LATEST):
             return Checkpoint.open(Path(resume_from))
@@ -253,9 +253,7 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 
 def _describe_files(folder: Path) -> dict[str, Any]:
-    """Return {path within `folder`: size and checksum} of a checkpoint's files. Raise `UserError` if `folder` lacks
-    files that other hosts wrote, since then the hosts do not share it.
-    """
+    """Return the size and checksum of each checkpoint file. Raise `UserError` if files of other hosts are missing."""
     # Read the names from DCP's index, since the return value of torch 2.11's `dcp.save` does not contain them.
     written = {entry.relative_path for entry in dcp.FileSystemReader(folder).read_metadata().storage_data.values()}
     if missing := sorted(name for name in written if not (folder / name).is_file()):
@@ -265,9 +263,7 @@ def _describe_files(folder: Path) -> dict[str, Any]:
 
 
 def _describe_file(path: Path) -> dict[str, Any]:
-    """Return the size of the file `path` and its SHA-256, or None for the SHA-256 if the file is large: hashing 100 GB
-    of tensors takes longer than writing them.
-    """
+    """Return the size and, for small files, the SHA-256. Hashing 100 GB of tensors takes longer than writing them."""
     size = path.stat().st_size
     digest = hashlib.sha256(path.read_bytes()).hexdigest() if size <= _CHECKSUM_LIMIT_BYTES else None
     return {"bytes": size, "sha256": digest}

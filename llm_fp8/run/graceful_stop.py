@@ -34,7 +34,7 @@ class GracefulStop:
         return 0 if self.requested is None else 128 + signal.Signals[self.requested].value
 
     def agreed(self) -> bool:
-        """Return True if any rank must stop, and set `requested` on the other ranks, too. All ranks must call this."""
+        """Return True, and set `requested` on all ranks, if any rank got a signal. All ranks must call this method."""
         reason = _REASONS[largest(_REASONS.index(self.requested))]
         self.requested = self.requested or reason
         return reason is not None

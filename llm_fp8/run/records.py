@@ -52,9 +52,7 @@ def _precision_record(setup: TrainingSetup, results: RunResults) -> dict[str, An
 
 
 def record_run(timeline: Timeline) -> None:
-    """Write run.json, or append to its list `resumes` if the run is resumed. Start the trackers of --report_to with
-    the record of this process.
-    """
+    """Write run.json, or append to its `resumes` if the run is resumed. Start the trackers with the file's content."""
     setup, plan, config = timeline.setup, timeline.setup.plan, timeline.setup.plan.config
     if not plan.accelerator.is_main_process:
         return
@@ -95,9 +93,7 @@ def record_run(timeline: Timeline) -> None:
 
 
 def record_stream(timeline: Timeline) -> None:
-    """If the dataset is streamed, print how many of its rows were read and dropped, and add these counts to the record
-    of this process in run.json.
-    """
+    """If the run reads a stream, print the counts of its rows and add them to this process's entry in run.json."""
     report, plan = timeline.state.data.report, timeline.setup.plan
     if timeline.loader.steps_per_epoch is None and plan.accelerator.is_main_process:
         plan.say("\n".join(["data read from the stream:", *report.describe()]))
@@ -153,9 +149,7 @@ def export_final(timeline: Timeline, tokenizer: PreTrainedTokenizerBase, step: i
 
 
 def summary_of(timeline: Timeline, exported: Path | None) -> dict[str, Any]:
-    """Return the entries of summary.json that the reporter does not add. `exported` is the folder of the exported
-    model, or None if none was exported.
-    """
+    """Return the entries of summary.json that the reporter does not add. `exported` is the folder of the export."""
     setup, results, history = timeline.setup, timeline.results, timeline.history
     recorded, fp8_certificate = results.recorded, timeline.state.folder / "certificate.json"
     # If the run was resumed after its last fp8 step, the certificate of the fp8 steps is in its folder.

@@ -36,7 +36,7 @@ from llm_fp8.utils.ranks import LaunchRanks
 
 
 def run_training(config: Config, results: RunResults | None = None) -> int:
-    """Train as `config` specifies and fill in `results`. Return 0, or the exit code for a signal that ended the run."""
+    """Run a whole training, and fill `results`. Return the exit code: 0, or that of the signal that stopped the run."""
     results = results or RunResults()
     phase_ends = results.clock.end
     phase_ends("imports")

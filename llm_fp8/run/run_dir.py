@@ -89,9 +89,7 @@ def _was_begun(folder: Path) -> bool:
 
 
 def _refuse_other_run(folder: Path, resume_from: str | None) -> None:
-    """Raise `UserError` if `folder` has checkpoints or results of a run that `resume_from` does not continue. If no run
-    has written to `folder`, other files with names that a run writes are an error too.
-    """
+    """Raise `UserError` if the folder has a run that this run does not continue, or files that it would overwrite."""
     has_checkpoints = any(folder.glob("checkpoints/step-*"))
     if resume_from == LATEST and has_checkpoints:
         return
@@ -154,9 +152,7 @@ def _lost_peer(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def explained_failures(folder_of_run: Callable[[], Path]) -> Iterator[None]:
-    """Return a context that replaces errors about unwritable files and lost processes by a `UserError` with advice.
-    `folder_of_run` returns the folder from which the user can resume.
-    """
+    """Convert errors that the block raises about unwritable files or lost processes to a `UserError` with advice."""
     try:
         yield
     except (OSError, RuntimeError) as error:

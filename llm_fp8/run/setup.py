@@ -100,9 +100,7 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
 
 
 def warm_up_scales(setup: TrainingSetup, loader: TrainLoader) -> None:
-    """If the run uses delayed scaling, compute its first scales from the first micro-batch of the next step. The loader
-    does not advance, so the run trains on that micro-batch too. Collective.
-    """
+    """If the run uses delayed scaling, compute its first scales from the loader's next step. Collective."""
     if not setup.precision.scales_lag:
         return
     from llm_fp8.step.scale_warmup import PASSES, warm_up_delayed_scales
@@ -116,9 +114,8 @@ def warm_up_scales(setup: TrainingSetup, loader: TrainLoader) -> None:
 
 
 def build_stepper(setup: TrainingSetup, loader: TrainLoader | None, num_steps: int, step: int = 0) -> Stepper:
-    """Build the stepper of a run of `num_steps` steps, of which `step` are done, with its optimizer and learning-rate
-    schedule. Delayed scaling's first scales are computed from `loader`, unless it is None because a checkpoint will
-    restore them. Collective.
+    """Build optimizer, first fp8 scales and schedule of a run of `num_steps` steps, of which `step` are done. `loader`
+    is None if the scales will be restored from a checkpoint. Collective.
     """
     plan, options, strategy = setup.plan, setup.plan.config.optim, setup.plan.strategy
     parameters = setup.training_model.named_parameters()
@@ -167,9 +164,9 @@ def _describe_rounding(plan: RunPlan, fp8: Any) -> str:
 
 
 def _load_weights(plan: RunPlan, model: Model, precision: Precision, batch: Batch | None, holds_in_fp8: bool) -> None:
-    """Fill the weights of `model`, except adapters, unless `_decoder_with_adapters` has filled them. If `batch` is set,
-    compare the TE decoder's outputs for it with those of Hugging Face's decoder. If `holds_in_fp8`, allocate and fill
-    one layer at a time, and keep the weights of its fp8 modules only in fp8. Collective.
+    """Fill the parameters of `model` that are not initialised. If `batch` is set, compare the outputs of the TE decoder
+    with those of Hugging Face's. If `holds_in_fp8`, allocate the weights of fp8 modules layer by layer, and keep
+    them only in fp8. Collective.
     """
     filling, shards_parameters = (plan.device, plan.config.optim.seed), plan.strategy.shards_parameters
     full_layers: Iterable[nn.Module] = model.layers
@@ -202,7 +199,7 @@ def _load_weights(plan: RunPlan, model: Model, precision: Precision, batch: Batc
 
 
 def _freed_again(layers: Iterable[nn.Module], precision: Precision) -> Iterator[nn.Module]:
-    """Yield each of `layers`. When the caller asks for the next, free the parameters of the last one's fp8 modules."""
+    """Yield each of `layers`. Once the caller has processed a layer, free the memory of the fp8 modules in it."""
     for layer in layers:
         yield layer
         for module in precision.fp8_modules.intersection(layer.modules()):

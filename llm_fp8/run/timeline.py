@@ -53,7 +53,7 @@ class RunResults:
 
 @dataclass
 class Timeline:
-    """Training loop of a run. `step` and `tokens_seen` count from the run's start, even if it was resumed."""
+    """Training loop of a run that has already taken `step` steps and seen `tokens_seen` tokens."""
 
     stepper: Stepper
     loader: TrainLoader
@@ -106,9 +106,7 @@ class Timeline:
         self.reporter.print(f"--fp8_until: {self.precision.plan.compute_name} from step {self.step + 1} on")
 
     def train(self, stop_requested: Callable[[], bool]) -> None:
-        """Take steps until `total_steps` are done, early stopping ends the run or `stop_requested()` returns True. A
-        requested stop always saves a checkpoint.
-        """
+        """Take steps up to `total_steps`, early stopping or `stop_requested()`. A requested stop always saves."""
         if self.is_complete:
             return  # the run was resumed after the last step, to evaluate and export
         config = self.setup.plan.config
@@ -216,9 +214,7 @@ class Timeline:
             self.reporter.step(record)  # also before a later non-finite loss, to show its cause
 
     def _after_profiled_step(self, profile: StepProfile, num_micro_batches: int) -> Any:
-        """Report the step that `profile` recorded, check its kernels and, if worthwhile, switch to graphs. Return a new
-        time stamp, taken at the end.
-        """
+        """Report the recorded step and check its kernels. Return a time stamp of the end of this work."""
         self._profile_figures[self.step] = profile.figures()
         self.restart_clocks()
         self.read_pending()  # the check of the kernels may end the run
@@ -229,9 +225,7 @@ class Timeline:
         return self.restart_clocks()
 
     def _take_graphs_if_idle(self, profile: StepProfile, num_micro_batches: int) -> None:
-        """Let the stepper switch to graphs if `profile` shows that the GPU is often idle. Print the stepper's note, if
-        any. Collective.
-        """
+        """Make the stepper replay steps as graphs if this shortens them. Print the stepper's decision. Collective."""
         if self.step == self.total_steps or not self.stepper.may_take_graphs:
             return
         # Only two steps are measured before the recorded one, so a small idle time is checked again after more steps.
@@ -296,9 +290,7 @@ class Timeline:
         self.reporter.print(f"{verb} {folder}")
 
     def _checkpoint_due(self) -> bool:
-        """Return True if at least `SAVE_AFTER_S` have passed since the last save, or if the run is complete and already
-        has checkpoints. Return False if --save_every is 0. Collective: the main rank decides.
-        """
+        """Return True if the last save is `SAVE_AFTER_S` old, or if a run with checkpoints is complete. Collective."""
         if self.setup.plan.config.run.save_every == 0:
             return False
         is_old = time.monotonic() - self._saved_s >= SAVE_AFTER_S

@@ -78,12 +78,12 @@ class RunState:
         return self.setup.plan.strategy.state(self.setup.model.module, optimizer) | scales
 
     def has_the_scales(self, checkpoint: Checkpoint) -> bool:
-        """Return True if the options that determine scales and amax histories equal those of the checkpoint."""
+        """Return True if the run and the checkpoint agree in the options on which scales and amax histories depend."""
         saved = checkpoint.meta["options"]
         return all(saved.get(name) == self.options.get(name) for name, kind in RESUME.items() if kind == "scales")
 
     def save(self, step: int, optimizer: Any, history: EvalHistory, tokens_seen: int) -> Path:
-        """Write a checkpoint of the run after `step`, in the background with --async_save. Return its folder."""
+        """Write a checkpoint after `step` (with --async_save in the background). Return its folder."""
         plan = self.setup.plan
         scaler = plan.accelerator.scaler
         meta = {
@@ -115,9 +115,7 @@ class RunState:
         restore_rng_state(rng)
 
     def restore_history(self, history: EvalHistory, checkpoint: Checkpoint) -> None:
-        """Restore `history` from `checkpoint`, unless the eval data changed. Forget the best loss if --keep_best is set
-        and its checkpoint is gone. Print a message if either affects --keep_best or early stopping. Collective.
-        """
+        """Restore `history` from the checkpoint. If earlier results no longer count, print why. Collective."""
         say = self.setup.plan.say
         if not history.load_state_dict(checkpoint.meta["evaluations"]) and (history.keeps_best or history.patience):
             say("the eval data changed since this checkpoint: only later evaluations count")

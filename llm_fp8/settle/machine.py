@@ -35,8 +35,8 @@ class Machine:
 
 
 def detect_machine(precision: PrecisionConfig, ranks: LaunchRanks, asks_te: bool = True) -> Machine:
-    """Return the machine of this launch. If `asks_te` and the run may use Transformer Engine for fp8, ask it which of
-    its recipes are available. Otherwise derive them from the compute capability. All ranks must call this function.
+    """Return the machine of this launch. If the run may use fp8, Transformer Engine determines the available recipes.
+    Otherwise, or if `asks_te` is False, the compute capability does. All ranks must call this function.
     """
     host_free_gib = psutil.virtual_memory().available / GIB
     if not torch.cuda.is_available():
@@ -62,6 +62,6 @@ def assumed_machine(
 
 
 def lacking_by_capability(capability: tuple[int, int]) -> dict[str, str]:
-    """Return a dict from each Transformer Engine recipe that a GPU of this compute capability lacks to the reason."""
+    """Return recipe -> reason for each recipe of Transformer Engine that a GPU of this compute capability lacks."""
     needed = {name: RECIPES[name].capability for name in recipe_names("te")}
     return {n: f"it needs compute capability {a}.{b}." for n, (a, b) in needed.items() if capability < (a, b)}

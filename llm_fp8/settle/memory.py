@@ -36,11 +36,11 @@ def fits(run: RunSize, gpu_gib: float) -> bool:
 
 
 def settle_micro_batches(run: RunSize, gpu_gib: float, resumed_rows: int | None = None) -> RunSize:
-    """Return `run` with as many micro-batches of a step merged as fit in the GPU's memory with a margin, and a number
-    for --gradient_checkpointing auto. If merging can give `resumed_rows` rows per micro-batch, use that number of rows.
+    """Merge as many micro-batches of a step as the GPU's memory allows with a margin, and choose a number for
+    --gradient_checkpointing auto. Return the changed run. Give micro-batches `resumed_rows` rows if that is possible.
 
-    Recomputing a layer adds a third to its time, more than merging saves. So first minimise the number of recomputed
-    layers, then maximise the micro-batches. If nothing fits, merge none and, under auto, recompute all layers.
+    Recomputing a layer costs a third of its time, more than merging saves. So first choose the fewest recomputed layers
+    with which micro-batches of some size fit, then the largest size. If nothing fits, merge none and recompute all.
     """
     size, num_requested = run.config.data.batch_size, run.config.optim.gradient_accumulation_steps
     most = (MOST_TOKENS if run.config.packing else MOST_PADDED_TOKENS) // run.config.data.max_seq_length
@@ -72,10 +72,10 @@ def largest_fitting(run: RunSize, gpu_gib: float) -> RunSize | None:
 
 
 def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None) -> tuple[RunSize, list[str]]:
-    """Merge micro-batches and replace each option's auto by a number. Return the changed run and notes to print.
+    """Return the run with merged micro-batches and with a number for each option that is auto, and notes to print.
 
-    `resumed_rows` is the number of rows per micro-batch in the checkpoint to continue. Raise `UserError` if the tensors
-    of known size exceed `gpu_gib`, if an option is auto and the run's memory is unknown, or if no --batch_size fits.
+    `resumed_rows` is the number of rows per micro-batch in the checkpoint to continue. Raise `UserError` if the
+    tensors of known size exceed `gpu_gib`, or if an option is auto, but no number fits or the run's memory is unknown.
     """
     requested, length, notes = run.config, run.config.data.max_seq_length, list[str]()
     automatic = requested.data.batch_size == AUTO_BATCH_SIZE
@@ -127,7 +127,7 @@ def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None)
 
 
 def _suggestions(run: RunSize, gpu_gib: float) -> str:
-    """Return the end of an error or warning: changes of options that each make the run fit, the cheapest first."""
+    """Return the end of an error message: options that would make the run fit, the cheapest change first."""
     changes: list[dict[str, Any]] = [{}, RECOMPUTED]
     if run.num_gpus > 1:
         sharded = {"sharding_mode": "fsdp_full", "sync_every_micro_batch": True}
@@ -156,7 +156,7 @@ def _suggestions(run: RunSize, gpu_gib: float) -> str:
 
 
 def is_consistent(config: Config, mode: str) -> bool:
-    """Return True if `check_declared` accepts the options in `config` for the sharding mode `mode`."""
+    """Return True if `check_declared` accepts the options in the sharding `mode`."""
     try:
         check_declared(config, mode)
     except UserError:

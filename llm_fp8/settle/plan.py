@@ -45,7 +45,7 @@ class RunPlan(Settled):
 
     @property
     def stores_lower_bits(self) -> bool:
-        """True if bf16 cannot hold the stored weights exactly: they are fp32, fp16, or fp8 numbers with scales."""
+        """True if the stored weights have lower bits that bf16 drops: they are fp32, fp16, or fp8 with scales."""
         stored_in_fp8 = self.stored is not None and self.stored.fp8 is not None
         return stored_in_fp8 or self.export_dtype in (torch.float32, torch.float16)
 
@@ -61,7 +61,7 @@ class RunPlan(Settled):
 
     @property
     def keeps_lower_bits(self) -> bool:
-        """True if the optimizer stores, as remainders, the lower bits that the stored weights lose in loading."""
+        """True if the optimizer stores, as remainders, the lower bits that the weights lose when they are rounded."""
         optimizer = OPTIMIZERS[self.optimizer_kind]
         return self.rounds_weights and optimizer.keeps_lower_bits and not self.config.trains_adapters
 

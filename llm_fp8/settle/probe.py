@@ -44,8 +44,8 @@ LIMIT = {torch.float32: 0.01, torch.bfloat16: 0.05}  # of relative differences; 
 
 
 def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> PackedForm | None:
-    """Return the form of packing in which documents do not affect each other, or None without --packing. Raise
-    `UserError` if every form or padded rows mix documents, or if the loss is wrong. `dtype` is the run's compute dtype.
+    """Return the form of packing that keeps documents apart in `hf_config`'s model, or None without --packing.
+    `dtype` is the compute dtype. Raise `UserError` if no form does, if padding mixes documents or the loss is wrong.
     """
     flag = f"--model_name {config.model.model_name}"
     attention = choose_attention(config.model.attn_implementation, hf_config, device, dtype)
@@ -128,7 +128,7 @@ def small_model(
 
 
 def _numbers(like: Tensor, numbers: Tensor) -> Tensor:
-    """Fill the shape of `like` with `numbers`. Scale a matrix so that it keeps norms; map a vector to [0.2, 0.8]."""
+    """Return `numbers` in the shape of `like`. A matrix is scaled to preserve norms, a vector mapped to [0.2, 0.8]."""
     repeated = numbers.repeat(-(-like.numel() // len(numbers)))[: like.numel()].view(like.shape)
     values = repeated * like.shape[-1] ** -0.5 if like.ndim > 1 else 0.2 + 0.6 * repeated.sigmoid()
     return values.to(like.dtype)
@@ -152,7 +152,7 @@ def _hidden_alone(model: TrainingModel, ids: Tensor) -> Tensor:
 
 
 def _differs(value: Tensor, reference: Tensor, dtype: torch.dtype) -> float:
-    """Return the largest relative error of a token's vector (bf16: second largest), or 0 if under `LIMIT[dtype]`."""
+    """Return the largest relative error of any token's vector (bf16: second largest), or 0 if below `LIMIT[dtype]`."""
     errors = (value - reference).float().norm(dim=-1) / reference.float().norm(dim=-1).clamp_min(1e-12)
     rank = 1 if dtype == torch.float32 else 2  # in bf16, rounding may change the expert of one token
     worst = float(errors.flatten().nan_to_num(torch.inf).topk(rank).values[-1])

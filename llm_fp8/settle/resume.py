@@ -72,7 +72,7 @@ def weights_digest(files: Sequence[Path]) -> str:
 
 
 def run_options(config: Config, data: PreparedData, num_steps: int) -> dict[str, Any]:
-    """Return entries for a checkpoint: total_steps, global_batch_size, and options other than of reports and saves."""
+    """Return total_steps, global_batch_size and all options except those of reports and saves, for a checkpoint."""
     sections = config.to_dict()
     sections["run"] = {name: value for name, value in sections["run"].items() if name in RESUME}
     options = {name: value for section in sections.values() for name, value in section.items()}
@@ -89,7 +89,7 @@ def total_steps(config: Config, data: PreparedData, resumed: SavedRun | None) ->
 
 
 def check_compatible(saved_run: SavedRun, fingerprint: Mapping[str, Any]) -> None:
-    """Raise `UserError` if the checkpoint's fingerprint differs from this run's `fingerprint` (`run_fingerprint`)."""
+    """Raise `UserError` if the checkpoint's fingerprint differs from `fingerprint`, that of the run to start now."""
     saved = saved_run.meta["fingerprint"]
     current = json.loads(json.dumps(fingerprint))  # converts tuples to lists, as in the file
     if names := [name for name in {**saved, **current} if saved.get(name) != current.get(name)]:
@@ -117,7 +117,7 @@ def changed_options(config: Config, saved_run: SavedRun, options: Mapping[str, A
 def refuse_finished(
     config: Config, folder: Path | None, resume_from: str | None, resumed: SavedRun, num_steps: int
 ) -> None:
-    """Raise `UserError` if no step or export is left, or "latest" would repeat steps of a finished run in `folder`."""
+    """Raise `UserError` if no steps are left, or if --resume_from latest would repeat steps of a finished run."""
     step, patience = resumed.step, config.run.early_stopping_patience
     path = None if folder is None else folder / "summary.json"
     summary = read_json(path) if path is not None and path.exists() else {}

@@ -34,7 +34,7 @@ STATE_SHARE = 0.6  # fraction of a GPU's memory for weights, gradients and optim
 
 @dataclass(frozen=True, kw_only=True)
 class Settled:
-    """Decisions about a run. In `config`, numbers replace 'auto', and micro-batches may be fewer and larger."""
+    """Decisions about a run. Its `config` has merged micro-batches, and numbers in place of 'auto'."""
 
     config: Config
     machine: Machine
@@ -49,7 +49,7 @@ class Settled:
 
     @property
     def parameter_dtype(self) -> torch.dtype:
-        """Dtype of trained parameters: the compute dtype if `mode` holds master weights, else set by the optimizer."""
+        """Dtype of trained parameters: the compute dtype in modes that hold master weights, else the optimizer's."""
         holds_masters = MODES[self.mode].holds_masters
         return self.precision.compute_dtype if holds_masters else OPTIMIZERS[self.optimizer_kind].parameter_dtype
 
@@ -99,8 +99,8 @@ def settle(
     measured: str | None = None,
     num_parameters: int | None = None,
 ) -> Settled:
-    """Return the decisions about a run with the options `requested`, which `check_options` must have accepted. Raise
-    `UserError` if the run is not possible with this machine or model, or if it does not fit in the GPU's memory.
+    """Settle the run with the options `requested`, which `check_options` must have accepted. Raise `UserError` if the
+    run is not possible with this machine or model, or if it does not fit in the GPU's memory.
 
     Args:
         resumed: contents of meta.json in the checkpoint to continue. The run has the same micro-batches and precision.

@@ -55,9 +55,7 @@ def enable_gradient_checkpointing(
 
 
 def _te_contexts(te: Any) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-    """Return two contexts for TE's checkpoint: an empty one for the forward pass, and for the recomputation a disabled
-    autocast, in which the checkpoint nests its own autocast. Both are empty if fp8 is off.
-    """
+    """Return an empty context for the forward pass, and for recomputation a disabled autocast around TE's own."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     if not FP8GlobalStateManager.is_fp8_enabled():

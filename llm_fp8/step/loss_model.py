@@ -76,8 +76,7 @@ class TrainingModel(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the cross entropy, summed over the supervised tokens of `batch` (fp32 scalar), and auxiliary losses by
-        name. Auxiliary losses are sums over the same tokens, multiplied by their `coefficients`, to be added to the
-        cross entropy. In evaluation mode there are none.
+        name. An auxiliary loss is a weighted sum over tokens, to be added to the cross entropy. Evaluation has none.
         """
         hidden, head = self._scaled(self.hidden(batch)), self.model.get_output_embeddings().weight
         dtype = self.compute_dtype
@@ -98,7 +97,7 @@ class TrainingModel(nn.Module):
         return {} if self.router_loss is None else {ROUTER_LOSS: self.router_loss.coefficient}
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits, scaled and capped as in the loss, for the last hidden states `hidden` [..., h]."""
+        """Return the logits that the loss is computed from, for the last hidden states `hidden` [..., h]."""
         return cap_(self._scaled(hidden) @ self.model.get_output_embeddings().weight.to(hidden.dtype).t(), self.softcap)
 
     def _scaled(self, hidden: Tensor) -> Tensor:
@@ -141,10 +140,9 @@ class TrainingModel(nn.Module):
 
 
 def _rope_by_document(rope: Any, forward: Any, hidden: Tensor, position_ids: Tensor, layer_type: str = "") -> Any:
-    """Return longrope's cos and sin [..., S, d] at `position_ids` [..., S], with short or long frequencies according to
-    the length of each document. transformers would choose by the longest document of a batch. Other types of RoPE need
-    no such wrapper, because they do not depend on the length up to `te_llama.num_positions`. `rope` is the config's
-    `rope_parameters`, and `forward` is the wrapped forward method, which takes the dtype from `hidden`.
+    """Return longrope's cos and sin [..., S, d] at `position_ids` [..., S]. Short or long frequencies are chosen by the
+    length of each document; transformers would choose by the longest document of a batch. Other RoPE types need no such
+    wrapper: they do not depend on the length, if it is at most `te_llama.num_positions`.
     """
     of_type = {"layer_type": layer_type} if layer_type else {}
     limit = (rope[layer_type] if layer_type else rope).get("original_max_position_embeddings", 1)
@@ -158,11 +156,9 @@ def _rope_by_document(rope: Any, forward: Any, hidden: Tensor, position_ids: Ten
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """transformers' load balancing loss, but computed for each document, as in DeepSeek-V3 (arXiv 2412.19437, equation
-    17). A loss of a whole micro-batch would depend on how the batch is split.
-
-    For each expert, the fraction of the document's tokens routed to the expert is multiplied by the expert's mean
-    probability. The loss is the sum of these products times the number of experts.
+    """Load balancing loss of transformers, but per document as in DeepSeek-V3 (arXiv 2412.19437, equation 17): the
+    number of experts times the sum, over experts, of the fraction of tokens routed to the expert times its mean
+    probability. If it were computed over a micro-batch, it would depend on how the batch is split.
     """
 
     coefficient: float
@@ -184,9 +180,7 @@ class RouterLoss:
 
 
 def router_loss(model: PreTrainedModel) -> tuple[RouterLoss | None, str | None]:
-    """Return the auxiliary loss of the model's routers and a note to print about it, or None for either. There is no
-    loss if the config does not set `output_router_logits`, or if transformers computes no such loss for the model.
-    """
+    """Return the auxiliary loss (None unless the config sets `output_router_logits`) and a note to print."""
     decoder = text_config(model.config)
     coefficient = getattr(decoder, "router_aux_loss_coef", None) or 0.0
     function = vars(sys.modules[type(model).__module__]).get("load_balancing_loss_func")

@@ -62,7 +62,7 @@ def check_graphs(config: Config, mode: str, compute: str, attention_dropout: flo
 
 
 class Capture:
-    """Captures graphs. All graphs share one memory pool, since no two of them run concurrently."""
+    """Captures graphs in one memory pool, which they can share because they never run concurrently."""
 
     def __init__(self) -> None:
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
@@ -84,9 +84,8 @@ class Capture:
 
 
 class MicroBatchGraphs:
-    """Runs this rank's micro-batches. For each `Key` (a bucket and the place in the step), the first micro-batch runs
-    eagerly, which compiles kernels and makes Transformer Engine allocate its buffers. A later one is captured as a
-    graph, and the graph is replayed for it and for the following micro-batches with this key.
+    """Runs this rank's micro-batches. The first micro-batch with each `Key` (bucket, place in the step) runs eagerly,
+    which compiles kernels and makes Transformer Engine allocate its buffers. Later ones replay a graph.
     """
 
     makes_gradients = False  # True if eager passes allocate gradients, so that none is assigned before
@@ -100,10 +99,9 @@ class MicroBatchGraphs:
         after_each: Callable[[], None],
         collective: bool,
     ) -> None:
-        """Allocate gradients for the trained `parameters`. In a step's first micro-batch, GEMMs overwrite the gradients
-        of the weights in `overwritten` (see `FusedWgradAccumulation.weights`), and all other gradients are set to zero.
-        `run` runs a micro-batch, and `capture` captures it. `after_each` is called after every micro-batch and is not
-        captured. `collective` is True if graphs include communication.
+        """Allocate gradients for the trained `parameters`. GEMMs of a step's first micro-batch overwrite the gradients
+        of the weights in `overwritten` (`FusedWgradAccumulation.weights`). `after_each` is called after every
+        micro-batch and is not captured. `collective` is True if graphs include communication.
         """
         self._run, self._capture, self._after_each = run, capture, after_each
         self._collective, self._parameters = collective, parameters
@@ -122,9 +120,7 @@ class MicroBatchGraphs:
         self.may_capture = True  # if False, micro-batches without a graph run eagerly
 
     def __call__(self, batch: Batch, num_supervised: Tensor, first: bool, last: bool) -> Tensor:
-        """Run a packed `batch`, which may be in host or GPU memory, and return its losses. `RunMicroBatch` explains the
-        arguments. The next call overwrites the losses.
-        """
+        """Run a packed `batch` in host or GPU memory as `RunMicroBatch` does. The next call overwrites the result."""
         if first and not self.makes_gradients:
             self._lend_gradients()
         self._num_supervised.copy_(num_supervised)
@@ -134,7 +130,7 @@ class MicroBatchGraphs:
         return self._losses
 
     def make_room(self) -> None:
-        """Delete the graphs if the eager pass that follows would not fit in GPU memory beside them."""
+        """Delete the graphs if memory is too short for them and the eager pass that follows."""
         if self._graphs and self.drops_before_eager:
             self._graphs.clear()
             self._capture.begin_anew()
@@ -164,9 +160,7 @@ class MicroBatchGraphs:
             self._seen.add(key)
 
     def _capture_or_explain(self, work: Callable[[], None]) -> Graph:
-        """Capture `work`. If that fails, raise `UserError`, on all ranks if graphs include communication. The run
-        cannot continue eagerly, because libraries remain in capture mode.
-        """
+        """Capture `work`. If that fails, raise `UserError` on every rank, since libraries remain in capture mode."""
         graph, failure = None, None
         try:
             graph = self._capture(work)
@@ -190,7 +184,7 @@ class MicroBatchGraphs:
         self._losses.copy_(losses)
 
     def _load(self, batch: Batch, bucket: int) -> Batch:
-        """Copy `batch` to the tensors that the graphs of `bucket` read. Return these tensors as a batch."""
+        """Copy a batch to the fixed tensors of its bucket. Return the batch of these tensors."""
         tensors = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
         documents = tensors.pop("cu_seqlens")
         if bucket not in self._inputs:
@@ -209,8 +203,7 @@ class MicroBatchGraphs:
 
 class ShardedMicroBatchGraphs(MicroBatchGraphs):
     """Graphs for fsdp_grad and fsdp_full, if a step has one micro-batch. They include FSDP2's collectives. Each graph
-    has gradients of its own, which FSDP2 allocates. The optimizer reads those of the first graph, so each later graph
-    ends by copying its gradients to them.
+    has gradients of its own, which FSDP2 allocates. All graphs but the first copy theirs to those of the first.
     """
 
     makes_gradients = True
@@ -239,10 +232,9 @@ def bucket_of(batch: Batch) -> int | None:
 
 
 def memory_beside_graphs(extra_bytes: int = 0) -> tuple[float, bool]:
-    """Return how many GiB the fullest GPU lacks to run steps with graphs (0 if none), and whether an eager pass would
-    not fit on some GPU beside the graphs, which reserve the memory of one pass's activations.
-
-    A step with graphs needs `extra_bytes` more than the peak of the steps so far. All ranks must call this function.
+    """Return the GiB that the fullest GPU lacks for graphs if they need `extra_bytes` more than the steps so far. The
+    second value is True if an eager pass does not fit beside the graphs, which reserve the memory of one pass's
+    activations. All ranks must call this function.
     """
     in_use, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated() + extra_bytes + RESERVE_GIB * GIB
     total = torch.cuda.get_device_properties().total_memory

@@ -28,11 +28,9 @@ PASSES = 5
 
 
 def warm_up_delayed_scales(model: TrainingModel, precision: Precision, batch: Batch, num_supervised: float) -> None:
-    """Fill amax histories by running `PASSES` forward and backward passes on `batch`. Weights and random state do not
-    change, and gradients are None afterwards. All ranks must call this function.
-
-    `model` is either already sharded by FSDP or not yet prepared by the strategy. The summed loss is divided by
-    `num_supervised`, the mean over ranks of the number of supervised tokens in the step that `batch` is part of.
+    """Fill amax histories by `PASSES` forward and backward passes on `batch`. Weights and random state do not change;
+    gradients are None afterwards. `model` is sharded by FSDP, or not yet prepared by the strategy. `num_supervised`, by
+    which losses are divided, is the mean over processes of the step's supervised tokens. All ranks must call it.
     """
     device = batch.input_ids.device
     model.train()

@@ -141,7 +141,7 @@ class Stepper:
             self._graphs.drops_before_eager = self._drops_graphs
 
     def may_capture(self, may: bool) -> None:
-        """Allow or forbid the capture of CUDA graphs from now on. A capture would disturb the profile of a step."""
+        """Allow or forbid the capture of graphs in the next step. A capture would disturb the recording of a step."""
         if self._graphs is not None:
             self._graphs.may_capture = may
 
@@ -205,11 +205,9 @@ class Stepper:
         return StepResult(learning_rate, values, losses.sum(), rows, start, end)
 
     def micro_batch(self, batch: Batch, num_supervised: Tensor, first: bool | None, last: bool = True) -> Tensor:
-        """Run the forward and backward passes of a micro-batch. Return its contributions to the step's mean losses
-        (fp32, detached), in the order of `TrainingModel.loss_names`.
-
-        Losses are divided by `num_supervised`, the supervised tokens of the step on all ranks. For `first` see
-        `Precision.context`. Gradients are reduced over ranks if the micro-batch is the `last` of its step.
+        """Run forward and backward of a micro-batch. Return its contributions to the step's mean losses (fp32,
+        detached), in the order of `TrainingModel.loss_names`. For `first` see `Precision.context`. Gradients are
+        reduced over ranks if the micro-batch is the `last` of its step.
         """
         with self.strategy.micro_batch(self.model, last=last), self.wgrad_accumulation.micro_batch(last):
             with self.precision.context(first_microbatch=first):

@@ -36,7 +36,7 @@ class FusedWgradAccumulation:
     """Makes the wgrad GEMMs of TE's linear modules add to existing gradients. Such additions do not run DDP's hooks."""
 
     def __init__(self, model: nn.Module, strategy: DistributedStrategy) -> None:
-        """Find TE's linear modules with trained weights in `model`, which `strategy` has prepared."""
+        """`model` is the model that the strategy prepared."""
         self._strategy, self._find_main_grad = strategy, strategy.main_grads(model)
         modules: list[Any] = [module for module in model.modules() if hasattr(module, "fuse_wgrad_accumulation")]
         trained = [(module, [w for w in linear_weights(module) if w.requires_grad]) for module in modules]
@@ -64,9 +64,9 @@ class FusedWgradAccumulation:
                     vars(weight).pop("main_grad", None)
 
     def _set_main_grads(self, module: Any, weights: list[Tensor], fused: list[tuple[Any, list[Tensor]]]) -> None:
-        """Make the wgrad GEMMs of `module` add to the main gradients of its `weights`, and append the module and its
-        unsharded weights to `fused`. If a GEMM cannot add to one of the gradients, do nothing. The code is not part of
-        `micro_batch`, whose local variables would keep the main gradients in memory during the passes.
+        """Make the GEMMs of `module` add to the main gradients of its `weights`, if that works for all of them. Then
+        append the module and its gathered weights to `fused`. `micro_batch` does not do this itself, because its local
+        variables would keep the main gradients in memory.
         """
         if _would_lose_main_grad(module):
             return
@@ -82,8 +82,6 @@ class FusedWgradAccumulation:
 
 
 def _would_lose_main_grad(module: Any) -> bool:
-    """Return True if `module` is a LayerNormLinear that does not keep the fp8 casts of its weights between passes. The
-    wgrad GEMM of such a module cannot add to a main gradient.
-    """
+    """Return True for a LayerNormLinear that does not store its fp8 casts: it cannot add to a main gradient."""
     casts_anew = getattr(module, "is_fsdp2", False) and getattr(module, "fp8", False)
     return type(module).__name__ == "LayerNormLinear" and casts_anew and not module.primary_weights_in_fp8

@@ -19,5 +19,5 @@ class CertificatePlugin(BasePlugin):
     """Add `CertificateCallback` to axolotl's trainer."""
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[CertificateCallback]:
-        """Create the callback, after axolotl has set Accelerate's environment variables, which the callback reads."""
+        """Return a callback. Its constructor reads Accelerate's environment variables, which axolotl has now set."""
         return [CertificateCallback()]

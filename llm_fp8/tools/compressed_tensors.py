@@ -71,9 +71,8 @@ def round_inputs_(model: PreTrainedModel) -> None:
 
 
 def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
-    """Write the model in `folder` to `output` in fp8. Return the total size in bytes of the weight files in `folder`
-    and in `output`. Raise `UserError` if `output` exists and is not an empty folder, or if the model cannot be read
-    or written, is quantised already, is a mixture of experts, has no linear layers, or holds NaN or infinity.
+    """Write the model in `folder` to `output` in fp8. Return the weight files' size in bytes before and after. Raise
+    `UserError` if the model cannot be read or written, is quantised, is a mixture of experts, or holds NaN or infinity.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output {output} exists already and is not an empty folder; give a new one.")
@@ -119,7 +118,7 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
 
 
 def _in_fp8(tensors: Iterable[tuple[str, Tensor]], weights: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each pair (name, tensor), but for a name in `weights` yield (name, fp8 values) and (name_scale, scales)."""
+    """Yield the pairs (name, tensor), but for each name in `weights` yield two: the fp8 values and the scales."""
     for name, tensor in tensors:
         if name not in weights:
             yield name, tensor
@@ -130,9 +129,9 @@ def _in_fp8(tensors: Iterable[tuple[str, Tensor]], weights: set[str]) -> Iterato
 
 
 def eval_loss(folder: Path, data: PreparedData, round_inputs: bool = False) -> tuple[float, int, str]:
-    """Evaluate the model in `folder` on the validation split of `data`, or once on all rows if there is none.
-    Return the mean cross entropy per supervised token, the number of these tokens, and the name of the compute dtype.
-    If `round_inputs`, linear layers except the lm_head round their inputs to fp8 and back.
+    """Evaluate the model in `folder` on the validation split of `data`, or on all rows if there is none. Return the
+    mean cross entropy per supervised token, the number of these tokens, and the name of the compute dtype. If
+    `round_inputs`, linear layers round their inputs to fp8 and back.
     """
     options, device = ModelConfig(model_name=str(folder)), device_of_process()
     source, dtype = resolve_source(options), torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -22,8 +22,8 @@ from llm_fp8.utils.ranks import LaunchRanks
 
 
 def dry_run(config: Config) -> int:
-    """Print the run's data, number of steps and memory without training. Return the exit code. If the options need a
-    GPU and there is none, assume one. Transformer Engine need not be installed. All ranks must call this function.
+    """Describe the data, the number of steps and the memory of the run without training. Return the exit code. If the
+    options need a GPU and there is none, assume a GPU. Transformer Engine need not be installed. Collective.
     """
     quiet_libraries()
     ranks = LaunchRanks.from_environment(os.environ)

@@ -51,9 +51,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def data_options(options: argparse.Namespace) -> DataConfig:
-    """Return the data options on the command line and, for the others, those in the run.json in the parent folder of
-    the model. If the command line names a dataset, only the sequence length, the treatment of longer documents and the
-    arguments of the chat template come from run.json.
+    """Return data options from the command line, else from the run.json beside the model. If the command line names a
+    dataset, only options that suit any dataset come from run.json.
     """
     typed = {name: value for name, value in vars(options).items() if name in DATA_OPTIONS}
     record, recorded = Path(options.model_name).absolute().parent / "run.json", {}
@@ -75,16 +74,14 @@ def prompt_and_solution(input_ids: list[int], labels: list[int]) -> tuple[list[i
 
 
 def has_answer(expected: str) -> bool:
-    """Return True if `expected` has an answer to compare: it has a mark such as "####", or is one word or a formula."""
+    """Return True if answers can be compared with `expected`: it marks an answer, is one word, or is only a formula."""
     marks = re.search(r"####|\\boxed|\banswer( is\b|:)", expected, re.IGNORECASE)
     is_answer = re.fullmatch(r"\S{1,20}", expected.strip()) or not re.search(r"(?<!\\)[^\W\d_]{2,}", expected)
     return bool(expected.strip() and (marks or is_answer))
 
 
 def is_right(expected: str, answer: str) -> bool:
-    """Return True if the texts are equal or math-verify finds their answers equal. A text that contains "####" is first
-    reduced to the part after the last one.
-    """
+    """Return True if both texts end in the same answer after '####', or math-verify finds their answers equal."""
     from math_verify import parse, verify
 
     gold, reply = (text.rpartition("####")[2].strip() for text in (expected, answer))

@@ -217,11 +217,9 @@ def _convertible(model: nn.Module) -> list[str]:
 def _expected_in_fp8(
     model: nn.Module, layers: list[nn.Module], launch: Mapping[str, str], state: ModuleState, scenario: str | None
 ) -> ExpectedKernels:
-    """Return the kernels that one micro-batch must run. `layers` are the converted layers, with fp8 state `state`. If
-    there are none, all layers that could be converted are expected in fp8. `scenario` is the expected recipe. None
-    means the recipe that `launch` requests, or with torchao the recipe in use. A trained weight needs two or three fp8
-    GEMMs, depending on the recipe. In the first trained layer it needs one fewer, and in a Transformer Engine layer
-    that is recomputed one more.
+    """Return the kernels that one micro-batch must run. A trained weight needs two or three fp8 GEMMs, depending on the
+    recipe `scenario`. It needs one fewer if no earlier layer is trained, and one more if a Transformer Engine layer is
+    recomputed. `layers` are the converted layers. If there are none, all layers that could be converted count.
     """
     is_torchao = state.library == "torchao"
     scenario = scenario or (next(iter(state.recipes), DEFAULTS["torchao"]) if is_torchao else te_recipe(launch))
@@ -244,18 +242,15 @@ def _expected_in_fp8(
 
 
 def _trained_first(model: nn.Module) -> list[nn.Module]:
-    """List all modules of the first layer with a trained parameter. The backward pass ends in this layer, so some of
-    its modules need no dgrad GEMM, but it is unknown which.
-    """
+    """List the modules of the layer with the first trained parameter. Some need no dgrad GEMM; it is unknown which."""
     first = next((name for name, parameter in model.named_parameters() if parameter.requires_grad), "")
     layer = re.match(r"(.+?\.)?\d+(?=\.)", first)
     return list(model.get_submodule(layer[0]).modules()) if layer else [model.get_submodule(first.rpartition(".")[0])]
 
 
 def _compare_recipe(layers: list[nn.Module], launch: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Compare the launcher's fp8_config with the recipe in use. Return two lists of sentences, one for each entry that
-    differs: failures for entries that fp8_config sets to another value than the launcher's default, and remarks for
-    entries with the default value, which the user may not have set.
+    """Compare the launcher's fp8_config with the recipe in use. Return two lists of sentences: differences in entries
+    that were set, which are failures, and differences in entries with default values.
     """
     states = [getattr(layer, "fp8_meta", {}) for layer in layers]
     recipe = next((state["recipe"] for state in states if "recipe" in state), None)

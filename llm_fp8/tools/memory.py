@@ -54,9 +54,7 @@ HUB_OWNERS = {"Llama-3": "meta-llama", "Qwen": "Qwen"}  # prefix of a bundled mo
 
 
 class Row(NamedTuple):
-    """A way to train in one sharding mode. `run` has the requested batch size. `fitted` has the largest batch size, up
-    to the requested one, that fits into memory, or is None.
-    """
+    """A way to train in a sharding mode. `run` has the requested batch size, `fitted` the largest that fits, if any."""
 
     way: str
     run: RunSize
@@ -116,7 +114,7 @@ def assumed_machine(gpu: str | None, num_gpus: int) -> Machine:
 
 
 def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
-    """Return the config of the model `name`, and the command-line options with which a training script loads it."""
+    """Return the config of the model `name`, and the options by which the training scripts load this model."""
     from llm_fp8.models.source import bundled_name, load_config, resolve_source
 
     argv = [f"--model_name={name}"]

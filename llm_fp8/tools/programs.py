@@ -58,9 +58,8 @@ def run_program(
     cwd: Path | None = None,
     timeout_s: float | None = None,
 ) -> Outcome:
-    """Run a program until it ends, and append its output to `log`. `environ` and `cwd` default to this process's. If
-    the program exceeds `timeout_s`, or an exception such as `KeyboardInterrupt` ends the wait, send the program
-    SIGTERM, wait up to 30 s, and kill its process group.
+    """Run a program until it ends, and append its output to `log`. `environ` and `cwd` default to this process's. After
+    `timeout_s`, or on an interrupt of this call, send the program SIGTERM, wait up to 30 s, and kill its process group.
     """
     with log.open("ab") as file:
         start_byte, started_s = file.tell(), time.monotonic()

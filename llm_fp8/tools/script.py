@@ -35,9 +35,7 @@ EXIT_INTERRUPTED, EXIT_OUTPUT_CLOSED = 130, 141
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Disable garbage collection while the block imports modules, which then takes 5 s instead of 7 s. Collections
-    after the block skip the objects that exist at its end.
-    """
+    """Disable garbage collection while the block imports modules (5 s, not 7). Later collections skip these modules."""
     gc.disable()
     try:
         yield
@@ -86,9 +84,7 @@ def _explanation(error: Exception) -> str | None:
 
 
 def first_to_end() -> bool:
-    """Record that this process ends, and return True if it is the first process of its launch to do so. The first one
-    prints the error. If no launcher keeps the record, return True.
-    """
+    """Return True if no other process of the launch is known to have ended. The first process to end prints why."""
     with contextlib.suppress(RuntimeError, ValueError):  # the launcher is gone (DistError), or its port is not a number
         if (store := launcher_store()) is not None:
             return store.add(f"llm_fp8/ended/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1) == 1

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 
 class UserError(Exception):
-    """A mistake in options or files, described in one sentence. Scripts print the message and exit with code 2."""
+    """A mistake in options or files. The message is one sentence: flag or file, problem, advice. The exit code is 2."""
 
 
 class FailedCheck(Exception):
@@ -48,7 +48,7 @@ _NO_MEMORY = f"out ?of ?memory|_STATUS_ALLOC_FAILED|resource allocation failed|c
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if `error` means that GPU or host memory is full, whichever library raised it."""
+    """Return True if `error` means that GPU or host memory is full. Its type and text depend on the library."""
     matches = re.search(_NO_MEMORY, f"{type(error).__name__}: {error}", re.IGNORECASE) is not None
     return isinstance(error, MemoryError) or (isinstance(error, Exception) and matches)
 
@@ -79,7 +79,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def did_you_mean(name: str, choices: Iterable[object]) -> str:
-    """Return ' (did you mean X?)' if one or two `choices` start with `name`, or none do and one or two resemble it."""
+    """Return ' (did you mean X?)' if one or two of `choices` start with `name` or else resemble it. Else return ''."""
     name, by_text = name.lower(), {str(choice).lower(): choice for choice in choices}
     near = [text for text in by_text if text.startswith(name)] or [text for text in by_text if _resembles(name, text)]
     best = difflib.get_close_matches(name, near, n=1, cutoff=0) if len(near) < 3 else []
@@ -87,7 +87,7 @@ def did_you_mean(name: str, choices: Iterable[object]) -> str:
 
 
 def _resembles(name: str, choice: str) -> bool:
-    """Return True if the texts are similar, or `name`'s words all begin words of `choice`, which has at most 2 more."""
+    """Return True if `name` is close to `choice`, or if its words begin words of `choice`, which has at most 2 more."""
     words, choice_words = (re.findall(r"[a-z]+|\d+", text) for text in (name, choice))
     has_words = all(any(choice_word.startswith(word) for choice_word in choice_words) for word in words)
     is_close = difflib.SequenceMatcher(None, name, choice).ratio() > 0.85
@@ -98,7 +98,7 @@ _BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt
 
 
 def number(number_type: type, **bounds: float) -> Callable[[str], Any]:
-    """Return an argparse type for numbers within `bounds`, such as at_least=1. Integers have below=2**31 by default."""
+    """Return a function that parses a number within `bounds`, for example at_least=1. Integers must be below 2^31."""
 
     def read(word: str) -> Any:
         value = number_type(word)
@@ -137,5 +137,5 @@ class OneSentenceParser(argparse.ArgumentParser):
         raise UserError(f"{self.origin}{message}; '{self.prog} {self.full_help}' lists the options.")
 
     def hint(self, option: str) -> str:
-        """Return ' (did you mean X?)' if an option of this parser resembles the unknown `option`, else ''."""
+        """Return text that the error about an unknown `option` appends: ' (did you mean X?)' or ''."""
         return did_you_mean(option, self._option_string_actions)

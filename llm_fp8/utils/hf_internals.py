@@ -38,7 +38,7 @@ def supports_flash_attention(auto_class: Any, config: PretrainedConfig) -> bool:
 
 
 def runs_grouped_gemms(module: Any) -> bool:
-    """Return True if `module` holds gated experts, without biases or norms, that transformers runs as grouped GEMMs."""
+    """Return True if `module` has experts, with a gate and without biases, that transformers runs in grouped GEMMs."""
     if getattr(getattr(module, "config", None), "_experts_implementation", None) != "grouped_mm":
         return False
     is_plain = not getattr(module, "has_bias", True) and not getattr(module, "has_post_expert_norm", False)
@@ -46,9 +46,9 @@ def runs_grouped_gemms(module: Any) -> bool:
 
 
 def grouped_linear(inputs: Tensor, weights: Tensor, offsets: Tensor, is_transposed: bool) -> Tensor:
-    """Multiply each row of `inputs` [rows, in] by the matrix of the row's expert, and return [rows, out]. The rows are
-    sorted by expert. `weights` is [experts, out, in], or [experts, in, out] if `is_transposed`. The int32 tensor
-    `offsets` [experts] contains, for each expert, the index after its last row.
+    """Multiply the rows of each expert by its matrix. Return [rows, out]. `inputs` [rows, in] are sorted by expert, and
+    `weights` are [experts, out, in], or [experts, in, out] if `is_transposed`. int32 `offsets` [experts] has the index
+    after each expert's last row.
     """
     from transformers.integrations.moe import _grouped_linear
 
@@ -56,7 +56,7 @@ def grouped_linear(inputs: Tensor, weights: Tensor, offsets: Tensor, is_transpos
 
 
 def renaming_on_load(model: PreTrainedModel) -> Callable[[str], str]:
-    """Return a function that maps a saved tensor's name to its name in `model`, except for merged and split tensors."""
+    """Return a function that maps a tensor's name in the files to its name in `model`. It ignores merges and splits."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
@@ -71,12 +71,12 @@ def renaming_on_load(model: PreTrainedModel) -> Callable[[str], str]:
 
 
 def ignored_on_save(model: PreTrainedModel) -> set[str]:
-    """Return the names of the tensors that transformers omits from the files when it saves `model`."""
+    """Return the names of tensors of `model` that its files do not contain."""
     return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
 def ignored_on_load(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return regular expressions for names of tensors in the files that transformers ignores when it loads `model`."""
+    """Return regular expressions for the names of tensors that are in the files but that loading ignores."""
     return tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
 
 
@@ -86,13 +86,13 @@ def gated(experts: Any, hidden: Tensor) -> Tensor:
 
 
 def fingerprint(dataset: Any) -> str:
-    """Return the hash by which the `datasets` library identifies `dataset` in its cache, or a random one if unset."""
+    """Return the hash under which `datasets` caches results from `dataset`. If it has none, return a random one."""
     return getattr(dataset, "_fingerprint", None) or uuid.uuid4().hex
 
 
 @contextlib.contextmanager
 def fresh_accelerate() -> Iterator[None]:
-    """Reset Accelerate's global state within the block, as in a new process, and restore the old state afterwards."""
+    """In the block, reset Accelerate's global state to that of a new process. Restore it afterwards."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     with contextlib.ExitStack() as stack:

@@ -17,8 +17,8 @@ on_closed_pipe: Callable[[], object] | None = None
 
 @contextlib.contextmanager
 def surviving_closed_output() -> Iterator[None]:
-    """Ignore the error if printing in the block fails because the terminal is gone, and send later output to /dev/null.
-    If `on_closed_pipe` is set, do likewise for a full disk and a closed pipe; after the latter, call `on_closed_pipe`.
+    """If printing in the block fails because the terminal is gone, ignore the error and send later output to /dev/null.
+    If the module's `on_closed_pipe` is set, also survive a full disk and a closed pipe, and call it for the latter.
     """
     try:
         yield
@@ -42,7 +42,7 @@ def closed_outputs() -> list[int]:
 
 
 def discard_output(descriptors: Iterable[int]) -> None:
-    """Redirect `descriptors`, except open terminals, to /dev/null, so that a later flush cannot fail."""
+    """Redirect `descriptors` to /dev/null, so that a later flush cannot fail. Skip open terminals."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in descriptors:
         if not os.isatty(descriptor):

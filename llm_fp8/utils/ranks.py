@@ -24,7 +24,7 @@ class LaunchRanks:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> LaunchRanks:
-        """Read the variables that torchrun sets. Raise `UserError` if one is invalid, so that no rank waits forever."""
+        """Read the variables that torchrun sets. Raise `UserError` for bad numbers, since ranks would wait forever."""
 
         def read(name: str, default: int, most: int = 2**31, least: int = 0) -> int:
             text = environ.get(name, str(default))
@@ -54,11 +54,11 @@ def launcher_store():  # type: ignore[no-untyped-def]
 
 
 def agree_on(name: str, value: str) -> str:
-    """Return the first non-empty value a rank passed for `name`, even before a restart. Without a store: `value`."""
+    """Return the `value` that the first caller passed for `name`. All ranks get the same, even after a restart."""
     store = launcher_store()
     return value if store is None else store.compare_set(f"llm_fp8/agreed/{name}", "", value).decode()
 
 
 def end_with_parent() -> None:
-    """Make Linux send SIGTERM to this process when its parent ends, so that no rank continues alone."""
+    """Make the kernel send SIGTERM to this process when its parent ends, so that no rank continues alone."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

@@ -31,9 +31,9 @@ def require_te(feature: str) -> Any:
 
 
 def prefer_torchs_cudnn() -> None:
-    """Make Transformer Engine load torch's cuDNN instead of the system's, unless CUDNN_HOME or CUDNN_PATH is set or TE
-    is already imported. With two versions of cuDNN, TE silently uses unfused attention (2.7 times slower on an H200).
-    All of cuDNN's libraries are loaded here, since cuDNN itself would search the system's folders.
+    """If Transformer Engine is not imported yet, make it load torch's cuDNN instead of the system's. If both are
+    loaded, Transformer Engine silently uses unfused attention (2.7 times slower on an H200). CUDNN_HOME and CUDNN_PATH
+    take precedence. All of cuDNN's libraries are loaded here, since cuDNN itself would search the system's folders.
     """
     if "transformer_engine" in sys.modules or os.environ.get("CUDNN_HOME") or os.environ.get("CUDNN_PATH"):
         return
@@ -47,7 +47,7 @@ def prefer_torchs_cudnn() -> None:
 
 
 def keep_weight_casts(modules: Iterable[Any], keep: bool) -> None:
-    """Make `modules` reuse the fp8 casts of their weights in later passes. Without `keep`, each pass casts again."""
+    """If `keep`, make `modules` keep the fp8 casts of their weights for later passes. If not, they cast every time."""
     for module in modules:
         if hasattr(type(module), "is_fsdp2"):
             module._is_fsdp2 = not keep  # modules detect FSDP2 only once
@@ -60,7 +60,7 @@ def forget_weight_casts(modules: Iterable[Any]) -> None:
 
 
 def add_activation(name: str, backward_and_cast: Callable[..., Any]) -> None:
-    """Add an activation `name` to LayerNormMLP. It is "swiglu" with `backward_and_cast` as its backward pass in fp8."""
+    """Add to LayerNormMLP an activation `name`: "swiglu", but `backward_and_cast` is its backward pass in fp8."""
     from transformer_engine.pytorch.module import layernorm_mlp
 
     # table(recipe) is a dict: name -> (forward, backward, backward with bias gradient and cast, or None).
@@ -78,7 +78,7 @@ def add_activation(name: str, backward_and_cast: Callable[..., Any]) -> None:
 
 @contextlib.contextmanager
 def defer_scale_updates() -> Iterator[None]:
-    """Keep delayed scaling's scales unchanged in the block. Passes still record their amax, for `update_scales`."""
+    """In the block, make passes record their amax, but leave delayed scaling's scales to `update_scales`."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     no_update = staticmethod(lambda forward=True: None)

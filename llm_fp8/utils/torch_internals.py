@@ -27,13 +27,13 @@ from torch.distributed.tensor import DTensor
 def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
     """Replace `module.forward(*args, **kwargs)` by `wrapper(old_forward, *args, **kwargs)`. Unlike hooks, a wrapper
     can enter a context; unlike a module around `module`, it renames no parameters. Later wrappers enclose earlier ones,
-    so add a wrapper that recomputes after one that sets the precision. FSDP2 and torch.compile enclose all wrappers.
+    so recomputation repeats a pass together with its precision. FSDP2 and torch.compile enclose all wrappers.
     """
     module.forward = functools.partial(wrapper, module.forward)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor (`to_local` may return a view of it), or another tensor unchanged."""
+    """Return this rank's shard of a DTensor (itself, not a view like `to_local`), or another tensor unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -63,12 +63,12 @@ def materialize_(
 
 
 def free_memory_(tensor: Tensor) -> None:
-    """Free the memory of a tensor, or of this rank's shard of a DTensor. `give_memory_` allocates memory again."""
+    """Free the memory of `tensor`, or of this rank's shard. `give_memory_` makes it usable again."""
     local_of(tensor).untyped_storage().resize_(0)
 
 
 def give_memory_(tensor: Tensor) -> None:
-    """Allocate memory with undefined contents for a tensor, or this rank's shard of a DTensor, that has no memory."""
+    """Allocate memory for `tensor`, or for this rank's shard, if it has none. The contents are undefined."""
     local = local_of(tensor)
     if local.untyped_storage().size() == 0:
         local.untyped_storage().resize_(local.numel() * local.element_size())
@@ -90,7 +90,7 @@ def unwrapped_by_torchao(local: Any) -> Tensor:
 
 
 def fsdp_entries(unit: Any) -> Iterator[tuple[Tensor, Any]]:
-    """Yield each parameter that FSDP2 shards in the module `unit`, with its FSDPParam. Use this only between steps."""
+    """Yield each parameter of `unit` that FSDP2 shards, and FSDP2's object for it. Call this only between steps."""
     state = unit._get_fsdp_state()
     for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
         for entry in getattr(group, "fsdp_params", ()):
@@ -99,5 +99,5 @@ def fsdp_entries(unit: Any) -> Iterator[tuple[Tensor, Any]]:
 
 
 def gathered_parameter(entry: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Return an FSDPParam's gathered weight (None before the first forward pass) and its fp32 gradient (or None)."""
+    """Return the gathered weight (None before a forward pass) and its fp32 gradient (or None) from FSDP2's `entry`."""
     return getattr(entry, "_unsharded_param", None), getattr(entry, "unsharded_accumulated_grad", None)

@@ -49,9 +49,8 @@ def check(tmp_path, new: list[dict], recorded: list[dict], minimum: float = 0.02
     ],
 )
 def test_ratio_may_fall_by_the_spreads_and_the_minimum(tmp_path, ratio, spreads, is_regression):
-    """Compare with a recorded ratio of 1.8. The new ratio may be lower by 2% plus the root of the sum of the squared
-    spreads of all four results. Only the ratios count, so it does not matter that hf_bf16 is twice as fast as recorded.
-    """
+    """The recorded ratio to the speed of hf_bf16 is 1.8. It may fall by 2% plus the root of the sum of squared spreads.
+    That hf_bf16 itself became twice as fast does not count."""
     new = [row("delayed", 20_000 * ratio, spreads[0]), row("hf_bf16", 20_000, spreads[0])]
     recorded = [row("delayed", 18_000, spreads[1]), row("hf_bf16", 10_000, spreads[1])]
     comparison = check(tmp_path, new, recorded)
@@ -76,9 +75,7 @@ def test_file_without_a_comparable_ratio_is_refused(tmp_path):
 
 
 def test_ratio_with_a_large_spread_is_compared_only_if_it_fell_further(tmp_path):
-    """A spread of 0.3 may explain a fall by a quarter, so such a ratio is not compared. A fall by half is a regression.
-    A --minimum of 0.3 with a small spread does not prevent the comparison.
-    """
+    """With a spread of 0.3, a speed lower by a quarter may be chance. A speed lower by half is a regression."""
     recorded = [row("delayed", 18_000), row("hf_bf16", 10_000)]
     with pytest.raises(UserError, match="spread is too large"):
         check(tmp_path, [row("delayed", 13_500, spread=0.3), row("hf_bf16", 10_000)], recorded)

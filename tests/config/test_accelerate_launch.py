@@ -23,9 +23,7 @@ LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_
 
 @pytest.fixture
 def launch(monkeypatch, tmp_path):
-    """Return a function that takes entries of Accelerate's YAML file, and returns the environment variables that
-    `accelerate launch` sets with this file.
-    """
+    """Return a function that takes entries of a launch file and returns the variables that `accelerate launch` sets."""
     monkeypatch.setattr(accelerate.utils.launch, "is_fp8_available", lambda: True)  # whatever is installed here
 
     def variables(*, kind: str = "MULTI_GPU", processes: int = 8, **entries: Any) -> dict[str, str]:
@@ -44,14 +42,14 @@ def launch(monkeypatch, tmp_path):
 
 
 def options(config: Config) -> dict[str, Any]:
-    """Return the options in `config` that differ from their defaults."""
+    """Return the options that differ from their defaults."""
     defaults = Config().options
     return {name: value for name, value in config.options.items() if value != defaults[name]}
 
 
 def options_of_launch(environ: dict[str, str], *argv: str) -> dict[str, Any]:
     """Parse `argv` and `environ`. Check that Accelerate's variables are removed from `environ`. Return the options that
-    differ from their defaults, without the learning rate, whose default depends on other options.
+    differ from their defaults, except the learning rate.
     """
     config = parse_launch(list(argv), environ, parallel=True)
     assert not [name for name in environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))]

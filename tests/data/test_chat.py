@@ -97,8 +97,7 @@ def test_ids_and_masks_equal_the_goldens(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"base", "deepseek_r1", "smollm3"}))
 def test_supervision_begins_right_after_the_generation_prompt(name: str) -> None:
-    """Check that the first supervised token follows the generation prompt. Omit DeepSeek-R1, whose generation prompt
-    also contains <think>, and SmolLM3, whose template marks the header of an assistant's turn as supervised."""
+    """The test omits two templates: DeepSeek-R1's prompt opens a thought, and SmolLM3 supervises the turn's header."""
     tokenizer, row = tokenizer_of(name), ROWS["one turn"]
     prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True)["input_ids"]
     ids, mask = encode_batch([conversation_of(row, "messages")], "messages", tokenizer, False)[0]
@@ -143,8 +142,7 @@ def test_masks_equal_those_of_transformers_if_a_template_has_generation_marks(te
 
 
 def test_trained_eos_is_the_templates_end_of_an_assistant_turn() -> None:
-    """Check `trained_eos`: for chats the token with which the chat template, if there is one, ends an assistant's turn,
-    and for plain text the tokenizer's EOS."""
+    """Rows of plain text use no template, and end with the tokenizer's EOS."""
     ends = {"qwen25 base": "<|im_end|>", "phi3": "<|end|>", "base": "<|eos|>"}
     for name in NAMES:
         tokenizer = tokenizer_of(name)

@@ -14,9 +14,7 @@ PAD = 3
 
 
 def _document(length: int, row_id: int, prompt: int = 0) -> Document:
-    """Return a document of `length` random tokens, drawn with `row_id` as seed. A token may equal PAD. The first
-    `prompt` tokens are not supervised.
-    """
+    """Return a document of `length` random tokens, which may equal PAD. The first `prompt` are not supervised."""
     ids = np.random.default_rng([0, row_id]).integers(0, 64, size=length)
     return Document(ids, np.arange(length) >= prompt, row_id)
 

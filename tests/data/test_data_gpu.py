@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def no_synchronisation():
-    """Make every operation that waits for the GPU raise an error during the test."""
+    """Within the block, make every operation that waits for the GPU raise an error."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     yield

@@ -120,10 +120,8 @@ def test_split_is_train_or_the_only_variant_or_the_users_choice(tmp_path: Path) 
 
 
 def test_dataset_name_may_have_configurations_and_commas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read the folder `c`, laid out like the dataset openai/gsm8k on the hub: the dataset's card, README.md, lists two
-    configurations, and `c:main` selects one of them. In --dataset_name a comma separates datasets, unless it is part of
-    the name of a file.
-    """
+    """`c:main` is a configuration of the dataset `c`, a folder laid out like openai/gsm8k on the hub. Its card lists
+    the files of two configurations. A comma separates datasets, unless it is part of a file's name."""
     monkeypatch.chdir(tmp_path)
     card = ""
     for number, config in enumerate(("main", "socratic")):
@@ -188,7 +186,7 @@ def test_only_the_files_of_the_split_are_loaded_from_the_hub(monkeypatch: pytest
 
 
 def test_hub_dataset_is_read_from_the_cache_when_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read one split of a dataset from the hub's cache, which lacks the other split that the dataset's card lists."""
+    """The hub's cache has only one of the two splits that the dataset's card lists."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     folder, commit = tmp_path / "datasets--own--math", "a" * 40
     snapshot = folder / "snapshots" / commit

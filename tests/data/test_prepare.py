@@ -74,7 +74,7 @@ def _row(problem: str, solution: str) -> dict[str, str]:
 
 
 def _write_repeated_problems(path: Path, num_problems: int = 60, each: int = 5) -> list[dict[str, Any]]:
-    """Write `each` rows for every math problem, with different solutions and spellings, and return all rows."""
+    """Write and return `each` rows per problem, with different solutions and spellings of the problem."""
     rows = []
     for answer in range(each):
         for i in range(num_problems):
@@ -197,8 +197,7 @@ def test_unusable_dataset_is_refused_with_its_name(prepare: Any, tmp_path: Path,
 
 @PREPARED_AND_STREAM
 def test_columns_option_maps_other_names(prepare: Any, tmp_path: Path, streaming: list[str]) -> None:
-    """Check that --columns gives the same batches as the default column names. If it maps `problem` to `question`, an
-    existing column `problem` must be ignored."""
+    """The batches equal those with default column names. With problem=question, a column `problem` is ignored."""
     renamed = [
         {"question": r["problem"], "problem": "no", "answer": r["generated_solution"], "text": "x"} for r in MIXED
     ]
@@ -215,8 +214,7 @@ def test_columns_option_maps_other_names(prepare: Any, tmp_path: Path, streaming
 
 
 def _write_mix(folder: Path) -> str:
-    """Write two datasets: questions "a 0" to "a 29", and conversations "b 0" to "b 89". Return their paths, joined by a
-    comma."""
+    """Write two datasets: questions "a 0" to "a 29", and conversations "b 0" to "b 89". Return "FILE,FILE"."""
     questions = [{"question": f"a {i}", "answer": f"= {i}"} for i in range(30)]
     turns = ([{"from": "human", "value": f"b {i}"}, {"from": "gpt", "value": f"= {i}"}] for i in range(90))
     chats = [{"id": i, "conversations": conversation} for i, conversation in enumerate(turns)]
@@ -227,14 +225,14 @@ MIX_OPTIONS = ("--columns=problem=question,generated_solution=answer", "--valida
 
 
 def _problem_counts(steps: list[list[Batch]], tokenizer: PreTrainedTokenizerBase) -> Counter[str]:
-    """Count how often each question of `_write_mix`, such as "a 3" or "b 7", occurs in the batches of `steps`."""
+    """Count how often each problem of `_write_mix`, such as "a 3", occurs in the batches of `steps`."""
     texts = (tokenizer.decode(batch.input_ids.flatten()) for step in steps for batch in step)
     return Counter(problem for text in texts for problem in re.findall(r"[ab] \d+(?=\n)", text))
 
 
 def test_several_datasets_are_mixed_whole_or_by_weights(prepare: Any, tmp_path: Path, tokenizer: Any) -> None:
-    """Check that all rows are used or, with --dataset_weights, all rows of one dataset and as many of the other as the
-    ratio of the weights allows. --columns affects only the first dataset, since the second lacks the named columns."""
+    """With --dataset_weights, rows of one dataset are left out until the numbers of rows have that ratio. --columns
+    renames columns only in the first dataset, because the second has none with these names."""
     name = _write_mix(tmp_path)
     for weights, num_questions, num_chats in (
         ((), 30, 90),
@@ -324,8 +322,7 @@ def test_stream_resumes_exactly_and_refuses_other_rows(
 
 @PACKED_OR_NOT
 def test_padding_efficiency_is_that_of_the_batches(prepare: Any, tmp_path: Path, packing: str) -> None:
-    """Compare the reported efficiency with the share of real tokens in the batches. A padded batch is as wide as its
-    longest row, rounded up to a multiple of 128 tokens."""
+    """A padded batch is as wide as its longest row, rounded up to a multiple of 128 tokens."""
     path = write_jsonl(tmp_path / "rows.jsonl", [_row(f"{i}?", "one two " * (i % 90 + 1)) for i in range(101)])
     options = ("--max_seq_length=512", "--batch_size=4", "--validation_fraction=0", packing)
     data = prepare(path, *options)
@@ -356,8 +353,7 @@ def _chat(number: int, **extra: Any) -> dict[str, Any]:
 
 
 def test_unused_columns_and_files_are_counted(prepare_chats: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    """Check the counts of unused columns, entries, turns and files. They must be the same with two processes and with a
-    cache. A stream counts a row again in every epoch."""
+    """The counts are the same with several processes and with a cache. A stream counts a row again in every epoch."""
     monkeypatch.setattr(tokenise, "ROWS_PER_WORKER", 10)
     monkeypatch.setattr(tokenise, "cores_of_job", lambda: 2)
     rows = [_chat(i, source="s", **({"late": 1} if i == 11 else {})) for i in range(12)]
@@ -419,8 +415,7 @@ def test_rows_with_different_system_prompts_are_different_problems(prepare: Any,
 
 
 def test_eos_ids_are_the_ends_of_documents_and_of_turns(prepare: Any, chat: Any, tmp_path: Path) -> None:
-    """Check `eos_ids` if the chat template rejects the conversation that `trained_eos` renders, and if it ends
-    documents and turns with different tokens."""
+    """The tokens that end documents and turns are found even if the template refuses the sample of `trained_eos`."""
     other = copy.deepcopy(chat)
     needed = "{% if messages[0].role != 'system' %}{{ raise_exception('a system prompt') }}{% endif %}"
     other.chat_template = needed + TEMPLATE.replace("<|eos|>", "<|pad|>")

@@ -110,7 +110,7 @@ def test_cpu_quota_limits_cores_of_job(quota: str, cores: int, tmp_path: Path, m
 def test_document_reader_finds_rows_in_pieces_and_files(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read 1,200 rows, some without tokens, from one file with pieces of at most 1,000 rows and from two files."""
+    """A file stores pieces of 1,000 rows. One process writes one file, two write two. Some rows have no token."""
     single_file = tokenise(Dataset.from_list(ROWS * 300), tokenizer, OPTIONS)
     datasets.config.HF_DATASETS_CACHE = str(tmp_path / "other")
     monkeypatch.setattr(module, "ROWS_PER_WORKER", 1_000)

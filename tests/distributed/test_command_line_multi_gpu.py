@@ -70,9 +70,7 @@ def assert_in_fp8(folder: Path) -> None:
 @pytest.mark.parametrize("layout", ROWS_PER_GPU)
 @pytest.mark.parametrize("precision", ["bf16", "delayed"])
 def test_context_parallel_steps_equal_data_parallel_steps(precision, layout, options, tmp_path, record_property):
-    """Compare the losses and the first gradient norm of a run that splits rows over two GPUs with those of a run that
-    does not. In fp8, also resume the run with split rows from a checkpoint.
-    """
+    """In fp8, the test also resumes the context-parallel run from a checkpoint."""
     whole, split, resumed = tmp_path / "whole", tmp_path / "split", tmp_path / "resumed"
     common, rows = [*options, *PRECISIONS[precision], layout], ROWS_PER_GPU[layout]
     context_parallel = [*common, f"--batch_size={2 * rows}", "--context_parallel_size=2"]

@@ -30,8 +30,7 @@ RESUMED = "qwen3_moe"
 
 
 def train_before(runs: list[list[str]], ports: list[int]) -> None:
-    """Train with each list of options in `runs`, one after another, with the port of the same index in `ports` as
-    MASTER_PORT. `ports` has one port more, which is left in MASTER_PORT for the run that follows."""
+    """Train with each options list in `runs` on a port of `ports`. Set MASTER_PORT to the last one for the next run."""
     torch.set_num_threads(1)
     for options, port in zip([*runs, None], ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)

@@ -288,9 +288,7 @@ def test_master_weights_equal_those_of_one_process(tmp_path, num_ranks, mode, sy
 
 
 def train_beside_frozen_weights(rank: int) -> dict[str, Any]:
-    """Train the biases and the norm beside matrices that are frozen in fp8, as under LoRA. Return the results that the
-    test checks, by name.
-    """
+    """Train only the biases and the norm; matrices are frozen, as under LoRA. Return what the test checks, by name."""
     install_stand_in()
     strategy = Fp8ParamsStrategy("fsdp_full", Accelerator(cpu=True), ParallelConfig(fp8_params=True), torch.float32, 2)
     model = SmallModel()

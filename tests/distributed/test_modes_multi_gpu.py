@@ -119,7 +119,7 @@ GRAPHS = [
     ("mode", "more", "precision"), [(mode, more, each) for mode, more, precisions in GRAPHS for each in precisions]
 )
 def test_cuda_graphs_give_the_same_losses_bit_for_bit(mode, more, precision, models, tmp_path, monkeypatch):
-    """Compare a run with CUDA graphs to one without. Both also evaluate between steps, always without graphs."""
+    """Both runs, with and without graphs, also evaluate between steps. Evaluation never uses graphs."""
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     options = [*PRECISIONS[precision], "--use_te", f"--sharding_mode={mode}", *more, "--max_steps=12"]
     options += ["--validation_fraction=0.1", "--eval_every=4", "--eval_batches=2"]
@@ -149,7 +149,7 @@ def test_failed_graph_capture_ends_the_run_with_an_error(mode, models, tmp_path)
 @pytest.mark.parametrize("mode", ["ddp", "fsdp_full", "deepspeed_3"])
 @pytest.mark.parametrize("precision", ["bf16", "delayed"])
 def test_resumed_run_has_the_losses_of_the_uninterrupted_run(mode, precision, models, tmp_path):
-    """Compare the losses up to rounding, because gradients of attention are not bitwise reproducible."""
+    """The losses are equal only up to rounding, because gradients of attention are not bitwise reproducible."""
     common = [*PRECISIONS[precision], "--use_te", f"--sharding_mode={mode}", "--save_every=3", "--save_total_limit=9"]
     whole = train(2, tmp_path / "whole", models["llama3_rope_gqa"], *common)[0]
     checkpoint = tmp_path / "whole" / "checkpoints" / "step-00000003"

@@ -69,9 +69,7 @@ def options_of_short_run(model: str, rows: str, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp_full", "deepspeed_3"])
 def test_resumed_run_has_the_same_losses(tmp_path, tiny_model, rows, mode):
-    """Check that a resumed run has bitwise the losses and weights of an uninterrupted run. If it is resumed on another
-    number of ranks, losses are equal up to rounding (FSDP2), or the run is refused (DeepSpeed ZeRO-3).
-    """
+    """The losses are equal bit for bit, or up to rounding if another number of ranks shares the global batch."""
     whole, resumed, other = (tmp_path / name for name in ("whole", "resumed", "other"))
     common = ["--batch_size=3", f"--sharding_mode={mode}", "--max_steps=4"]
     cut = [*common, "--gradient_accumulation_steps=2"]
@@ -131,9 +129,7 @@ def test_non_finite_number_stops_all_ranks_at_its_step(tmp_path, tiny_model, pla
 
 @pytest.mark.parametrize("mode", ["deepspeed_1", "deepspeed_2", "deepspeed_3"])
 def test_deepspeed_master_weights_are_not_rounded_to_bf16_at_the_start(tmp_path, tiny_model, rows, mode):
-    """Check that fp32 master weights in a checkpoint have bits that bf16 lacks. The learning rate is too small to
-    change a weight, so the exported weights equal the initial weights, rounded to bf16.
-    """
+    """The learning rate is too small to change a weight, so the export equals the initial weights, rounded to bf16."""
     folder = tmp_path / "run"
     options = [*options_of_short_run(tiny_model, rows, folder), "--learning_rate=1e-30", "--mixed_precision=bf16"]
     run_ranks(2, folder, *options, f"--sharding_mode={mode}", "--max_steps=1", "--save_every=1", "--batch_size=2")

@@ -50,9 +50,7 @@ def strategy_of(mode: str, options: ParallelConfig) -> DistributedStrategy:
 
 def train(rank: int, mode: str, in_gemms: bool, sync_every_micro_batch: bool) -> dict[str, Any]:
     """Train with SGD under the sharding `mode`. If `in_gemms`, GEMMs add weight gradients to `main_grad`; otherwise
-    autograd adds the gradients of micro-batches. If `sync_every_micro_batch`, ranks reduce gradients after each
-    micro-batch, not only after the last of a step. Return losses, gradients of the first step, the numbers of fused
-    weight gradients and of gathers, and the names of parameters that still have a gradient at the end.
+    autograd adds weight gradients up. Return losses, gradients of the first step, and the counts that the tests check.
     """
     fused = []
     with pytest.MonkeyPatch.context() as patch:
@@ -122,9 +120,7 @@ def test_losses_and_gradients_equal_those_without_sharding_and_fusion(runs, mode
 
 @pytest.mark.parametrize("mode", MODES)
 def test_micro_batches_are_fused_except_the_first_and_ddps_last(runs, mode):
-    """Count the weight gradients that GEMMs add to a main gradient. The first micro-batch of a step has no gradient to
-    add to, and in the last micro-batch, DDP's hooks need the gradient from autograd. If FSDP2 reduces after every
-    micro-batch, nothing is fused."""
+    """The first micro-batch of a step has no gradient to add to. In the last one, DDP needs autograd's gradient."""
     num_fused_passes = MICRO_BATCHES - (2 if mode == "ddp" else 1)
     expected = WEIGHTS_PER_LAYER * tiny_config().num_hidden_layers * num_fused_passes * STEPS
     assert [result["num_fused"] for result in runs(mode)] == [expected] * RANKS

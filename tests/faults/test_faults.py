@@ -28,9 +28,7 @@ SCENARIOS = {
 
 
 def run_options(model: str, rows: str, scenario: str, folder: Path) -> list[str]:
-    """Return the options of a twelve-step run that saves and evaluates often. `model` is a model folder, `rows` a
-    dataset file, `scenario` a key of `SCENARIOS`, and `folder` the run folder.
-    """
+    """Return the options of a twelve-step run that saves and evaluates often. `scenario` is a key of `SCENARIOS`."""
     shared = [f"--model_name={model}", f"--dataset_name={rows}", "--max_seq_length=128", "--batch_size=8"]
     lengths = ["--max_steps=12", "--save_every=2", "--eval_every=5", "--log_every=1", "--learning_rate=1e-2"]
     return [*shared, *lengths, *SCENARIOS[scenario], f"--output_dir={folder}"]
@@ -89,9 +87,7 @@ def test_killed_run_resumes_to_the_same_results(undisturbed, moment, tmp_path, t
 
 
 def _tokenise_with_fault(fault: signal.Signals) -> None:
-    """Make tokenising workers send a signal instead of tokenising: SIGKILL to themselves, or any other `fault` to the
-    main process.
-    """
+    """Make a tokenising worker kill itself if `fault` is SIGKILL. Any other `fault` goes to the main process."""
 
     def fail(*_: Any) -> None:
         os.kill(os.getpid() if fault == signal.SIGKILL else os.getppid(), fault)

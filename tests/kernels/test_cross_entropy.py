@@ -112,9 +112,7 @@ def test_only_inputs_that_require_grad_get_gradients(frozen, chunk_tokens):
 
 @pytest.mark.parametrize("chunk_tokens", [4, 100])
 def test_bf16_compute_with_fp32_parameters(chunk_tokens):
-    """Check that loss and gradients are in fp32. The loss must equal, and the gradients in bf16 be close to, the
-    results for inputs that were cast to bf16 beforehand.
-    """
+    """Loss and gradients are in fp32, and equal those for inputs that were cast to bf16 beforehand."""
     hidden, weight, labels = make_inputs(torch.float32)
     bf16_hidden, bf16_weight = (t.detach().bfloat16().requires_grad_() for t in (hidden, weight))
     expected = linear_cross_entropy_sum(bf16_hidden, bf16_weight, labels, chunk_tokens=chunk_tokens)

@@ -35,9 +35,7 @@ EPSILON = 1e-5
 
 
 def reference(layer: nn.Module, inputs: Tensor, gradient: Tensor) -> list[Tensor]:
-    """Compute `layer`, an RMSNorm and a linear layer, in fp32. Return its output and, by backpropagating `gradient`,
-    the gradients of `inputs` and of the RMSNorm's weight.
-    """
+    """Return the fp32 output of norm and linear layer, and the gradients of the inputs and of the norm's gain."""
     weight, scale = (value.detach().float().requires_grad_() for value in (layer.weight, layer.layer_norm_weight))
     exact = inputs.detach().float().requires_grad_()
     output = nn.functional.linear(nn.functional.rms_norm(exact, (inputs.shape[-1],), scale, EPSILON), weight)
@@ -46,9 +44,8 @@ def reference(layer: nn.Module, inputs: Tensor, gradient: Tensor) -> list[Tensor
 
 
 def measure(width: int, num_tokens: int, fp8: bool) -> dict[str, object]:
-    """Take four training steps of an RMSNorm with a linear layer, on `num_tokens` vectors of `width` numbers, in fp8 if
-    `fp8`, otherwise in bf16. The first three steps provide delayed scaling with scales. Return the relative differences
-    of the fourth step's output and gradients from `reference`, and the names of the norm kernels of that step.
+    """Run four steps of a norm with a linear layer, for `num_tokens` tokens of `width` numbers. By the fourth step,
+    delayed scaling has scales. Return differences of the fourth step from fp32, and the names of its norm kernels.
     """
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling

@@ -30,9 +30,8 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def hf_split_rope(fused, angles, num_heads, num_kv_heads, cu_seqlens=None):
-    """Split `fused`, the output of the QKV linear layer, into q, k and v, and apply Hugging Face's RoPE to q and k.
-    `angles` may cover only the first dimensions of each head. Row 0 of `angles` is for the first token of a document,
-    if `cu_seqlens` gives document bounds, or else of a sequence.
+    """Split the projection `fused` into q, k and v, and rotate q and k with Hugging Face's function. `angles` may cover
+    only a part of each head. Positions count from 0 in each document that `cu_seqlens` delimits.
     """
     rotary_dim = angles.shape[-1]
     positions = (
@@ -53,8 +52,8 @@ def test_reference_equals_hugging_faces_rotation(name):
 
 @pytest.fixture
 def stand_in_kernel(monkeypatch):
-    """Install stand-ins for Transformer Engine and for the kernel `split_rope`. Return a list to which each call of the
-    kernel appends the shape of its input, the output of the QKV linear layer, and the document bounds or None.
+    """Install stand-ins for Transformer Engine and the kernel. Return a list that records the kernel's calls: the shape
+    of the projection and the document bounds.
     """
     install_stand_in(monkeypatch)
     calls = []
@@ -70,8 +69,7 @@ def stand_in_kernel(monkeypatch):
 
 
 def train(family, layout, recompute):
-    """Run forward and backward of an fp32 model, built from stand-ins for TE's modules, on one batch. Return the loss
-    and the gradients by name. `layout` is a key of `BATCHES`; `recompute` turns on gradient checkpointing."""
+    """Return, by name, loss and gradients of an fp32 model of `family` with stand-ins for TE's modules."""
     model = te_llama.build_te_model(family_config(family), torch.float32, "cpu")
     fill_weights(Model(model))
     if recompute:

@@ -67,9 +67,7 @@ def test_position_beyond_the_table_gives_nan_for_its_token_only(split_rope, devi
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("layout", BATCHES)
 def test_model_has_the_gradients_of_transformer_engines_path(layout, recompute, device, monkeypatch):
-    """Compare a model that uses this package's RoPE kernel with one that uses Transformer Engine's. Per layer, the
-    former launches one kernel in each forward, backward and recomputed forward pass, and the latter launches two.
-    """
+    """The test also counts RoPE kernels: a layer runs one forward, one backward and, if recomputed, another forward."""
     config = family_config("llama3_rope_gqa")
     batch = BATCHES[layout](device)
     results, kernels = [], []

@@ -11,9 +11,7 @@ from tests.support.stand_in_te import activations, dswiglu, install_stand_in, sw
 
 @pytest.fixture
 def table(monkeypatch):
-    """Replace Transformer Engine with its stand-in until the test ends. Return the stand-in's module
-    `layernorm_mlp`, which contains the table of activations.
-    """
+    """Install the stand-in for Transformer Engine and return the module in which TE keeps its table of activations."""
     install_stand_in(monkeypatch)
     from transformer_engine.pytorch.module import layernorm_mlp
 

@@ -34,7 +34,7 @@ def dswiglu_cast():
 
 
 def inputs(shape: tuple[int, int], dtype: torch.dtype, device: Any) -> tuple[Tensor, Tensor]:
-    """Return a gradient of `shape` [T, f], with rows of very different magnitudes, and gate and up values [T, 2 f]."""
+    """For `shape` [T, f], return a gradient with rows of very different magnitudes, and gate and up values [T, 2 f]."""
     tokens, width = shape
     generator = torch.Generator(device=device).manual_seed(0)
     gradient = torch.randn(tokens, width, generator=generator, device=device) * 0.01
@@ -43,9 +43,7 @@ def inputs(shape: tuple[int, int], dtype: torch.dtype, device: Any) -> tuple[Ten
 
 
 def exact(gradient: Tensor, gate_and_up: Tensor) -> Tensor:
-    """Return the gradient with respect to `gate_and_up`, computed by autograd in fp64 from `gradient`, the gradient of
-    SwiGLU's output.
-    """
+    """Backpropagate the output's `gradient` by autograd in fp64. Return the gradient with respect to `gate_and_up`."""
     wide = gate_and_up.double().requires_grad_()
     gate, up = wide.chunk(2, dim=1)
     return torch.autograd.grad(torch.nn.functional.silu(gate) * up, wide, gradient.double())[0]
@@ -94,7 +92,7 @@ def test_out_of_range_values_saturate_and_nan_is_preserved(fp8_dtype, dswiglu_ca
 
 
 def unfuse(model: torch.nn.Module) -> None:
-    """Replace the fused kernel by Transformer Engine's own SwiGLU activation in all MLPs of `model`."""
+    """Restore Transformer Engine's own activation in all MLPs of `model`."""
     mlps = [module for module in model.modules() if getattr(module, "activation", None) == NAME]
     assert mlps
     for mlp in mlps:

@@ -110,8 +110,7 @@ def test_random_weights_have_the_distribution_of_transformers(kind):
 
 
 def test_plain_run_survives_renamed_private_names(tmp_path, tiny_model, rows, monkeypatch):
-    """Make every function of ours that uses a library's private name raise, or find no such attribute. A run without
-    optional features must still succeed."""
+    """The run must succeed although each function that uses private names raises or finds no such attribute."""
 
     def renamed(*_: object, **__: object) -> None:
         raise AttributeError("the private name was renamed")

@@ -47,7 +47,7 @@ OPTIONS = ("--max_steps=2", "--max_seq_length=256", "--batch_size=2", "--mixed_p
 
 @pytest.mark.parametrize("decoder", ["--packing", "--use_te"])
 def test_export_copies_towers_unchanged(tmp_path, rows, capsys, decoder, monkeypatch):
-    """Train a model that is stored with its vision tower in bf16 and its language model, which changes, in fp32."""
+    """The source model is stored with its vision tower in bf16 and its language model in fp32."""
     install_stand_in(monkeypatch)
     source, run = write_hub_model(tmp_path / "source", "Gemma 3"), tmp_path / "run"
     model = AutoModelForMultimodalLM.from_pretrained(source)
@@ -82,7 +82,7 @@ def apply_by_document(function: Callable[..., Tensor], dim: int, bounds: list[in
 
 
 def install_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand in for causal-conv1d and flash-linear-attention by calling transformers' functions once per document."""
+    """Replace causal-conv1d and flash-linear-attention by transformers' functions, called once per document."""
     conv, delta = modeling_qwen3_5.causal_conv1d_fn, modeling_qwen3_5.torch_chunk_gated_delta_rule
 
     def conv_of_documents(x: Tensor, *others: Any, activation: str, seq_idx: Any = None, **_: Any) -> Tensor:
@@ -124,7 +124,7 @@ def test_qwen3_5_is_packed_only_with_its_kernels(monkeypatch):
 
 
 def test_kernels_with_failing_backward_pass_are_refused(monkeypatch):
-    """On Hopper, the backward pass of flash-linear-attention raises an error if Triton is too old."""
+    """An example is flash-linear-attention on Hopper: its backward pass raises an error if Triton is too old."""
     delta = modeling_qwen3_5.torch_chunk_gated_delta_rule
 
     def refuse(gradient: Tensor) -> None:
@@ -142,7 +142,7 @@ def test_kernels_with_failing_backward_pass_are_refused(monkeypatch):
 
 
 def test_probe_runs_a_layer_of_each_kind():
-    """Probe two models of attention layers. In one, the last is a convolution instead, which mixes packed documents."""
+    """The models differ only in their last layer: a convolution mixes packed documents, and attention does not."""
     kinds = ["full_attention"] * 4
     attention_only = hub_config("LFM2", layer_types=kinds, num_hidden_layers=4)
     assert probe(PACKING, attention_only, CPU, torch.float32) == "rows"
@@ -188,7 +188,7 @@ def test_loss_of_a_document_does_not_depend_on_its_batch(kind, monkeypatch):
 
 
 def test_model_that_mixes_documents_of_a_row_or_batch_is_refused():
-    """Llama 4 scales attention from a row's 8,192nd token on. Doge's routers compare all tokens of a batch."""
+    """Llama 4 scales attention from position 8,192 of a row on. Doge's routers compare all tokens of a batch."""
     llama, doge = hub_config("Llama 4"), tiny_config("doge", is_moe=True, num_experts=16, num_experts_per_tok=2)
     assert probe(parse_config(["--packing", "--max_seq_length=4096"]), llama, CPU, torch.float32) == "rows"
     assert probe(parse_config(["--no_packing", "--max_seq_length=8192"]), llama, CPU, torch.float32) is None

@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(package_version("flash-attn") 
 
 
 def gradients(family: str, attention: str, dtype: torch.dtype, layout: str, device) -> dict[str, torch.Tensor]:
-    """Return a small model's summed loss on a batch in `layout`, as "loss", and its gradients by parameter name."""
+    """Return a small model's summed loss as "loss", and the gradients of the loss by parameter name."""
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(

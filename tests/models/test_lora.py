@@ -171,8 +171,7 @@ def install_permanent_stand_in() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "use_te"), [("ddp", True), ("fsdp_full", False)])
 def test_two_ranks_take_the_steps_of_peft(tmp_path, tied_model, sixteen_rows, mode, use_te):
-    """Train adapters on two ranks, and compare with PEFT, which trains in one process. The model's lm_head is tied to
-    its embedding. The run with FSDP also recomputes activations."""
+    """PEFT trains in one process. The lm_head is tied to the embedding. The run with FSDP recomputes activations."""
     more = ["--gradient_checkpointing"] if mode == "fsdp_full" else []
     first = None
     if use_te:
@@ -257,8 +256,7 @@ class GemmCounter(TorchDispatchMode):
 @pytest.mark.parametrize("targets", ["all-linear", "q_proj,v_proj", "o_proj", "gate_proj", "down_proj"])
 @pytest.mark.parametrize("use_te", [False, True], ids=["hf", "te"])
 def test_expected_gemms_of_frozen_weights_match_autograd(tiny_model, stand_in, use_te, targets):
-    """Count the GEMMs of a forward and backward pass. `gemms_per_weight` must return the exact numbers, but only lower
-    bounds in the first layer, where modules after the first adapter need a GEMM more (dgrad) than those before it."""
+    """`gemms_per_weight` gives the exact numbers of GEMMs, except in the first layer, where it gives lower bounds."""
     options = LoraConfig(lora_rank=RANK, lora_targets=targets)
     model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     if use_te:

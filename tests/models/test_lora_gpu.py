@@ -101,7 +101,7 @@ def test_cached_casts_give_the_same_losses(scenario, use_te, device):
 @pytest.mark.parametrize("targets", [ALL, ATTENTION, "k_proj,o_proj"])
 @pytest.mark.parametrize("family", ["llama3_rope_gqa", "qwen2_qkv_bias_tied", "qwen3_qk_norm_head_dim", "llama_biases"])
 def test_te_decoder_matches_peft(family, targets, tmp_path, device):
-    """Compare logits and adapter gradients of the TE decoder with those of PEFT in the Hugging Face model, in fp32."""
+    """Compare the logits, and the gradients of A and B of every adapter, in fp32."""
     hf = AutoModelForCausalLM.from_pretrained(write_family(tmp_path, family, torch.float32)).to(device)
     lora = LoraConfig(lora_rank=8, lora_targets=targets)
     te = te_model(tmp_path, device=device, unfused_mlp=needs_unfused_mlp(lora)).module

@@ -105,7 +105,7 @@ def test_estimate_of_hugging_face_decoder_has_no_activations():
     [("Llama-3.2-3B", 2, 1, 4, 27.8), ("Llama-3.1-8B", 2, 4, 4, 91.4), ("Qwen2.5-14B", 2, 4, 1, 131.3)],
 )
 def test_measured_memory_of_hugging_face_decoder_is_below_upper_bound(model, num_gpus, rows, steps, measured_gib):
-    """Compare with bf16 runs in fsdp_full, recorded in multi_gpu_throughput_*_x2.json and documented_3b_x2.json."""
+    """multi_gpu_throughput_*_x2.json and documented_3b_x2.json have the measurements, in bf16 with fsdp_full."""
     length = 512 if rows == 1 else 1024
     row = dict(use_te=False, recipe="bf16", mode="fsdp_full", num_gpus=num_gpus, batch_size=rows, max_seq_length=length)
     row |= dict(gradient_accumulation_steps=steps, optimizer="adamw_fp32")

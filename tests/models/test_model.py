@@ -47,8 +47,8 @@ def export(model: Model, folder: Path, dtype: torch.dtype = torch.float32, **mor
 
 
 def load_and_export(rank: int, name: str, out: str, dtype: torch.dtype) -> tuple[bool, torch.Tensor, int]:
-    """Load the model in the folder `name`, sharded over ranks, and export it to the folder `out`. Return (True if its
-    lm_head is tied, its logits, number of rows of the first layer's k_proj weight on this rank)."""
+    """Load a sharded model and export it to the folder `out`. Return True if lm_head is tied, the logits, and how many
+    rows of the first key projection this rank holds."""
     model = sharded_model(name)
     # The other ranks get a path that cannot be written, because only the main rank may write.
     folder = Path(out) if rank == 0 else Path("/proc/nowhere")
@@ -152,8 +152,7 @@ def stand_in(monkeypatch):
 
 
 def te_structure(name: str, is_stored: bool = True) -> Model:
-    """Return a TE decoder of stand-in modules on the meta device, with the config in the folder `name`. Unless
-    `is_stored`, the folder's weights are ignored."""
+    """Return a TE decoder of stand-in modules on the meta device. If not `is_stored`, it has no checkpoint to load."""
     source = ModelSource(name, name, is_random=not is_stored)
     config = load_config(source)
     model = te_llama.build_te_model(config, torch.float32, "meta", table_device=CPU)

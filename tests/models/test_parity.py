@@ -21,10 +21,10 @@ HF_ERROR = 0.01
 
 
 def verdict(**changed):
-    """Call `judge` with invented errors of a TE decoder. Return its summary, or let its `UserError` propagate.
+    """Return the report of the parity check on invented errors of a TE decoder, or raise `UserError` as the check does.
 
-    Errors are small unless one of two optional dicts sets them. `ratios` maps a layer or a pair (layer, tensor) to the
-    ratio of the TE decoder's error in bf16 to Hugging Face's. `fp32` maps (layer, tensor) to TE's error in fp32.
+    Errors are small except those in two dicts. `ratios` maps a layer or (layer, tensor) to the error of the TE decoder
+    in bf16 divided by that of Hugging Face's. `fp32` maps (layer, tensor) to the error of the TE decoder in fp32.
     """
     ratios = changed.get("ratios", {})
     fp32 = changed.get("fp32", {})

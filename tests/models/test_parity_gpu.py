@@ -88,9 +88,7 @@ def hf_run(folder, batch, dtype):
 
 
 def differences(result, reference):
-    """Compare two results of `run`. Return a dictionary that maps "loss", "logits" and the name of each parameter, for
-    its gradient, to the relative difference.
-    """
+    """Return the relative difference of the loss, the logits and each gradient, by name."""
     pairs = {"loss": (result[0], reference[0]), "logits": (result[1], reference[1])}
     pairs |= {name: (gradient, reference[2][name]) for name, gradient in result[2].items()}
     return {name: relative_difference(*pair) for name, pair in pairs.items()}

@@ -181,9 +181,7 @@ def test_tokenizer_of_transformers_5_is_written_for_transformers_4(tmp_path):
 
 @pytest.mark.parametrize(("declared", "family"), [("Qwen2", "mistral"), ("Llama", "llama"), ("GPT2", "qwen2")])
 def test_adapter_folder_tokenises_as_the_run_did(tmp_path, declared, family):
-    """Check that tokenizers saved with an adapter and with a full export encode text as the run's tokenizer did.
-    Depending on model_type and tokenizer_class, transformers 5 keeps or replaces the pre-tokenizer of tokenizer.json.
-    """
+    """Depending on family and declared class, transformers 5 uses or replaces the pre-tokenizer of tokenizer.json."""
     source, letter = write_with_transformers_4(tmp_path / "source"), {"type": "Split", "pattern": {"Regex": r"\p{L}"}}
     both = [letter | {"behavior": "Isolated", "invert": False}, read(source, "tokenizer.json")["pre_tokenizer"]]
     edit(source / "tokenizer.json", lambda t: t.update(pre_tokenizer={"type": "Sequence", "pretokenizers": both}))

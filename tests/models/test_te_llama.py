@@ -150,8 +150,7 @@ def test_unsupported_model_type_is_refused_by_name():
 
 
 def te_and_hf(folder, family, **layers):
-    """Return the TE decoder, Hugging Face's decoder with the same random weights, and the `Model` of the TE decoder.
-    `layers` are arguments of `build_te_model`."""
+    """Return the TE decoder, Hugging Face's decoder with the same random weights, and the `Model` of the TE decoder."""
     config = family_config(family, hidden_size=64, intermediate_size=96, num_hidden_layers=4)
     hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
@@ -164,9 +163,8 @@ def te_and_hf(folder, family, **layers):
 
 
 def logits_and_gradients(model, ids, bounds, **arguments):
-    """Return the model's logits for `ids` and, by parameter name, the gradients of the summed log probabilities of the
-    documents' tokens after the first. `bounds` has the start of each document in `ids`, and the end of the last.
-    `arguments` tell the model where documents begin, if there are several."""
+    """Return the logits and the gradients of the summed log probability of all next tokens. Consecutive `bounds` are
+    the start and the end of a document in `ids`; `arguments` describe the documents to the model."""
     model.zero_grad()
     logits = model(input_ids=ids, **arguments).logits[0]
     for start, stop in zip(bounds, bounds[1:], strict=False):
@@ -189,9 +187,7 @@ FEATURED_FAMILIES = [
 @pytest.mark.parametrize("unfused_mlp", [False, True])
 @pytest.mark.parametrize("family", FEATURED_FAMILIES)
 def test_packed_documents_match_hugging_face_and_saved_model_loads_there(tmp_path, family, unfused_mlp):
-    """Compare a packed row in the TE decoder with each of its documents alone in Hugging Face's decoder. Some documents
-    are shorter than the attention window, and one is longer. Then compare generated tokens, and load the saved TE
-    decoder into Hugging Face's class."""
+    """Some documents are shorter than the attention window, others are longer. The test also generates tokens."""
     te, hf, _ = te_and_hf(tmp_path / "source", family, unfused_mlp=unfused_mlp)
     ids = torch.randint(3, 1024, (1, 90), generator=torch.Generator().manual_seed(1))
     bounds = [0, 17, 30, 90]

@@ -10,7 +10,7 @@ from tests.support.documented_metrics import DOCUMENTED
 
 
 class Board:
-    """Fake GPU that draws `watts`, with a fake clock. `wait` advances the clock and the GPU's energy counter."""
+    """Stand in for a GPU of constant power. `wait` advances the clock and the energy counter."""
 
     def __init__(self, watts: float, monkeypatch: pytest.MonkeyPatch) -> None:
         self.watts, self.now_s, self.energy_j = watts, 100.0, 5e6

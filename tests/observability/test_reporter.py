@@ -205,9 +205,7 @@ def test_resumed_run_continues_its_wandb_run(tmp_path: Path, monkeypatch: pytest
 
 
 def test_failure_of_wandb_does_not_end_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Let wandb's `log`, and a log file that is written during the call, fail as on a full disk. Neither failure may
-    print a traceback.
-    """
+    """Logging to wandb, and writing wandb's log file, fail as on a full disk. Neither may print a traceback."""
     import wandb
 
     def full(*_: object, **__: object) -> None:
@@ -246,7 +244,7 @@ def test_wandb_login_is_checked_in_advance(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_tensorboard_has_options_logged_steps_and_evaluations_in_one_run(tmp_path: Path) -> None:
-    """Interrupt a run after step 6 and resume it after step 4. TensorBoard's reader must find each logged step once."""
+    """The run is killed after step 6 and resumed. TensorBoard's own reader then reads both parts."""
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     config = make_config(tmp_path, "--report_to", "tensorboard,none", "--log_every", "2")
     for first, last in ((1, 6), (5, 9)):

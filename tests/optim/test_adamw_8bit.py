@@ -33,8 +33,8 @@ def neighbours(numbers, reach):
 
 
 def dense_numbers(signed):
-    """Return fp32 numbers in [-1, 1], or in [0, 1] if not `signed`: random numbers of magnitude 1e-13 to 1, evenly
-    spaced numbers, and the neighbours of each value to which a code decodes and of each midpoint between such values.
+    """Return fp32 numbers from -1 (0 if not `signed`) to 1. Some are random, of all magnitudes, and some are evenly
+    spaced. The others surround each value that a code stands for, and each midpoint between two such values.
     """
     values = code_values(signed)
     middles = (values[1:] + values[:-1]) / 2
@@ -81,9 +81,7 @@ def test_encoded_and_decoded_blocks_equal_those_of_torchao(signed):
 
 
 def test_random_bits_follow_the_documented_hash():
-    """Compare with a hash computed in numpy's uint32, which wraps around on overflow. Of the two ranges of elements,
-    one starts at element 0 and the other at element 4000.
-    """
+    """The expected hash is computed in numpy's uint32, which wraps around. One range does not start at 0."""
     first, second = rounding_key(42, 3, 5)
     with np.errstate(over="ignore"):
         x = np.arange(5000, dtype=np.uint32) * np.uint32(0x9E3779B9) + np.array(first, np.int32).astype(np.uint32)
@@ -161,9 +159,7 @@ def test_step_equals_that_of_torchao():
 
 
 def test_rarely_updated_rows_move_about_as_far_as_under_fp32_adamw():
-    """Compare the largest change of a weight. In most steps most rows have zero gradients, as in an embedding. The
-    other gradients span about six orders of magnitude, even where their moments share a scale.
-    """
+    """Some rows are rarely updated, as in an embedding. Values that share a scale have tiny or large gradients."""
     generator = torch.Generator().manual_seed(0)
     size = 10 ** torch.empty(64, 128).uniform_(-6, 0, generator=generator)
     frequency = torch.rand(64, 1, generator=generator) ** 3
@@ -199,9 +195,7 @@ def test_rounding_is_the_same_on_all_ranks_and_depends_on_the_seed():
 
 @pytest.mark.parametrize("shape", [(6, 3, 256), (9, 512), (128, 96)])
 def test_shard_is_updated_as_the_rows_of_the_whole(shape):
-    """Update a whole parameter and, as the second of two ranks, a DTensor shard of it. Compare the rows of the shard.
-    Its moments are stored in 8 bits only if a row consists of whole blocks of values that share a scale.
-    """
+    """The shard belongs to the second of two ranks. Moments have 8 bits only if each row consists of whole blocks."""
     dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (2,))

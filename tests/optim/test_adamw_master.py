@@ -55,7 +55,7 @@ def test_split_keeps_every_bit_and_rounds_to_nearest(masters):
 
 
 class NumpyAdamW:
-    """AdamW in numpy, with master weights and moments in fp32. Every array operation rounds its result to fp32."""
+    """AdamW in numpy, with master weights and moments in fp32. The result of each operation is rounded."""
 
     def __init__(self, master):
         self.master, self.m, self.v = master.copy(), np.zeros_like(master), np.zeros_like(master)

@@ -58,9 +58,7 @@ def test_offloaded_training_is_bit_identical(share, monkeypatch):
 
 
 def test_offloaded_state_needs_no_gpu_memory():
-    """Memory is measured between steps and at the peak of a step. The optimizer copies its state between host and GPU
-    in pieces of the default size, as in a real run.
-    """
+    """Memory is measured between steps and at the peak of a step. State moves in pieces as large as in real runs."""
     shapes = {f"layer_{i}": (2**13, 2**12) for i in range(8)}
     count = sum(rows * columns for rows, columns in shapes.values())
     at_rest, peaks = {}, {}

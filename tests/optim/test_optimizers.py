@@ -25,7 +25,7 @@ from llm_fp8.optim.optimizers import (
 
 
 class TinyModel(torch.nn.Module):
-    """An embedding, a linear layer with bias, a norm, a frozen linear layer and a head tied to the embedding."""
+    """An embedding tied to the output, a projection with bias, a norm and a frozen matrix."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -166,8 +166,8 @@ def test_initialize_state_does_not_change_training(wrapped, kind, accelerator):
 
 
 def restore_state(optimizer, named_parameters, stopped, stopped_parameters):
-    """Copy the weights `stopped_parameters` and the state of their optimizer `stopped` to `named_parameters` and the
-    state of their optimizer `optimizer`. Both sets of parameters are lists of (name, parameter).
+    """Copy weights and optimizer state from a stopped training to a new one. `stopped` is the optimizer of
+    `stopped_parameters`, and `optimizer` is the optimizer of `named_parameters`. Both are lists of (name, parameter).
     """
     saved = optimizer_tensors(stopped, stopped_parameters)
     weights = dict(stopped_parameters)
@@ -203,9 +203,7 @@ def test_training_from_restored_state_continues_bit_for_bit(kind):
 
 
 def train_with_scaled_gradients(kind, max_norm, steps):
-    """Take steps with the gradients of `set_gradients`, clipped here to a global norm of `max_norm` (0: not clipped).
-    Return the model and the norm before clipping in each step.
-    """
+    """Train, scaling gradients to a global norm of at most `max_norm`. Return the model and norms before scaling."""
     model, optimizer = make_model_and_optimizer(kind=kind)
     norms = []
     for step in range(steps):
@@ -246,7 +244,7 @@ def test_clip_and_step_equals_scaling_the_gradients(kind, wrapped, max_norm, acc
 
 
 def test_clip_and_step_under_fp16s_gradient_scaler(accelerator):
-    """Gradients are measured and clipped after unscaling. On overflow, the step is skipped and the scale is halved."""
+    """Norm and clipping refer to gradients without the scaler's factor. A step with an overflow is skipped."""
     expected, norms_before = train_with_scaled_gradients("adamw_fp32", 0.7, 3)
     model, plain = make_model_and_optimizer()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

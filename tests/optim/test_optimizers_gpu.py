@@ -18,9 +18,7 @@ def coefficients_of(step):
 
 
 def make_master(shape, dtype, any_magnitude=False):
-    """Return weight, gradient and MasterAdamW state on the GPU. If `any_magnitude`, the fp32 master weights have random
-    bits, with NaN replaced by 0.02.
-    """
+    """Return weight, gradient and MasterAdamW state on the GPU. If `any_magnitude`, the weight has random bits."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal():
@@ -80,9 +78,7 @@ def assert_same_bits(ours, reference):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(1,), (1000,), (4096,), (2**20 + 3,), (257, 1000)], ids=str)
 def test_kernel_equals_the_torch_implementation_bit_for_bit(shape, dtype, clipped):
-    """Compare the Triton kernel of MasterAdamW with the torch implementation. Neither fuses a multiplication with an
-    addition, and both round square roots and quotients correctly, so the bits must be equal.
-    """
+    """Neither implementation fuses products and sums, and both round roots and quotients correctly."""
     scale = torch.tensor(0.37, device="cuda") if clipped else None
     ours, reference = make_master(shape, dtype), make_master(shape, dtype)
     for step in range(1, 6):
@@ -93,9 +89,7 @@ def test_kernel_equals_the_torch_implementation_bit_for_bit(shape, dtype, clippe
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kernel_handles_all_magnitudes_and_non_finite_gradients(dtype):
-    """Compare the kernel with the torch implementation for weights with random bits, which include denormals and huge
-    numbers. A NaN or infinite gradient must not change other weights.
-    """
+    """The numbers include denormals, huge numbers and ties. NaN or infinity must not spread to other weights."""
     ours, reference = make_master((100_003,), dtype, True), make_master((100_003,), dtype, True)
     for _, gradient, _ in (ours, reference):
         gradient[:3] = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)
@@ -110,7 +104,7 @@ def test_kernel_handles_all_magnitudes_and_non_finite_gradients(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(1,), (1000,), (4096,), (4352,), (5003,), (257, 1280), (2**20,)], ids=str)
 def test_eight_bit_kernel_equals_the_torch_implementation_bit_for_bit(shape, dtype, clipped):
-    """Compare the Triton kernel of EightBitAdamW on the GPU with the torch implementation on the CPU."""
+    """The torch implementation runs on the CPU."""
     ours, reference = make_eight_bit(shape, dtype), make_eight_bit(shape, dtype, "cpu")
     scale = torch.tensor(0.37) if clipped else None
     for step in range(1, 4):
@@ -145,9 +139,7 @@ def test_eight_bit_kernel_rounds_to_the_right_code_at_every_limit():
 
 @pytest.mark.parametrize("kind", ["adamw_master", "adamw_8bit"])
 def test_allocated_memory_matches_bytes_per_parameter(kind):
-    """Compare the memory allocated between steps with the optimizer's `total_bytes` in `OPTIMIZERS`. A step with
-    gradient clipping must need less than 16 MiB more.
-    """
+    """`OPTIMIZERS` declares the memory between steps. A step with clipping needs less than 16 MiB more."""
     matrices = {
         f"layer_{i}": torch.nn.Parameter(torch.zeros(2**13, 2**12, device="cuda").bfloat16()) for i in range(16)
     }

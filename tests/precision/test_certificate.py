@@ -193,7 +193,7 @@ class DelayedScaling:
 
 
 def te_linear(in_fp8: bool, largest: float = 2.0) -> nn.Linear:
-    """Imitate a TE layer whose last step ran in fp8 if `in_fp8`. `largest` is the amax of its input in that step."""
+    """Imitate a TE layer after a step, which ran in fp8 if `in_fp8`. `largest` is the amax of the layer's inputs."""
     module = nn.Linear(4, 4)
     module.fp8, module.fp8_meta = in_fp8, {}
     if in_fp8:

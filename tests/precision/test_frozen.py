@@ -11,7 +11,7 @@ from llm_fp8.precision.frozen import keep_no_transposes
 
 
 class Weight:
-    """Stand-in for Float8Tensor, which keeps using its transpose even if its data have changed since."""
+    """Stand in for Float8Tensor, which uses an existing transpose even if the weight has changed since."""
 
     def __init__(self):
         self.data, self.transpose, self.usages, self._quantizer = torch.randn(4, 4), None, {}, self

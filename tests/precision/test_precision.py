@@ -50,9 +50,7 @@ def install_te(monkeypatch):
 
 
 def te_precision(scenario: str = "delayed", inner: int = 96, **options):
-    """Return a TE decoder with MLPs of width `inner` and the `Precision` of an fp8 run, which is not attached to the
-    decoder yet. `scenario` is the key of the fp8 recipe, and `options` are fields of `PrecisionConfig`.
-    """
+    """Return a TE decoder with MLPs of width `inner`, and an fp8 run's `Precision`, not yet attached to the decoder."""
     model = te_llama.build_te_model(tiny_config(hidden_size=64, intermediate_size=inner), torch.bfloat16, CPU)
     plan = PrecisionPlan("fp8", "fp8", effective_scenario=scenario, recipe=object(), backend="te")
     return model, Precision(plan, PrecisionConfig(mixed_precision="fp8", **options), CPU, torch.bfloat16)

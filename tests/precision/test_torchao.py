@@ -79,8 +79,7 @@ def test_every_recipe_trains_close_to_bf16(tiny_model, rows, tmp_path):
 
 @pytest.mark.slow
 def test_training_resumes_and_recomputes_bit_for_bit(tiny_model, rows, tmp_path):
-    """A resumed run, and a run that recomputes activations, must have exactly the losses of an uninterrupted run. All
-    runs have packed rows, fp32 master weights split into bf16 parameters and remainders, and a layer in bf16."""
+    """The run has packed rows, fp32 master weights split into bf16 parameters and remainders, and a layer in bf16."""
     shared = ["--batch_size=2", *FP8, "--packing", "--optimizer=adamw_master", "--fp8_bf16_modules=layers.-1"]
     whole, recomputed, resumed = tmp_path / "whole", tmp_path / "recomputed", tmp_path / "resumed"
     train(*options(tiny_model, rows, whole, *shared, "--save_every=2"))
@@ -254,7 +253,7 @@ BF16_KERNEL = "nvjet_sm90_ttt_128x256_64x4_2x1_v_bz_coopA_TNT"
 
 
 def pretend_hardware(model: nn.Module, scenario: str) -> None:
-    """Give torchao's modules in `model` the config of the recipe `scenario` for a GPU, i.e. without emulated GEMMs."""
+    """Configure torchao's modules for the recipe `scenario` as on a GPU, without the emulation for CPUs."""
     for module in TorchaoBackend().linears_of(model).values():
         module.config = build_config(scenario, emulate=False)
 

@@ -67,7 +67,7 @@ def test_every_recipe_is_certified(scenario, more, model_folder, bf16_losses, tm
 
 
 def test_torchao_layers_that_compute_in_bf16_fail(model_folder, tmp_path):
-    """Patch torchao's linear modules to compute in bf16. Certification must fail, since the step runs no fp8 GEMMs."""
+    """A patch makes torchao's modules multiply in bf16. The recorded kernels show that, and the certificate fails."""
     patch = """
 import torch
 from torchao.float8.float8_linear import Float8Linear

@@ -48,7 +48,7 @@ def test_auto_refuses_torchao(options):
 
 @pytest.fixture
 def plan(options):
-    """Return the `RunPlan` of a run in bf16, but with `measures_precision` set, as by --mixed_precision auto."""
+    """Return a bf16 run's `RunPlan`, changed to measure the speeds of fp8 and bf16, as --mixed_precision auto does."""
     planned = plan_run(parse_config([*options, "--mixed_precision=bf16"]), LaunchRanks())
     return dataclasses.replace(planned, measures_precision=True)
 

@@ -33,7 +33,7 @@ def listing(folder: Path) -> dict[str, bytes | None]:
 
 @pytest.fixture
 def valid_options(tmp_path, tiny_model, rows) -> list[str]:
-    """Return the options of a valid run. Tests append invalid options, which override those given here."""
+    """Return valid options. A test appends an option with another value, which overrides the first value."""
     options = f"--model_name={tiny_model} --dataset_name={rows} --max_seq_length=128 --output_dir={tmp_path / 'run'}"
     return options.split()
 
@@ -207,7 +207,7 @@ def test_output_folder_of_another_or_finished_run_is_refused(tmp_path, valid_opt
 
 
 def test_finished_run_without_checkpoints_is_not_overwritten(valid_options, refusal):
-    """Check that a second run, new or resumed, is refused in the --output_dir of the first, and a dry run accepted."""
+    """A run in the same --output_dir is refused, resumed or new, unless it is a dry run, which writes nothing."""
     train(*valid_options, "--max_steps=2")
     for options, message in (([], "choose another"), (["--resume_from=latest"], "--save_every")):
         assert message in refusal("--max_steps=2", *options)

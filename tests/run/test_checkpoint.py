@@ -54,9 +54,7 @@ def test_load_restores_exact_values_in_place(tmp_path):
 
 
 def test_limit_keeps_latest_saves(tmp_path, monkeypatch):
-    """Keep the `limit` checkpoints that were saved last, and the best one. The order of saves counts, not the step or
-    the host's clock, which is set back before the last save.
-    """
+    """The checkpoint that is saved last counts as the latest, even if the host's clock was set back before the save."""
     manager = CheckpointManager(tmp_path, limit=2)
     for step in (10, 20, 30):
         manager.save(step, make_tensors(step), {})

@@ -113,9 +113,7 @@ def test_resumed_run_keeps_best_step(tmp_path, options, eval_losses, signal_afte
 
 @pytest.mark.slow
 def test_eval_losses_on_different_data_are_not_compared(tmp_path, options, eval_losses, signal_after):
-    """Change the eval data after step 3. Step 2 has the lowest loss of all steps, but on the old data. Of the steps
-    evaluated on the new data, step 4 has the lowest loss and must therefore be the best step.
-    """
+    """Step 2 has the lowest loss on the old data. Step 4 has the lowest loss on the new data, so it is the best."""
     options = [*options, "--keep_best", f"--output_dir={tmp_path / 'run'}"]
     first, other = (f"--eval_dataset_name={write_rows(tmp_path / f'{number}.jsonl', number)}" for number in (90, 80))
     signal_after(3)
@@ -159,9 +157,7 @@ def test_early_stop_exports_and_summarises_as_after_the_last_step(tmp_path, opti
 
 @pytest.mark.slow
 def test_resumed_run_stops_early_at_the_same_step(tmp_path, options, eval_losses, signal_after):
-    """Interrupt a run with a signal in step 4, before the evaluation that would stop it early. Resume it, and check
-    that it evaluates step 4 and then stops without another step.
-    """
+    """A signal stops the run in step 4, before the evaluation that would end it. The resumed run evaluates and ends."""
     options = [*options, "--keep_best", "--early_stopping_patience=2", f"--output_dir={tmp_path}"]
     signal_after(4)
     assert train(*options) == 143
@@ -199,9 +195,7 @@ def test_two_ranks_stop_early_and_export_best_step(tmp_path, options):
 
 @pytest.mark.slow
 def test_deepspeed_stops_early_and_exports_best_step(tmp_path, small_run):
-    """Check that a run that stops early after step 4 exports the weights of step 2, which has the lowest eval loss.
-    They must equal the weights of a run with --max_steps=2.
-    """
+    """Step 2 has the lowest eval loss, so the exported weights equal those of a run of two steps."""
     options = [*small_run, *NO_WARMUP, "--sharding_mode=deepspeed_2"]
     early, short = tmp_path / "early", tmp_path / "short"
     more = ["--max_steps=5", "--eval_every=1", "--keep_best", "--early_stopping_patience=2"]

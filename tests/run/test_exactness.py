@@ -37,7 +37,7 @@ def test_packed_steps_equal_reference(tmp_path, tiny_model, sixteen_rows, sizes)
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_gemma_te_decoder_steps_equal_reference(tmp_path, gemma_model, sixteen_rows, packing, monkeypatch):
-    """Train with --use_te on the stand-in for Transformer Engine. The run includes the parity check and the export."""
+    """The run uses the stand-in for Transformer Engine, and includes the parity check and the export."""
     install_stand_in(monkeypatch)
     options = ["--use_te", "--batch_size=8", "--gradient_accumulation_steps=2", f"--packing={packing}"]
     compare_with_reference(tmp_path, gemma_model, sixteen_rows, False, *options)
@@ -45,8 +45,7 @@ def test_gemma_te_decoder_steps_equal_reference(tmp_path, gemma_model, sixteen_r
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_merged_micro_batches_give_the_same_losses(tmp_path, tiny_model, sixteen_rows, packing, monkeypatch):
-    """A run on a large GPU merges four micro-batches of 2 rows into one of 8 rows. Resumed on a small GPU, the run
-    keeps micro-batches of 8 rows. The sizes of the GPUs are simulated."""
+    """On a large GPU, the run merges four micro-batches of 2 into one of 8. Resumed on a small GPU, it still uses 8."""
     options = [f"--model_name={tiny_model}", f"--dataset_name={sixteen_rows}", "--validation_fraction=0", "--no_export"]
     options += ["--max_seq_length=256", "--batch_size=2", "--gradient_accumulation_steps=4", "--max_steps=4"]
     options += ["--learning_rate=1e-3", "--log_every=1", f"--packing={packing}"]

@@ -44,9 +44,7 @@ def piece_sizes(monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize(("dtype", "tied"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_offloaded_and_resumed_runs_equal_plain_run(options, piece_sizes, tmp_path, capfd, dtype, tied):
-    """Compare losses and exported weights bit by bit. In bf16 runs that start from fp32 weights, the exported weights
-    are fp32 master weights, so the bits that bf16 does not have must be equal, too.
-    """
+    """A bf16 run that starts from fp32 weights exports fp32 weights, whose lower 16 bits must be equal, too."""
     model = write_model(tmp_path / "model", dtype=dtype, tie_word_embeddings=tied)
     plain, offloaded = tmp_path / "plain", tmp_path / "offloaded"
     options = [f"--model_name={model}", *options]
@@ -69,9 +67,7 @@ def test_offloaded_and_resumed_runs_equal_plain_run(options, piece_sizes, tmp_pa
 
 
 def test_insufficient_host_memory_is_refused_before_reading_weights(options, tmp_path, monkeypatch):
-    """The model needs more host memory than the 10 GiB available. Its folder has no weights, so reading them would
-    raise another error.
-    """
+    """The folder contains the config of a model with two billion parameters, but no weights."""
     folder = tmp_path / "large"
     tiny_config(hidden_size=2048, intermediate_size=32768, num_hidden_layers=8).save_pretrained(folder)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10 * GIB))

@@ -47,7 +47,7 @@ def options(small_run) -> list[str]:
 
 @pytest.fixture(scope="module")
 def reference_run(options, tmp_path_factory) -> Path:
-    """Train a run without interruption. Return its folder, whose files no test may change."""
+    """Return the folder of an uninterrupted run, which no test may change."""
     folder = tmp_path_factory.mktemp("uninterrupted") / "run"
     assert train(*options, f"--output_dir={folder}") == 0
     return folder
@@ -55,12 +55,12 @@ def reference_run(options, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def uninterrupted(reference_run, tmp_path) -> Path:
-    """Copy the folder `reference_run`. Return the copy, whose files a test may change."""
+    """Return a copy of `reference_run`, which a test may change."""
     return shutil.copytree(reference_run, tmp_path / "uninterrupted")
 
 
 def checkpoint_tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """Read all tensors in the checkpoint of `step` with PyTorch's own functions. Return a dict from name to tensor."""
+    """Read all tensors in the checkpoint of a step by torch alone. Return them by name."""
     merged = folder / "merged.pt"
     dcp_to_torch_save(folder / "checkpoints" / f"step-{step:08d}", merged)
     return torch.load(merged)
@@ -100,9 +100,7 @@ SCENARIOS = {
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_resumed_run_equals_uninterrupted_run(tmp_path, options, uninterrupted, signal_after, scenario):
-    """Stop a run by a signal after step 2, and resume it. In the scenario "padded", a second signal stops the resumed
-    run after step 3, at the end of an epoch.
-    """
+    """A signal stops the run within an epoch. In "padded", a second signal stops the resumed run at the epoch's end."""
     options, resumed = [*options, *SCENARIOS[scenario]], tmp_path / "resumed"
     if SCENARIOS[scenario]:
         uninterrupted = tmp_path / "scenario"
@@ -147,7 +145,7 @@ def test_evaluation_skipped_by_a_signal_runs_once_after_resume(
 
 
 def test_model_is_exported_before_the_last_evaluation(tmp_path, options, monkeypatch):
-    """Check that the model's file exists when the last evaluation begins. A SIGTERM does not stop this evaluation."""
+    """A run that is killed or runs out of memory during its last evaluation has exported the model."""
     model_exists = []
 
     def evaluate_after_signal(*arguments):
@@ -244,9 +242,7 @@ def test_allowed_changes_are_printed_and_recorded(stopped, options, capsys):
 
 @pytest.mark.parametrize(("batch_size", "num_steps"), [(2, 3 + 11), (16, 3 + 2)])
 def test_epochs_are_counted_in_rows_after_a_change_of_global_batch(tmp_path, small_run, batch_size, num_steps):
-    """Train on 22 rows, since 2 of the 24 are too long. Epoch 1 has 3 steps with a global batch of 8 rows. Epoch 2 has
-    11 steps with 2 rows, or 2 steps with 16.
-    """
+    """22 of the 24 rows are short enough. Epoch 1 has 3 steps of 8 rows. Epoch 2 has 11 steps of 2 rows or 2 of 16."""
     options = [*small_run, "--num_of_samples=24", "--validation_fraction=0", "--num_epochs=2", "--save_every=3"]
     assert train(*options, "--batch_size=8", "--save_total_limit=9", f"--output_dir={tmp_path / 'first'}") == 0
     resumed = tmp_path / "resumed"
@@ -259,9 +255,7 @@ def test_epochs_are_counted_in_rows_after_a_change_of_global_batch(tmp_path, sma
 
 
 def test_adapters_are_not_resumed_on_different_frozen_weights(tmp_path, rows):
-    """Resume with other model folders of the same name, "final". A folder with different weights must be refused, and a
-    folder with the same weights accepted.
-    """
+    """A model folder that was moved is accepted. A folder of the same name with other weights is refused."""
     models = [Path(write_model(tmp_path / name / "final")) for name in ("a", "b", "moved")]
     weights = models[1] / "model.safetensors"
     save_file({name: tensor * 2 for name, tensor in load_file(weights).items()}, weights, metadata={"format": "pt"})
@@ -276,9 +270,7 @@ def test_adapters_are_not_resumed_on_different_frozen_weights(tmp_path, rows):
 
 @pytest.mark.parametrize("was_stopped", [False, True])
 def test_finished_run_resumes_only_with_more_steps(tmp_path, uninterrupted, options, signal_after, capsys, was_stopped):
-    """Resume a finished run. If `was_stopped`, it had no --save_every, and finished only after a signal had stopped it
-    and it had been resumed.
-    """
+    """If `was_stopped`, the finished run had no --save_every, and was once stopped by a signal and resumed."""
     if was_stopped:
         uninterrupted, options = tmp_path / "stopped", [option for option in options if "save_every" not in option]
         signal_after(2)
@@ -322,7 +314,7 @@ def _write(path: Path) -> None:
 
 
 def test_folder_in_use_is_refused(tmp_path, stopped, options):
-    """Lock a folder, as a run does. Check that no other run starts or resumes there until the lock is released."""
+    """The folder is locked, as if another run used it, while a run starts in it or is resumed in it."""
     for folder, more in ((tmp_path / "new", []), (stopped, ["--resume_from=latest"])):
         folder.mkdir(exist_ok=True)
         with open(folder / LOCK, "a") as lock_file:

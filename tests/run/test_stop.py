@@ -137,9 +137,7 @@ def saved_checkpoints(log: str) -> list[str]:
 
 @pytest.mark.slow
 def test_time_based_checkpoints_do_not_change_results(tmp_path, options, uninterrupted, capsys, monkeypatch):
-    """Compare a run in which a checkpoint is always due with a run without checkpoints. A due checkpoint is saved only
-    at logged steps, here 2 and 4, and after the last step.
-    """
+    """A checkpoint is always due, but it is saved only at logged steps, here 2 and 4, and after the last step."""
     with_saves, without_saves = tmp_path / "with", tmp_path / "without"
     assert not (uninterrupted / "checkpoints").exists(), "the default interval is half an hour"
     monkeypatch.setattr(timeline_module, "SAVE_AFTER_S", 0.0)

@@ -139,8 +139,7 @@ def test_documented_command_runs(name, tmp_path, hub_models, hub_dataset, monkey
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, tiny_model, rows):
-    """Return a function that trains four steps, with its arguments as additional command-line options, and returns the
-    run's folder. Equal arguments return the folder of the first call."""
+    """Return a cached function that takes further options, trains four steps and returns the folder of the run."""
 
     @functools.cache
     def start(*options: str) -> Path:

@@ -88,7 +88,7 @@ def test_run_reports_recipe_and_attention_and_exports_a_hugging_face_model(model
 
 
 def test_transformer_engine_uses_the_cudnn_of_torch(model_folder, tmp_path):
-    """No variable points to a cuDNN, so the run must point Transformer Engine to the cuDNN that torch uses."""
+    """Neither CUDNN_HOME nor LD_LIBRARY_PATH leads to a cuDNN, so the run must lead Transformer Engine to torch's."""
     environment = {"CUDNN_HOME": "", "LD_LIBRARY_PATH": os.environ.get("LD_LIBRARY_PATH", "")}
     others = [path for path in environment["LD_LIBRARY_PATH"].split(":") if "cudnn" not in path]
     environment["LD_LIBRARY_PATH"] = ":".join(others)
@@ -118,9 +118,7 @@ _ONE_BILLION = ("--model_name", "Llama-3.2-1B", "--random_init", "--use_te", "--
 @pytest.mark.exclusive
 @pytest.mark.parametrize("decoder, message", [("--use_te", "this run cannot fit"), ("", "the GPU is out of memory")])
 def test_run_that_does_not_fit_ends_with_one_line(tmp_path, decoder, message):
-    """The batch is too large for the GPU. With the TE decoder, the memory estimate rejects the run before the model is
-    built. With Hugging Face's decoder, the run starts and runs out of memory.
-    """
+    """With the TE decoder, memory is estimated before weights are loaded. The other decoder runs out of memory."""
     model = [word for word in _ONE_BILLION if word != "--use_te"] + ([decoder] if decoder else [])
     more = ("--mixed_precision", "bf16", "--batch_size", "512", "--max_steps", "2")
     process = train(*model, *more, "--output_dir", str(tmp_path / "run"))

@@ -20,9 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_documented_command_runs(tmp_path, tiny_model, monkeypatch):
-    """Run the two-GPU command on the CPU, with local folders in place of hub ids, in bf16, without TE and with
-    short sequences.
-    """
+    """Local folders replace hub ids in the command, and precision and sequence length are changed to suit a CPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     options = cpu_options(COMMANDS["two_gpus"], tiny_model, write_dataset(tmp_path / "dataset", 64))
@@ -45,9 +43,7 @@ def test_documented_command_runs(tmp_path, tiny_model, monkeypatch):
     ],
 )
 def test_wrong_option_is_reported_once(tmp_path, option, message):
-    """One error line is printed both if every rank finds the error, as with an invalid choice, and if only one does, as
-    with a missing dataset.
-    """
+    """Every rank notices the invalid choice, but only one rank notices the missing dataset."""
     with ForkedTorchrun(tmp_path / "log", option, f"--output_dir={tmp_path / 'run'}") as run:
         assert 2 in run.end().values()
     (line,) = [line for line in run.printed().splitlines() if line.startswith("error: ")]

@@ -44,9 +44,7 @@ def test_copied_files_and_the_default_command_exist():
 
 @pytest.mark.slow
 def test_files_for_the_installation_are_copied_before_it(tmp_path):
-    """Run quickstart.sh in a folder with only the files that the Dockerfile copies before it runs quickstart.sh. An
-    empty script replaces Python, so nothing is installed.
-    """
+    """In the test, quickstart.sh has only the files that are copied before it, and a Python that does nothing."""
     order = instructions()
     installs = next(number for number, (_, rest) in enumerate(order) if "quickstart.sh --gpu" in rest)
     for word, rest in order[:installs]:

@@ -59,7 +59,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def check(name: str, process: subprocess.CompletedProcess[str], folder: Path, record_property) -> None:
-    """Check that the command `name` trained for three steps, and that its GEMM kernels had the requested precision."""
+    """Check that the command `name` took three steps, and that the kernels ran in the requested precision."""
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
     precision, summary, records = run_json(folder)["precision"], summary_json(folder), steps(folder)
     requested = config_of(TESTED_COMMANDS[name]).precision
@@ -86,7 +86,7 @@ def test_documented_command_trains_in_its_precision(name, dataset, tmp_path, rec
 
 
 def test_missing_split_is_refused_in_one_sentence(dataset, tmp_path):
-    """Run the documented command that asks for the split "test", which the dataset and its replacement here lack."""
+    """The command asks for the split "test". Neither the documented dataset nor the folder that replaces it has one."""
     process = run([sys.executable, "train_fp8.py", *changed_options("split_test", dataset, tmp_path / "run")])
     assert process.returncode == 2 and "Traceback" not in process.stderr
     assert process.stderr.splitlines()[-1].startswith("error: --split_name test:")

@@ -55,11 +55,11 @@ def test_every_named_file_exists(document):
 
 
 class _ParserCalled(BaseException):
-    """An exception raised instead of parsing. Its `args` are the parser and the list of arguments to parse."""
+    """An error that replaces parsing. The attribute `args` has the parser and the command line."""
 
 
 def parser_of(program: str, argv: list[str]) -> tuple[argparse.ArgumentParser, list[str]]:
-    """Return the parser that the module `program` uses and the arguments that it gets for the command line `argv`."""
+    """Return the parser that the main function of a program uses, and the command line that the parser gets."""
     if program in TRAINING:
         return OptionsParser(parallel=program == "train_multi_gpu"), argv
 
@@ -76,7 +76,7 @@ def parser_of(program: str, argv: list[str]) -> tuple[argparse.ArgumentParser, l
 
 
 def module_of(program: re.Match[str]) -> str:
-    """Return the name of the module that runs a documented program. `program` is a match of the pattern `PROGRAM`."""
+    """Return the module that runs a program. `program` is the match of a program's name in a documented command."""
     return PROGRAMS[program[2]][0] if program[2] else program[1].replace("/", ".")
 
 

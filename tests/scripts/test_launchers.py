@@ -41,7 +41,7 @@ def stand_in(tmp_path) -> str:
 
 
 def argv_of(script: str, python: str, *options: str) -> list[str]:
-    """Run `script` with CDPATH set, which must not redirect its `cd`. Return the arguments it passes to `python`."""
+    """Return the arguments that `script` passes to the program `python`. CDPATH is set, which misleads a plain `cd`."""
     variables = {**os.environ, "PYTHON": python, "NPROC_PER_NODE": "2", "CDPATH": ".:/"}
     command = [f"scripts/{script}.sh", *options]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
@@ -104,7 +104,7 @@ def test_compare_performance_without_options_compares_the_runs_of_the_pair(tmp_p
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_accelerate_configuration_has_the_precision_and_mode_of_its_name(monkeypatch, precision, mode):
-    """Apply the environment variables that `accelerate launch` sets for the configuration file to default options."""
+    """The test uses the environment variables that `accelerate launch` sets for the configuration file."""
     # Whether this machine's libraries support fp8 must not matter here.
     monkeypatch.setattr(accelerate.utils.launch, "is_fp8_available", lambda: True)
     file = str(ROOT / "configs" / f"accelerate_{precision}_{mode}.yaml")
@@ -158,7 +158,7 @@ def test_missing_or_invalid_variable_is_refused_in_one_sentence(environment, var
 
 
 def test_slurm_script_starts_one_launcher_per_host(environment, tmp_path):
-    """Replace `scontrol`, which lists two hosts, and `srun`, which runs the launchers of both on this machine."""
+    """Stand-ins for `scontrol` and `srun` make this machine act as two hosts."""
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "scontrol").write_text('#!/bin/sh\n[ "$3" = "node[1-2]" ] && printf "10.0.0.1\\nother\\n"\n')

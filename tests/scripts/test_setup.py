@@ -115,9 +115,7 @@ def test_requirements_are_installed_again_after_a_change_or_a_failure(tmp_path: 
     ("capabilities", "expected"), [("9.0", True), ("8.9", True), ("7.5\\n12.0", True), ("8.6", False), ("[N/A]", False)]
 )
 def test_fp8_gpus_are_recognised_by_compute_capability(capabilities: str, expected: bool, tmp_path: Path) -> None:
-    """Check that `has_fp8_gpu` succeeds if a GPU has compute capability 8.9 or later. A stand-in for nvidia-smi reports
-    `capabilities`, one GPU a line.
-    """
+    """A stand-in for nvidia-smi reports `capabilities`."""
     write_program(tmp_path / "nvidia-smi", f"printf '{capabilities}\\n'")
     done = run_bash("has_fp8_gpu && echo yes || echo no", PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert done.stdout.strip() == ("yes" if expected else "no")
@@ -134,9 +132,7 @@ def test_fp8_gpus_are_recognised_by_compute_capability(capabilities: str, expect
     ],
 )
 def test_gpu_environments_get_gpu_requirements(capability, options, has_gpu_environment, expected, tmp_path) -> None:
-    """Check which requirements are installed for a GPU of compute `capability`, or without a GPU (None). An environment
-    that was made for GPUs gets the GPU requirements even without a GPU.
-    """
+    """An existing environment for GPUs keeps its requirements on a machine without a GPU."""
     answer = "exit 9" if capability is None else f'[ "$1" = -L ] && echo "GPU 0: made up" || echo {capability}'
     write_program(tmp_path / "nvidia-smi", answer)
     if has_gpu_environment:

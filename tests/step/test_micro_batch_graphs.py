@@ -166,8 +166,7 @@ def test_each_kind_of_micro_batch_runs_eagerly_once_and_then_as_graph(monkeypatc
 
 
 def test_eager_passes_drop_graphs_if_memory_is_short(monkeypatch):
-    """All graphs must be deleted before the first micro-batch of each kind, before a batch with too many documents for
-    a graph, and before an evaluation."""
+    """Evaluations, and batches with too many documents for a graph, are eager. All graphs are dropped before them."""
     monkeypatch.setattr(micro_batch_graphs, "BUCKETS", (4, 8))
     recorded, few, many = RecordedMicroBatches(), batch(3), batch(6)
     recorded.graphs.drops_before_eager = True
@@ -200,7 +199,7 @@ def test_graph_input_is_the_batch_padded_with_empty_documents(monkeypatch):
 
 
 class Training:
-    """Trains a tiny decoder of stand-ins for TE modules with `Stepper.micro_batch`. `changes` replace config entries."""
+    """Trains a tiny TE decoder of stand-in modules with `Stepper.micro_batch`. `changes` replace config entries."""
 
     def __init__(self, with_graphs: bool, **changes):
         reset_accelerator()

@@ -40,8 +40,7 @@ def assert_equal_runs(left, right):
 @pytest.mark.parametrize("micro_batches", ["1", "3"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_run_with_graphs_is_certified_and_equals_eager_run(precision, micro_batches, model_folder, tmp_path):
-    """Compare a run with CUDA graphs to a run without. Both train and evaluate. The smallest graph holds up to 32
-    documents. Some batches have more documents, so that a larger graph is captured too."""
+    """The runs also evaluate. The smallest graph takes 32 documents. Some batches have more and need a larger one."""
     options = [*PRECISIONS[precision], "--max_steps", "10", "--eval_every", "4", "--batch_size", "11"]
     options += ["--gradient_accumulation_steps", micro_batches, "--certify"]
     eager = run(model_folder, tmp_path / "eager", *options, "--no_cuda_graphs")

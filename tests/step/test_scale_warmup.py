@@ -93,8 +93,8 @@ def batch():
 
 
 def errors(num_passes: int, batch, monkeypatch, **size) -> dict[str, float]:
-    """Warm up the scales of `Blocks(**size)` in `num_passes` passes and compute gradients. Return two maxima of the
-    weight gradients' relative errors: "first" over the first linear layers of all blocks, "second" over the second."""
+    """Warm up the scales in `num_passes` passes and compute gradients. Return the largest relative error of a weight's
+    gradient in the "first" and in the "second" linear layers of the blocks. `size` are arguments of `Blocks`."""
     monkeypatch.setattr("llm_fp8.step.scale_warmup.PASSES", num_passes)
     model = Blocks(**size)
     precision = PrecisionStandIn(model)
@@ -147,8 +147,7 @@ def test_warm_up_changes_scales_only(batch):
 
 @pytest.fixture
 def warm_up_calls(monkeypatch):
-    """Let runs on the CPU warm up scales as if their recipe had delayed scaling. Return a list, to which each warm-up
-    appends its arguments."""
+    """Make runs on the CPU warm up scales as with delayed scaling. Return a list of the arguments of each warm-up."""
     calls = []
 
     def recorded_warm_up(*arguments):

@@ -54,15 +54,13 @@ def unequal_rows(tmp_path_factory) -> str:
 
 
 def begin_graphs_after_first_step() -> None:
-    """Emulate graphs, and make runs in this process begin to use them after the first step. Runs normally do so if a
-    profile shows an idle GPU."""
+    """Make runs in this process begin CUDA graphs after the first step, as if that step had left the GPU idle."""
     emulate_graphs()
     pytest.MonkeyPatch().setattr(Timeline, "_note_attention", lambda run: run.stepper.begin_graphs())
 
 
 def begin_and_drop_graphs() -> None:
-    """Emulate graphs, and make runs in this process begin to use them after the first step and drop them before every
-    eager pass, as if memory were short."""
+    """Make runs begin CUDA graphs after the first step, and drop them before eager passes as if memory were short."""
     emulate_graphs()
 
     def begin(run: Timeline) -> None:

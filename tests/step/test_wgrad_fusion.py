@@ -60,9 +60,7 @@ def small_model(dtype=torch.float32, lora: LoraConfig | None = None, **changes):
 
 
 def prepare(model: nn.Module, summed_by: str = "gemms"):
-    """Return the strategy, and the model and optimizer that it prepared. `summed_by` is "gemms" or "autograd": either
-    wgrad GEMMs or autograd add up the gradients of a step's micro-batches.
-    """
+    """Return strategy, prepared model and optimizer. `summed_by` says what sums gradients: "gemms" or "autograd"."""
     reset_accelerator()
     strategy = DistributedStrategy("single", Accelerator(cpu=True), ParallelConfig())
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -132,7 +130,7 @@ def test_gradients_equal_those_of_autograd(num_micro_batches, dtype, recomputed,
 
 
 def test_dropped_gradients_are_freed():
-    """Check that nothing refers to the gradients of a step after `strategy.step`, since they would fill memory."""
+    """If the model still referred to the gradients, they would stay in memory during the next step."""
     strategy, model, optimizer = prepare(small_model())
     for _ in range(2):
         backward(strategy, model, 3)

@@ -51,9 +51,7 @@ def micro_batches(number: int, device) -> list[Batch]:
 
 
 def prepare(model: nn.Module, summed_by: str):
-    """Prepare `model` for one GPU. Return the strategy, the model and its optimizer. `summed_by` is "gemms" if the
-    wgrad GEMMs add up the gradients of micro-batches, or "autograd" if autograd does.
-    """
+    """Return strategy, prepared model and optimizer. `summed_by` says what sums gradients: "gemms" or "autograd"."""
     reset_accelerator()
     strategy = DistributedStrategy("single", Accelerator(mixed_precision="no"), ParallelConfig())
     kind = "adamw_fp32" if next(model.parameters()).dtype == torch.float32 else "adamw_master"
@@ -83,7 +81,7 @@ def backward(
 
 
 def te_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a dictionary that maps names to the weights of Transformer Engine's linear modules."""
+    """Return the weights of Transformer Engine's linear modules by name."""
     ours = {id(w) for m in model.modules() if hasattr(m, "fuse_wgrad_accumulation") for w in linear_weights(m)}
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in ours}
 

@@ -69,8 +69,8 @@ def config_of(command: str) -> Config:
 
 
 def readme_commands() -> dict[str, str]:
-    """Return {name: command} of the README's training commands, without those whose options equal the options of a
-    command in `COMMANDS`. A name is "readme_" and the value of --wandb_run_name or, without that option, the script."""
+    """Return the README's commands by name, except those with the same options as a command in `COMMANDS`. The name
+    contains the W&B run name that the command sets or, if it sets none, the name of the script."""
     guide_configs = [config_of(command) for command in COMMANDS.values()]
     others = [command for command in training_commands(README) if config_of(command) not in guide_configs]
     return {f"readme_{config_of(command).run.wandb_run_name or script_of(command)}": command for command in others}
@@ -87,8 +87,7 @@ SPLITS = ("train", "train_1M")
 
 
 def cpu_options(command: str, model: str, dataset: Path) -> list[str]:
-    """Return the options of `command`, changed so that it can run on a CPU: without --use_te, in bf16, with the local
-    folders `model` and `dataset`, and with rows of at most 128 tokens."""
+    """Return the options of a command, changed to a local model and dataset, bf16, no TE and rows of 128 tokens."""
     options = [word for word in options_of(command) if word != "--use_te"]
     folders = [f"--model_name={model}", f"--dataset_name={dataset}"]
     return [*options, *folders, "--mixed_precision=bf16", "--fp8_scenario=default", "--max_seq_length=128"]

@@ -32,9 +32,8 @@ ENDLESS = "--max_steps=100000"
 def kill_rank_during_save(start: Callable[..., Any], folder: Path, within_s: float) -> dict[int, int | None]:
     """Kill rank 1 while it writes a checkpoint, and return the exit codes of the failed ranks.
 
-    `start(*options)` must start a run that saves in `folder`. Every rank must end within `within_s` seconds of the
-    kill, the saved checkpoints must be complete, and a second start must resume from the last one. If rank 0 exits with
-    the code of a user error, the output must say that another process is gone.
+    `start` takes options and starts a run that saves in `folder`. Every rank must end within `within_s` seconds, the
+    earlier checkpoints must be complete, and the run must resume. A rank that ends by itself must print the reason.
     """
     checkpoints = folder / "checkpoints"
     with start(ENDLESS, "--save_every=1") as launch:
@@ -60,10 +59,10 @@ def kill_rank_during_save(start: Callable[..., Any], folder: Path, within_s: flo
 
 
 def kill_rank_and_restart(start: Callable[..., Any], folder: Path, *options: str) -> None:
-    """Kill rank 1 of a run with `options` after the first checkpoint. torchrun must restart all ranks, and they resume.
+    """Kill rank 1 after the first checkpoint. torchrun must restart all ranks, and they must resume the run.
 
-    `start(log, *options, launcher=...)` must start torchrun in `folder`, with output to the file `log` and the torchrun
-    options `launcher`. The restarted ranks must continue in the run folder of the first attempt.
+    `start` takes the path of a log, and options, and starts torchrun in `folder`. The ranks must continue in the same
+    run folder.
     """
     training = ["--max_steps=60", "--save_every=20", "--log_every=1", "--no_export"]
     with start(folder / "log", *options, *training, launcher=("--max_restarts=1",)) as launch:
@@ -85,10 +84,8 @@ SCALES = ("scaling_fwd", "scaling_bwd")
 
 @contextlib.contextmanager
 def _planted(loop: Timeline, place: str, value: float) -> Iterator[None]:
-    """Set one number to `value` within the block, which must take one training step. `place` chooses the number: an fp8
-    scale (one of `SCALES`), an element of the embedding layer's output in one micro-batch ("activation"), or an element
-    of the gradient of this output ("gradient").
-    """
+    """Set one number to `value` within the block, which must take one step. The number is an fp8 scale if `place` is in
+    `SCALES`. For "activation" it is an entry of a micro-batch's embeddings, for "gradient" an entry of the gradient."""
     if place in SCALES:
         scales = [tensor for name, tensor in loop.precision.state_tensors().items() if name.endswith(f"{place}.scale")]
         scales[0].data[0] = value  # the scale of a layer's input, or of the gradient of its output
@@ -118,9 +115,7 @@ def _planted(loop: Timeline, place: str, value: float) -> Iterator[None]:
 
 
 def plant_nonfinite_value(place: str, value: float) -> None:
-    """Patch `Timeline.take_step` in this process to set one number to `value` in step `STEP` on rank `RANK`. `_planted`
-    describes how `place` chooses the number.
-    """
+    """Patch this process so that step `STEP` sets a number at `place` to `value` on rank `RANK` (see `_planted`)."""
     take_step = Timeline.take_step
 
     def take_step_with_value(loop: Timeline, batches: list[Any], start: Any) -> Any:
@@ -134,10 +129,8 @@ def plant_nonfinite_value(place: str, value: float) -> None:
 
 
 def check_run_stops_on_nonfinite_value(folder: Path, place: str, value: float, *options: str) -> None:
-    """Train in `folder` on two ranks that call `plant_nonfinite_value(place, value)` first. Both ranks must exit with
-    code 2, and the error must name the step in which the value appeared, the rank, and the dataset rows that the rank
-    used in that step. No checkpoint of that step or of a later step may exist.
-    """
+    """Train on two ranks with `plant_nonfinite_value`. Both must exit with code 2, and the error must name the step and
+    the rows. No checkpoint of that step or of a later step may exist."""
     log = folder.with_name(f"{folder.name}.log")
     training = [*options, "--max_steps=8", "--save_every=2", "--log_every=4", f"--output_dir={folder}"]
     sizes = ["--batch_size=2", f"--gradient_accumulation_steps={MICRO_BATCH}", "--no_merge_micro_batches"]

@@ -29,8 +29,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Turn on garbage collection, which was off during imports, but exclude the objects that exist now. Start the fork
-    server if slow tests will run."""
+    """Collect garbage from now on, but only among later objects. Start the fork server if slow tests will run."""
     gc.freeze()
     gc.enable()
     if any(item.get_closest_marker("slow") for item in session.items):
@@ -39,8 +38,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_process_state() -> None:
-    """Reset Accelerate, so that each test may choose other settings, and exclude existing objects from garbage
-    collection. A training ends with `gc.collect()`, which would otherwise take longer than the training itself."""
+    """Reset Accelerate, so that each test may choose other settings, and exclude existing objects from `gc.collect()`.
+    A training ends with that call, which would take longer than the training if it visited all objects."""
     reset_accelerator()
     gc.freeze()
 

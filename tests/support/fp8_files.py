@@ -36,9 +36,7 @@ def quantization_config(kind: str) -> dict[str, Any]:
 
 
 def quantise(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the e4m3 values and the scales of a matrix in the format `kind`. A block's scale is 1.1 * amax / 448. The
-    factor 1.1 keeps scales from being powers of two.
-    """
+    """Return a matrix's e4m3 values and scales. A scale is 1.1 * amax / 448, so that it is not a power of two."""
     rows, columns = {"channel": (1, weight.shape[1]), "tensor": weight.shape}.get(kind) or _BLOCKS[kind]
     scale = torch.stack(
         [
@@ -57,9 +55,7 @@ def expanded_scale(scale: torch.Tensor, shape: torch.Size, block: tuple[int, ...
 
 
 def write_fp8_model(folder: Path, kind: str, max_shard_size: str = "1GB", **changes: Any) -> tuple[str, str]:
-    """Write the model of `tiny_config(**changes)` twice: with the weights of its `*_proj` layers in fp8, in the format
-    `kind`, and with their dequantised values in fp32. Return the two folders in that order.
-    """
+    """Write the model of `tiny_config(**changes)` with fp8 weights of `kind`, and an fp32 copy. Return both folders."""
     plain, fp8 = folder / "plain", folder / "fp8"
     for path in (plain, fp8):
         write_model(path, max_shard_size=max_shard_size, **changes)

@@ -31,9 +31,7 @@ def fp8(**options) -> PrecisionConfig:
 def build(
     options: PrecisionConfig, device, use_te: bool = True, family: str = "llama3_rope_gqa", lora: LoraConfig = NO_LORA
 ):
-    """Return a small random `TrainingModel`, its `Precision` and its fp8 coverage. `family` names its architecture
-    (see `family_config`), and a nonzero `lora.lora_rank` adds adapters. Without `use_te` the decoder is Hugging Face's.
-    """
+    """Return a small random `TrainingModel`, its `Precision` and its fp8 coverage. `lora` may add adapters."""
     plan = precision_on(options, device)
     precision = Precision(plan, options, device, torch.bfloat16)
     config = family_config(family)
@@ -53,9 +51,7 @@ def build(
 
 
 def add_random_adapters_(model, lora: LoraConfig, dtype: torch.dtype) -> None:
-    """Freeze `model` and add adapters of `dtype` with random A and B. Hugging Face's decoder and the TE decoder
-    get the same values.
-    """
+    """Freeze `model` and add adapters with random A and B. Hugging Face's and the TE decoder get the same values."""
     add_adapters(Model(model), lora, dtype)
     initialize_adapters_(model, 0)
     with torch.no_grad():

@@ -16,9 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def train(
     *options: str, environment: dict[str, str] | None = None, launcher: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess:
-    """Run train_fp8.py with Python or, if `launcher` is given, with that command. `environment` holds additional
-    environment variables. Return the finished process with its output.
-    """
+    """Run train_fp8.py by Python or, if given, by the command `launcher`. `environment` has additional variables.
+    Return the finished process with its output."""
     command = [*(launcher or (sys.executable,)), "train_fp8.py", *options]
     variables = {**os.environ, **(environment or {})}
     variables.pop("NVIDIA_TF32_OVERRIDE", None)
@@ -26,9 +25,7 @@ def train(
 
 
 def train_patched(patch: str, *options: str) -> subprocess.CompletedProcess:
-    """Run the Python statements `patch` and then, in the same process, train as train_fp8.py does. Return the finished
-    process with its output.
-    """
+    """Run the Python statements `patch` and then, in the same process, train_fp8.py. Return the finished process."""
     program = f"""
 import sys
 {patch}

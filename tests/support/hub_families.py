@@ -145,8 +145,7 @@ def hub_config(name: str, **changes: Any) -> PretrainedConfig:
 
 
 def write_hub_model(folder: Path, name: str) -> Path:
-    """Write a tiny model of the family `name` to `folder` in the hub's layout, and return `folder`. A multimodal model
-    also has a vision tower and a processor file."""
+    """Write a tiny model of the family `name` in the hub's layout. Multimodal ones have towers and a processor file."""
     torch.manual_seed(0)
     hf_config = hub_config(name)
     model = auto_class(hf_config).from_config(hf_config)
@@ -177,8 +176,8 @@ class SupportRow:
 
 
 def check_family(name: str, folder: Path) -> SupportRow:
-    """Train a tiny model of the family `name`, and return the family's table row. Check that the losses of the training
-    steps, the exported model and the exported adapter equal those of plain transformers and PEFT."""
+    """Train a tiny model of the family `name`, and return the family's table row. Losses, export and adapter must equal
+    those of plain transformers and PEFT."""
     source = write_hub_model(folder / "source", name)
     options = ModelConfig(model_name=str(source))
     hf_config = load_config(resolve_source(options))
@@ -253,7 +252,7 @@ def documents() -> list[Document]:
 
 
 def _full_model(folder: Path) -> PreTrainedModel:
-    """Load the model with transformers, including its vision tower if it has one, in fp32 and eval mode."""
+    """Load the whole model, with vision towers, in transformers and in eval mode: Gemma 3 trains only with images."""
     model, info = auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )
@@ -279,7 +278,7 @@ def _train(model: nn.Module, loss_of: Any) -> Tensor:
 
 
 def _linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return a dict from name to module of all nn.Linear modules except subclasses, lm_head and routers."""
+    """Return the modules whose class is nn.Linear, not a subclass, by name. lm_head and routers are excluded."""
     routed, head = routed_modules(model), model.get_output_embeddings()
     return {
         name: module

@@ -41,7 +41,7 @@ def launcher_environment(**more: str) -> dict[str, str]:
 
 
 class Launch:
-    """A run in several processes that append their output to `log`. Leaving the run's context ends the processes."""
+    """A run in several processes, which append their output to `log`. As a context manager, it ends them on exit."""
 
     def __init__(self, log: Path) -> None:
         self._log, self._start = log, len(log.read_text()) if log.exists() else 0
@@ -84,8 +84,8 @@ class Torchrun(Launch):
         return child.pid
 
     def end(self, deadline_s: float = DEADLINE_S) -> dict[int, int | None]:
-        """Wait until torchrun ends. Return {rank: exit code} of the ranks that failed. Leave out ranks that torchrun
-        stopped after a failure. The exit code of a rank that signal n killed is -n."""
+        """Wait until torchrun ends. Return {rank: exit code} of the ranks that failed, without those that torchrun then
+        stopped. The code of a rank that a signal killed is minus the signal's number."""
         code = self._process.wait(deadline_s)
         return _failed_ranks(self.printed(), code)
 
@@ -97,7 +97,7 @@ def _failed_ranks(printed: str, code: int | None) -> dict[int, int | None]:
 
 
 def _agent(launcher: list[str], options: list[str], log: str, inherited: dict[str, str]) -> None:
-    """Run torchrun's agent, the process that starts the ranks. Forked ranks need not import packages again."""
+    """Run torchrun's agent, the process that starts the ranks. It forks them, so that they import no package again."""
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
@@ -164,6 +164,6 @@ class ForkedRanks(Launch):
         return self._ranks[rank].pid
 
     def end(self, deadline_s: float = DEADLINE_S) -> dict[int, int | None]:
-        """Wait for the ranks. Return {rank: exit code} of those that failed, with None for a rank that still runs."""
+        """Wait for the ranks. Return {rank: exit code} of failed ranks. The code is None if the deadline passed."""
         codes = {number: exit_code(rank, deadline_s) for number, rank in enumerate(self._ranks)}
         return {number: code for number, code in codes.items() if code != 0}

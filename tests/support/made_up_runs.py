@@ -43,7 +43,7 @@ def made_up_run(
     variant: str = "bf16", seed: int = 1, rate: float = 100_000.0, loss: float = 1.0, **changes: Any
 ) -> RunRecord:
     """Return the record of a run with 60 steps at about `rate` tokens/s and four evaluations, the last with `loss`.
-    Each keyword in `changes` gives a new value to the record's field, or the section of run.json, of that name."""
+    `changes` replace the fields of the record, or the sections of its run.json, that have their names."""
     noise = random.Random(f"{variant} {seed}")
     steps, evaluations = [], []
     for step in range(1, NUM_STEPS + 1):

@@ -13,10 +13,7 @@ def master_adamw(parameters, share):
 
 
 def assert_same_training(parameters, optimizer, others, other_optimizer):
-    """Check that two trainings are bitwise equal: their parameters (dicts by name) and the states of their optimizers.
-
-    The state of "idle", a parameter that never has a gradient, may be missing from one of the optimizers.
-    """
+    """Check that optimizers and parameters are bitwise equal. One optimizer may lack the state of parameter `idle`."""
     assert all(torch.equal(parameter, others[name]) for name, parameter in parameters.items())
     state, other = (optimizer_tensors(o, p.items()) for o, p in ((optimizer, parameters), (other_optimizer, others)))
     assert {name for name in state.keys() ^ other.keys() if not name.startswith("idle.")} == set()

@@ -45,10 +45,9 @@ DEADLINE_S = 60.0
 def fork_server() -> None:
     """Fork multiprocessing's fork server from this process, which has not trained yet and has imported most packages.
 
-    Without this function, multiprocessing would start a new server in each of xdist's workers, and each server would
-    import all packages again. If torch uses several threads, the server is started in that way nevertheless, because
-    OpenMP in a fork would wait for threads that exist only in the parent. The function replaces internals of
-    multiprocessing and was written for CPython 3.10 to 3.13.
+    multiprocessing itself would start a server that imports all packages again, in each of xdist's workers. It does so
+    if torch uses several threads, because OpenMP would wait for threads that do not exist in a fork. The code replaces
+    internals of multiprocessing and was written for CPython 3.10 to 3.13.
     """
     if CONTEXT.get_start_method() != "forkserver":
         return
@@ -78,9 +77,8 @@ def fork_server() -> None:
 
 
 def _serve(listener: int, alive: int) -> None:
-    """Run the fork server's loop in this forked process. First import `PRELOADED`, and close inherited pipes and
-    sockets, since open copies would hide that the parent has exited. `listener` and `alive` are file descriptors that
-    multiprocessing passes to the server."""
+    """Close inherited pipes, since open copies would hide that the parent ended, and run the fork server's loop. The
+    arguments are file descriptors that multiprocessing passes to the server."""
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
             kind = os.readlink(f"/proc/self/fd/{fd}").partition(":")[0]

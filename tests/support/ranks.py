@@ -35,9 +35,8 @@ def _rank_main(rank: int, num_ranks: int, folder: str, function: Callable[..., A
 
 
 def run_on_ranks(num_ranks: int, folder: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call `function(rank, *args)` in `num_ranks` processes that form a process group, and return the results by rank.
-    If one rank fails, terminate the others and raise its error. `folder`, which must not exist, is created for the
-    files through which the ranks connect and return their results."""
+    """Call `function(rank, *args)` on every rank of a process group, and return the results by rank. If one rank
+    fails, all are ended. `folder` is created for files of the ranks."""
     folder.mkdir()
     process_options: dict[str, Any] = {"nprocs": num_ranks, "daemon": True, "start_method": "forkserver"}
     torch.multiprocessing.start_processes(_rank_main, (num_ranks, str(folder), function, args), **process_options)

@@ -11,8 +11,7 @@ STARTED_NS = 1_790_000_000_000_000_000
 
 
 def finished_profile(*kernels: tuple[str, float, float], annotations: tuple[tuple[str, float, float], ...] = ()):
-    """Return a profile of one host event and of GPU events. Each of `kernels` and `annotations` is a tuple of the
-    event's name and its start and end, in microseconds since `STARTED_NS`."""
+    """Return a profile with a host event and with `kernels` and `annotations`: (name, start, end), in microseconds."""
     cuda, host = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
     rows = [(*kernel, cuda, False) for kernel in kernels] + [(*annotation, cuda, True) for annotation in annotations]
     rows.append(("cudaLaunchKernel", 0, 10_000_000, host, False))

@@ -37,8 +37,8 @@ def _rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of the output of a fused q, k and v projection. If the batch is packed, `lengths` are those of its
-    documents. If it is padded, `shape` is (rows, tokens per row) and `lengths` is empty."""
+    """Sizes of a fused q, k and v projection. Packed cases have the `lengths` of the documents, and padded cases have
+    the `shape` (rows, tokens per row)."""
 
     num_heads: int
     num_kv_heads: int
@@ -57,13 +57,13 @@ class Case:
         return torch.outer(positions, frequencies).repeat(1, 2)[:, None, None, :].to(device)
 
     def cu_seqlens(self, device: str | torch.device) -> Tensor | None:
-        """Return the starts of n packed documents and the end of the last, int32 [n + 1], or None if padded."""
+        """Return the bounds of n packed documents, int32 [n + 1], or None in a padded case."""
         if self.shape is not None:
             return None
         return torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
 
     def fused(self, dtype: torch.dtype, device: str | torch.device) -> Tensor:
-        """Return random numbers in place of the fused QKV projection: packed [T, width], padded [B, S, width]."""
+        """Return a random projection [T, width] in a packed case, or [B, S, width] in a padded case."""
         width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         generator = torch.Generator().manual_seed(0)
         return torch.randn(*(self.shape or (sum(self.lengths),)), width, generator=generator).to(device, dtype)
@@ -96,7 +96,7 @@ GRADIENT_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def _assert_rounding_apart(value: Tensor, reference: Tensor, pairs: Tensor) -> None:
     """Check that `value` differs from `reference` by at most the error bound of `llm_fp8.kernels.rope_triton`. `pairs`
-    is the result of `_pair_sizes` for the tensor that was rotated."""
+    are the `_pair_sizes` of the inputs."""
     assert (value.dtype, value.shape) == (reference.dtype, reference.shape)
     unit = 0.0 if value.dtype == torch.float32 else torch.finfo(value.dtype).eps
     allowed = unit * reference.float().abs() + 2.0**-21 * pairs
@@ -105,7 +105,7 @@ def _assert_rounding_apart(value: Tensor, reference: Tensor, pairs: Tensor) -> N
 
 
 def _pair_sizes(heads: Tensor, rotary_dim: int) -> Tensor:
-    """Return, for each element x of `heads`, fp32 |x| + |y| if x is rotated with an element y, and 0 otherwise."""
+    """For each column x of `heads` [..., heads, d], return fp32 |x| + |y| if x is rotated with a column y, else 0."""
     first, second = heads[..., :rotary_dim].float().abs().chunk(2, dim=-1)
     rest = torch.zeros_like(heads[..., rotary_dim:], dtype=torch.float32)
     return torch.cat((first + second, first + second, rest), dim=-1)
@@ -117,9 +117,8 @@ Split = Callable[[Tensor, Tensor, int, int, Tensor | None], tuple[Tensor, ...]]
 def assert_same_split(
     split: Split, other: Split, case: Case, dtype: torch.dtype, layout: str, device: str | torch.device
 ) -> None:
-    """Check that outputs and input gradients of the implementations `split` and `other` differ by rounding only, and
-    that `split` copies unrotated columns exactly. The gradients passed to the backward pass have the memory layout
-    `layout`, a key of `GRADIENT_LAYOUTS`."""
+    """Check that outputs and gradients of the implementations `split` and `other` differ by rounding only, and that
+    unrotated columns are equal. The outputs' gradients get the memory layout `layout`, a key of `GRADIENT_LAYOUTS`."""
     sizes, widths = (case.num_heads, case.num_kv_heads), (case.rotary_dim, case.rotary_dim, 0)
     angles, cu_seqlens = case.angles(device), case.cu_seqlens(device)
     ours, theirs = (case.fused(dtype, device).requires_grad_() for _ in range(2))

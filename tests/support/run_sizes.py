@@ -19,9 +19,7 @@ def hf_config(model: str):
 
 
 def run_size(row: dict[str, Any], model_config: PretrainedConfig) -> RunSize:
-    """Return the `RunSize` of a run. `row` maps options to values; by default the run uses Transformer Engine and fp8.
-    `row` may also have the keys "recipe", "mode" and "num_gpus" (by default "delayed", "single" and 1).
-    """
+    """Return the `RunSize` of a run. `row` maps options to values and may also contain recipe, mode and num_gpus."""
     config = Config().with_options(**{"use_te": True, "mixed_precision": "fp8", **row})
     launch = {"recipe": "delayed", "mode": "single", "num_gpus": 1}
     launch |= {name: row[name] for name in launch if name in row}

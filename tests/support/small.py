@@ -120,9 +120,7 @@ def length_config(length: int) -> Config:
 
 
 def short_run(model: object, rows: object, folder: Path, *more: object) -> list[str]:
-    """Return command-line options to train `model` on the dataset `rows` without evaluation and with sequences of at
-    most 256 tokens, followed by the options `more`. The run's output is written to `folder`.
-    """
+    """Return the options of a run without evaluation and with 256 tokens per row, followed by `more`."""
     options = f"--model_name={model} --dataset_name={rows} --output_dir={folder} --validation_fraction=0"
     return [*options.split(), "--max_seq_length=256", "--log_every=1", *map(str, more)]
 

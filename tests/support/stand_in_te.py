@@ -75,8 +75,7 @@ class _LinearModule(nn.Module):
 
     @property
     def is_fsdp2(self) -> bool:
-        """Return the attribute `_is_fsdp2`. If the module does not have it yet, set it to True. Transformer Engine sets
-        it to True only under FSDP2."""
+        """Return `_is_fsdp2`, by default True. In Transformer Engine it is True only if FSDP2 shards the module."""
         return bool(vars(self).setdefault("_is_fsdp2", True))
 
     def product(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None) -> Tensor:
@@ -98,8 +97,7 @@ class Linear(_LinearModule):
 
 
 def _normed(inputs: Tensor, gain: Tensor, eps: float, zero_centered_gamma: bool) -> Tensor:
-    """Return the RMSNorm of `inputs`, multiplied by `gain`. If `zero_centered_gamma`, multiply by 1 + gain instead and
-    compute in fp32, as TE does."""
+    """Return the RMSNorm of `inputs`. If `zero_centered_gamma`, the factor is 1 + gain, computed in fp32 as in TE."""
     if not zero_centered_gamma:
         return F.rms_norm(inputs, gain.shape, gain, eps)
     return F.rms_norm(inputs.float(), gain.shape, gain.float() + 1, eps).to(inputs.dtype)
@@ -181,9 +179,8 @@ class DotProductAttention(nn.Module):
         self.num_before, _ = window_size  # earlier positions that are attended to, -1 for all
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, qkv_format: str, cu_seqlens_q: Tensor, **_: Any) -> Tensor:
-        """Return the causal attention, [tokens, heads * d] or [B, S, heads * d]. The shape of q, k and v is [tokens,
-        heads, d] if `qkv_format` is "thd", or [B, S, heads, d] if it is "bshd". `cu_seqlens_q` is 0 and the cumulative
-        lengths of the documents or, for "bshd", of the rows without their padding."""
+        """Return attention [..., heads * d] of q, k, v [tokens, heads, d] if `qkv_format` is "thd", or [B, S, heads, d]
+        if it is "bshd". `cu_seqlens_q` are cumulative lengths of documents or, for "bshd", of rows without padding."""
         output = torch.zeros(*q.shape[:-2], q.shape[-2] * q.shape[-1], dtype=q.dtype)
         bounds = cu_seqlens_q.tolist()
         for number, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
@@ -231,8 +228,7 @@ dswiglu, dgeglu = (functools.partial(_backward, function) for function in (swigl
 
 
 def activations(recipe: Any = None) -> dict[str, tuple[Any, ...]]:
-    """Return {name: (forward function, backward function, None)} of the activations of LayerNormMLP. In place of None,
-    Transformer Engine may have a backward function that also casts its result."""
+    """Return {name: (forward, backward, backward with a cast)} of LayerNormMLP's activations. The third is None."""
     return {"geglu": (geglu, dgeglu, None), "swiglu": (swiglu, dswiglu, None)}
 
 

@@ -36,7 +36,7 @@ class WandbRun:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The summary that W&B shows. For each key it has the value that the run set, or else the last logged value."""
+        """Return the summary that W&B shows: the last logged value of each key, unless the run set another value."""
         last = {key: value for entry in self.history for key, value in entry.items() if not key.startswith("_")}
         return {**last, **self.logged_summary}
 
@@ -69,9 +69,7 @@ def only_wandb_run(folder: Path) -> WandbRun:
 
 
 def wandb_runs(folder: Path) -> list[WandbRun]:
-    """Return the offline W&B runs in a run folder, oldest first. Each start of the training writes one. When a training
-    resumes, all of them have the same `id`.
-    """
+    """Return the offline W&B runs in a run folder, in order of time. Each start of the training writes one."""
     return [_run_in(file) for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))]
 
 

@@ -43,7 +43,7 @@ def test_prompt_ends_before_the_last_supervised_span():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, rows) -> Path:
-    """Train briefly and return the run's folder. The model's RoPE (longrope) has other factors beyond 100 tokens."""
+    """Train briefly and return the run's folder. The model's RoPE (longrope) changes beyond 100 tokens."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     rope = LONGROPE | {"original_max_position_embeddings": 100}
     model = write_model(folder.parent / "model", rope_parameters=rope, initializer_range=0.3)

@@ -55,7 +55,7 @@ MXFP8BlockScaling = _recipe("MXFP8BlockScaling", {"margin": 0, "fp8_format": For
 
 
 class Linear(nn.Linear):
-    """A stand-in for te.Linear. `fp8` and `fp8_meta` describe the latest forward pass, as in Transformer Engine."""
+    """Stand in for te.Linear: `fp8` and `fp8_meta` describe the latest forward pass, as in Transformer Engine."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, params_dtype: torch.dtype | None = None
@@ -128,7 +128,7 @@ EXPECTED = NUM_LINEARS * 3 * MICRO_BATCHES
 
 @pytest.fixture
 def fake_kernels(monkeypatch):
-    """Return a function that replaces the recording of kernels by a fixed result, a dict {kernel name: count}."""
+    """Return a function that takes a dict {kernel name: count} and makes the recorded step report these counts."""
 
     def report(kernels: dict[str, int]) -> None:
         times = {name: (count, count * 1e-5) for name, count in kernels.items()}
@@ -142,8 +142,7 @@ def fake_kernels(monkeypatch):
 @pytest.fixture
 def train(monkeypatch, tmp_path, fake_kernels):
     """Return a function that trains a tiny model for three steps and returns the Trainer. The function sets the
-    environment variables `launch`, creates the callback, and then unsets the variables `missing`. It gives `kernels` to
-    `fake_kernels`, `model` to the model's config, `step` to the callback and other arguments to TrainingArguments.
+    environment variables `launch`, and unsets those in `missing` before training. The recorded step reports `kernels`.
     """
     install_stand_in_te(monkeypatch)
 
@@ -319,8 +318,8 @@ def test_tied_lm_head_missing_from_the_optimizer_ends_the_run(train, capsys):
 
 
 def test_layers_that_the_conversion_skipped_are_a_remark(train):
-    """Accelerate converts the linear layers of an attention module in order and stops at the first whose size fp8 does
-    not support: here k_proj, whose weight has 8 rows. So o_proj is not converted, although fp8 supports its size.
+    """Accelerate converts the projections of an attention module in order, up to the first whose size fp8 does not
+    support: here the key projection, with 8 rows. It skips the later output projection, although fp8 supports that.
     """
     expected = 9 * 3 * MICRO_BATCHES
     certificate = train(FP8_LAUNCH, {FP8_KERNEL: expected}, model={"head_dim": 8}).certificate_callback.certificate

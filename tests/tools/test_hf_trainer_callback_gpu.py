@@ -27,7 +27,7 @@ MICRO_BATCHES = 2
 def run_example(
     config: Path | str, model: Path, folder: Path, *options: str, program: list[str] | None = None
 ) -> subprocess.CompletedProcess:
-    """Run `program` (default: the Trainer example) with accelerate's launch file `config`. Write output to `folder`."""
+    """Run `program`, by default the Trainer example, under accelerate launch with the launch file `config`."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     command += program or ["examples/hf_trainer_fp8.py"]
     arguments = f"--model_name {model} --dataset_name {DATASET_DIR} --num_of_samples 256 --max_seq_length 256"
@@ -113,7 +113,7 @@ def test_trainer_that_lost_fp8_ends_with_code_1(patch, model_folder, tmp_path, r
 
 
 def test_gradient_checkpointing_ends_the_run(model_folder, tmp_path, record_property):
-    """Layers are recomputed outside the fp8 autocast. An error of torch or a failed certificate must end the run."""
+    """Layers are recomputed outside the fp8 autocast. Either torch or the check of the kernels must end the run."""
     done = run_example("configs/accelerate_fp8.yaml", model_folder, tmp_path, "--gradient_checkpointing", "true")
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ") or "Error: " in line]
     record_property("last_errors", [line for line in errors if not line.startswith("subprocess.")][-3:])
@@ -159,7 +159,7 @@ def test_certify_step_accepts_only_the_precision_of_the_step(device):
 
 
 def test_transformer_engine_uses_the_documented_entries_of_fp8_config(monkeypatch):
-    """Inspect the recipe that Accelerate creates. It follows some entries, and ignores others such as `interval`."""
+    """The recipe that Accelerate creates shows the effect of each entry. Some, such as `interval`, have no effect."""
     from accelerate.utils import TERecipeKwargs
     from accelerate.utils.transformer_engine import apply_fp8_autowrap
     from transformer_engine.common import recipe as recipes

@@ -80,9 +80,7 @@ def test_rows_cover_every_method_and_sharding_mode_and_fitting_rows_come_first(f
 
 
 def test_rows_that_fit_may_reduce_gradients_after_each_micro_batch(figures):
-    """Check ways to train, one per row of the tool's table. Some fit only with --sync_every_micro_batch, which avoids
-    53 GiB of gradients per GPU.
-    """
+    """Rows are ways to train. Some fit only with --sync_every_micro_batch, which avoids 53 GiB of gradients per GPU."""
     rows = figures("--model_name=Qwen2.5-14B", "--gpu=H100", "--num_gpus=4", "--gradient_accumulation_steps=4")["rows"]
     fitting = [row for row in rows if row["fits"] == "yes"]
     assert "adamw_8bit, recomputed" in {row["training"] for row in fitting if "sync_every" in row["command"]}

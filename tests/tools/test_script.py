@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("handler", ["strict", "surrogateescape"])  # Python uses the second one in the C locale
 def test_unencodable_characters_are_escaped(handler: str) -> None:
-    """Print two characters that ASCII lacks. The second stands for a byte in a file name that is not UTF-8."""
+    """The characters could come from a printed sample of the data, or from a file name that is not UTF-8."""
     program = "from llm_fp8.tools.script import run_script; run_script(lambda: print('gro\\xdf \\udce9') or 0)"
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "PYTHONIOENCODING": f"ascii:{handler}"}, capture_output=True
@@ -26,7 +26,7 @@ def test_unencodable_characters_are_escaped(handler: str) -> None:
 
 
 def test_closed_pipe_ends_the_program_without_a_traceback() -> None:
-    """Print to a pipe that its reader has already closed, as `head` does in `program | head`."""
+    """The reader has closed the pipe, as `| head` does."""
     program = "from llm_fp8.tools.script import run_script; run_script(lambda: print('a line') or 0)"
     reader, writer = os.pipe()
     os.close(reader)
@@ -36,7 +36,7 @@ def test_closed_pipe_ends_the_program_without_a_traceback() -> None:
 
 
 def test_closed_output_is_not_an_error(tmp_path: Path) -> None:
-    """Run a program with standard output closed (`>&-`). A file that it opens must not receive what it prints."""
+    """`>&-` closes standard output. The next file that the program opens must not become the standard output."""
     program = (
         "import sys; from llm_fp8.tools.script import run_script; "
         "run_script(lambda: print('a line', file=open(sys.argv[1], 'w')) or print('another') or 0)"

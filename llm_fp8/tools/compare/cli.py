@@ -66,9 +66,7 @@ class PlannedRun:
 
 
 def plan_runs(train: str, variants: Sequence[str], num_seeds: int, num_gpus: int, folder: Path) -> list[PlannedRun]:
-    """Plan a run for each seed and variant, in subfolders of `folder`. Raise `UserError` if the shared options `train`
-    are unusable, or if `folder` holds a comparison with other options.
-    """
+    """Plan a run per seed and variant, below `folder`. Raise `UserError` if the shared options `train` are unusable."""
     with reading("--train", repr(train), "the options"):
         argv = [with_underscores(word) for word in shlex.split(train)]
     names = {word.partition("=")[0].removeprefix("--") for word in argv}
@@ -107,9 +105,7 @@ def _run(run: PlannedRun, num_gpus: int, console: Console) -> Failure | None:
 
 
 def main() -> int:
-    """Train runs or read finished ones, then print their comparison and write it to files. If training of a run fails,
-    continue with the others and return 1.
-    """
+    """Train or read runs, then compare and report them. If a run fails, continue with the others and return 1."""
     options, console = parse(sys.argv[1:]), wide_console(soft_wrap=True, markup=False)
     folder, num_gpus, failures = options.output, options.num_gpus, list[Failure]()
     if options.train is not None:

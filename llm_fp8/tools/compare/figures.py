@@ -35,7 +35,7 @@ class Interval:
     high: float | None
 
     def __format__(self, spec: str) -> str:
-        """Format the value and, in parentheses, the ends of the interval if known, all with the format spec `spec`."""
+        """Format the estimate and, if known, the ends, each with the number format `spec`."""
         return format(self.value, spec) + ("" if self.low is None else f" ({self.low:{spec}} to {self.high:{spec}})")
 
 
@@ -94,7 +94,7 @@ class VariantFigures:
 def variant_figures(
     variant: str, runs: Sequence[RunRecord], reference: Sequence[RunRecord], num_failed: int = 0
 ) -> VariantFigures:
-    """Compute a variant's figures from finished `runs` sorted by seed, `num_failed` failures, and `reference` runs."""
+    """Compute a variant's figures from its finished `runs` and the finished `reference` runs, both sorted by seed."""
     by_seed = {run.seed: run for run in reference}
     pairs = [(run, by_seed[run.seed]) for run in runs if run.seed in by_seed]
     compared = pairs if variant != REFERENCE else []
@@ -145,7 +145,7 @@ def _gap(pairs: Sequence[tuple[RunRecord, RunRecord]], figure: Callable[[RunReco
 
 
 def certificate_state(summaries: Sequence[dict[str, Any]]) -> CertificateState:
-    """Return the worst verdict in run `summaries`, and its reasons. A run that changes to bf16 has two certificates."""
+    """Return the worst certificate in `summaries` of runs. A run that changes from fp8 to bf16 has two certificates."""
     certificates = [summary.get("certificate") or {"verdict": "missing"} for summary in summaries]
     certificates += [after for summary in summaries if (after := summary.get("certificate_after_fp8"))]
     worst = max((each["verdict"] for each in certificates), key=_SEVERITY.index, default="missing")
@@ -199,7 +199,7 @@ def _precision_facts(run: RunRecord) -> dict[str, Any]:
 
 
 def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
-    """Return differences of `runs`, other than the variant, that could affect their figures, sorted by `effect`."""
+    """List differences of `runs`, besides the variant, that could explain their figures. Sort by kind of figure."""
     differences = _differing(runs, _facts)
     for variant in sorted({run.variant for run in runs}):  # all runs of a variant should compute in one precision
         differences += _differing([run for run in runs if run.variant == variant], _precision_facts)
@@ -233,5 +233,5 @@ def _differing(runs: Sequence[RunRecord], facts_of: Callable[[RunRecord], dict[s
 
 
 def concerning(differences: Sequence[Difference], variant: str, effect: str) -> list[str]:
-    """Return the fields in `differences` that affect `variant` and have `effect` ("both", "quality" or "speed")."""
+    """List the fields in `differences` that confound `variant`'s figures of the kind `effect` (a key of `_FIELDS`)."""
     return list(dict.fromkeys(each.field for each in differences if each.effect == effect and variant in each.variants))

@@ -132,16 +132,16 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def leading_variant(comparison: Comparison) -> str:
-    """Return the variant to show first: the fastest besides bf16, from those with the verdict "use it" if any."""
+    """Return the variant for the top of the page: the fastest with the verdict "use it", else the fastest of all."""
     others = [figures for figures in comparison.variants if figures.variant != REFERENCE] or comparison.variants
     speeds = {figures.variant: figures.speedup.value if figures.speedup else 0.0 for figures in others}
     return max(speeds, key=lambda name: (comparison.verdicts[name].conclusion == "use it", speeds[name]))
 
 
 def gap_chart(comparison: Comparison) -> dict[str, Any] | None:
-    """Return the data of a line chart: by step, each run's eval loss minus the eval loss of the bf16 run with the same
-    seed. If any run has fewer than three evaluations, use the training loss and average the differences over a
-    trailing window. Return None if the chart would have points at fewer than two steps.
+    """Return a chart's data: the eval loss of each run minus that of the bf16 run with the same seed, by step. If any
+    run has fewer than three evaluations, use trailing means of the training loss. Return None if there are fewer
+    than two steps to show.
     """
     key = "eval_loss" if min(len(curve["eval_loss"]) for curve in comparison.curves) > 2 else "loss"
     reference = {curve["seed"]: dict(curve[key]) for curve in comparison.curves if curve["variant"] == REFERENCE}
@@ -164,7 +164,7 @@ def gap_chart(comparison: Comparison) -> dict[str, Any] | None:
 
 
 def without_folders(text: Any) -> Any:
-    """Remove the folders from absolute paths in `text`, since report pages may be shared. Keep other types as is."""
+    """Shorten absolute paths in `text` to their last part, since the report page may be sent to others."""
     return re.sub(r"(?<![\w.:/<])~?/(?=\S)(?:[^\s/'\",;]+/)*", "", text) if type(text) is str else text
 
 

@@ -26,9 +26,7 @@ def variants() -> dict[str, tuple[str, ...]]:
 
 
 def parse_variants(text: str) -> list[str]:
-    """Parse comma-separated names of variants and move `REFERENCE`, if it is among them, to the front. Replace 'fp8' by
-    the default recipe. Raise `UserError` if a name is unknown or repeated.
-    """
+    """Parse comma-separated variants and move the reference to the front. Raise `UserError` for a bad list."""
     names = [DEFAULTS["te"] if name == "fp8" else name for name in map(str.strip, text.split(","))]
     if len(set(names) & variants().keys()) < len(names):
         choices = ", ".join(variants())
@@ -126,9 +124,7 @@ def why_unfinished(summary: dict[str, Any]) -> str | None:
 def _record(
     source: str, run: dict[str, Any], metrics: list[dict[str, Any]], summary: dict[str, Any], *answers: bool
 ) -> RunRecord:
-    """Build a `RunRecord` from the contents of run.json (`run`), metrics.jsonl and summary.json, and from `answers`,
-    which are True where the exported model answered right. Raise `UserError` if the run did not finish or has no step.
-    """
+    """Build a `RunRecord`; `run` is run.json's content. Raise `UserError` if the run did not finish or has no step."""
     if reason := why_unfinished(summary):
         raise UserError(f"{source}: the run did not finish, {reason}; finish it with --resume_from latest.")
     steps, evaluations = ([each for each in metrics if kind in each] for kind in ("loss", "eval_loss"))
@@ -150,9 +146,7 @@ def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
 
 
 def read_wandb(path: str, api: Any = None) -> RunRecord:
-    """Read the record of the run at `path` (ENTITY/PROJECT/RUNID) from W&B's server. Raise `UserError` if it cannot be
-    read or the run did not finish. `api` replaces the default client, `wandb.Api()`.
-    """
+    """Read a finished run from W&B's server, or raise `UserError`. `path` is ENTITY/PROJECT/RUNID."""
     import wandb
 
     advice = "Give ENTITY/PROJECT/RUNID, and run 'wandb login'; for runs on this machine use --runs FOLDER."

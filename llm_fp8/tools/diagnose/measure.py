@@ -61,7 +61,7 @@ _CHUNK = 512  # number of tokens whose logits are in memory at a time
 
 
 def plan_without_output(config: Config) -> RunPlan:
-    """Plan a run without an output folder or trackers. `config` must already be validated."""
+    """Plan a run without output folder or trackers. `config` must already be validated."""
     ranks = LaunchRanks.from_environment(os.environ)
     start_process_group(ranks)
     quiet_libraries()
@@ -168,7 +168,7 @@ def memory_by_kind(stepper: Stepper, take_step: Callable[[], object]) -> dict[st
 
 
 def problems(findings: Mapping[str, Any]) -> list[str]:
-    """Return sentences on a failed certificate, a recipe's fallback, unfused attention, and sizes unfit for fp8."""
+    """Return a sentence for each way in which the run was not as requested, and for unfused attention."""
     precision, certificate = findings["precision"], findings["certificate"]
     sentences = list(certificate["reasons"]) if certificate["verdict"] == "failed" else []
     if precision["fallback_reason"]:
@@ -210,7 +210,7 @@ class _Comparison:
         self.num_tokens = sum(map(len, self.reference))
 
     def findings(self) -> dict[str, Any]:
-        """Return the `cost` of fp8 in all modules, in one kind only and in all other kinds, and each module's error."""
+        """Return the cost of fp8 (see `cost`) by kind of module and in total, and the error of each module's output."""
 
         def num_weights(modules: Iterable[nn.Module]) -> int:
             return sum(weight.numel() for module in modules for weight in linear_weights(module))
@@ -234,7 +234,7 @@ class _Comparison:
         }
 
     def cost(self, in_bf16: Collection[nn.Module]) -> dict[str, float]:
-        """Return the KL divergence from bf16 and the loss increase, in nats per token, if all but `in_bf16` use fp8."""
+        """Return KL divergence and loss increase over bf16, in nats a token, of fp8 with modules `in_bf16` in bf16."""
         self._in_bf16 = in_bf16
         sums = torch.zeros(2, dtype=torch.float64, device=self.setup.plan.device)
         for batch, reference in zip(self.batches, self.reference, strict=True):

@@ -154,9 +154,7 @@ def check_packages(setup: Setup) -> Result:
 
 
 class Rule(NamedTuple):
-    """An environment variable to report, and its effect. In `RULES`, `name` and `value` are regular expressions. In the
-    findings of `judge_variables`, they are the actual name and value of a variable.
-    """
+    """An environment variable to report. `RULES` has patterns for name and value, and a finding the actual ones."""
 
     name: str  # a regular expression for the whole name
     value: str  # a regular expression for the whole value, ignoring case
@@ -199,7 +197,7 @@ def judge_variables(environ: Mapping[str, str]) -> list[Rule]:
 
 
 def check_variables(setup: Setup) -> Result:
-    """Check the user's environment variables against the rules: fail for harmful ones, warn about other matches."""
+    """Fail for harmful variables in the user's environment, and warn about the others that a rule matches."""
     findings = judge_variables(setup.environ)
     result = Result("" if findings else "no variable that harms a run, slows it or has no effect")
     for rule in findings:
@@ -210,7 +208,7 @@ def check_variables(setup: Setup) -> Result:
 
 
 def check_gpu(setup: Setup) -> Result:
-    """Fail if nvidia-smi lists GPUs but torch can use none. Skip the check if neither of them finds a GPU."""
+    """Fail if torch cannot use the driver's GPUs. On a machine without a GPU the check is skipped."""
     import torch
 
     from llm_fp8.observability.provenance import output_of

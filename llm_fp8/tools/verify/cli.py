@@ -113,9 +113,7 @@ def main(argv: Sequence[str] | None = None, description: str = "Is this machine 
 
 
 def print_table(results: list[Result], console: Console) -> None:
-    """Print a table of the results, then suggested fixes, then the number of checks with each status. Details of a
-    check are printed if it has failures or warnings.
-    """
+    """Print the results, with details of failures and warnings, then the commands that fix these."""
     table = Table(Column(no_wrap=True), Column(no_wrap=True), "", "", box=None, pad_edge=False, show_header=False)
     for result in results:
         problems = [*result.failures, *result.warnings]

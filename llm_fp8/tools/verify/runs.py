@@ -31,9 +31,7 @@ MAX_LOSS_DIFFERENCE = 0.02
 
 
 class Run(NamedTuple):
-    """Training run that has ended. `losses` are in nats per supervised token. If the run failed, `losses` and
-    `summary` are empty.
-    """
+    """A run and its results. If it failed, its summary and its losses (nats per supervised token) are empty."""
 
     name: str
     command: list[str]
@@ -43,9 +41,7 @@ class Run(NamedTuple):
 
 
 def cut_model(setup: Setup) -> Path:
-    """Return a folder with the config of --model_name, cut to `NUM_LAYERS` layers, and with the tokenizer of the tiny
-    bundled model, which determines the vocabulary size. The folder has no weights.
-    """
+    """Return a model folder that has a bundled tokenizer and --model_name's config, cut to `NUM_LAYERS` layers."""
     from llm_fp8.config.options import ModelConfig
     from llm_fp8.data.embedded import MODEL_DIR
     from llm_fp8.models.source import load_config, resolve_source
@@ -144,9 +140,7 @@ def check_steps(setup: Setup) -> Result:
 
 
 def check_torchao_steps(setup: Setup) -> Result:
-    """Train in bf16 and in each recipe of torchao. If all failures have exit code 2, as they have without torchao,
-    report them as warnings, since torchao is optional.
-    """
+    """Train in bf16 and in each recipe of torchao. A missing package is a warning, since only one option needs it."""
     result = train_all(setup, recipe_names("torchao"))
     if all("exit code 2" in sentence for sentence in result.failures):
         result.warnings += result.failures

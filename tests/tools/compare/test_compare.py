@@ -63,7 +63,7 @@ def test_time_to_bf16s_final_loss_ends_at_the_first_step_that_reaches_it():
 
 
 def test_speeds_are_paired_by_seed():
-    """Check that a speedup compares runs with the same seed, and ignores seeds for which a run has no speed."""
+    """If a run has no measured speed, its pair is left out, and the other pairs still have equal seeds."""
     base = [made_up_run("bf16", seed, rate) for seed, rate in ((1, 1e5), (2, 2e5), (3, 4e5))]
     fp8 = [made_up_run("delayed", seed, 1.3 * rate) for seed, rate in ((1, 1e5), (2, 2e5), (3, 4e5))]
     without_speed = [dataclasses.replace(run, summary={}) for run in (fp8[0], base[2])]
@@ -354,7 +354,7 @@ def test_trained_runs_are_compared_from_folders_and_from_wandb(tmp_path, monkeyp
     assert result["differences"] == []
 
     class StandInApi:
-        """Replacement for wandb.Api. Its only run has the values that the offline run would have uploaded."""
+        """Stand in for wandb.Api: one run, with the values that the offline run would have sent."""
 
         def run(self, path: str) -> Any:
             stored = only_wandb_run(runs[0].folder)
@@ -375,7 +375,7 @@ def test_trained_runs_are_compared_from_folders_and_from_wandb(tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_failed_run_does_not_stop_the_others_and_is_reported(tmp_path, monkeypatch, call_main, capsys):
-    """Replace the training by a program that only exits with an error message, like a training with a wrong option."""
+    """A short program that ends like a failed training replaces the training."""
     failing_program = "raise SystemExit('error: --model_name nowhere: no such folder')"
     failing_command = [sys.executable, "-c", failing_program]
     monkeypatch.setattr(cli, "training_command", lambda num_gpus, *options: [*failing_command, *options])

@@ -25,9 +25,7 @@ def covers(interval: Interval, truth: float) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_seeds", [2, 5])
 def test_intervals_of_speed_cover_the_true_value_in_95_percent_of_cases(num_seeds):
-    """Check the intervals of one variant's speed and of the ratio of two variants' speeds. Each run's speed varies by
-    2%. In the ratio, both speeds of a pair are also multiplied by a factor that varies by 5% between seeds.
-    """
+    """Speed varies by 2% from run to run. The seed changes the speeds of both runs of a pair by another 5%."""
     random = np.random.default_rng(num_seeds)
     rates, ratios = 0, 0
     for _ in range(NUM_COMPARISONS):
@@ -64,9 +62,7 @@ def test_variant_exactly_at_the_margin_passes_in_one_case_in_forty(num_seeds):
 
 
 def test_much_worse_variant_is_called_worse_more_often_with_more_seeds():
-    """The loss differences within pairs of runs have a mean of 0.05 nats, far above the margin. Their standard
-    deviation is 0.003.
-    """
+    """The variant is 0.05 nats worse. The differences within pairs of runs have a standard deviation of 0.003."""
     assert conclusion_shares(1, truth=0.05) == {"too few seeds": 1.0}
     shares = [conclusion_shares(num_seeds, truth=0.05).get("worse", 0) for num_seeds in SEEDS]
     assert shares == sorted(shares) and shares[1] > 0.99 and shares[2:] == [1, 1, 1]
@@ -74,9 +70,7 @@ def test_much_worse_variant_is_called_worse_more_often_with_more_seeds():
 
 @pytest.mark.parametrize("num_seeds", SEEDS)
 def test_variant_that_is_worse_in_every_seed_is_not_recommended(num_seeds):
-    """The variant's loss is higher than the reference's in each pair of runs, but by less than the allowed margin. With
-    three or more seeds, the verdict is 'slightly worse'.
-    """
+    """The verdict on a variant that is worse by less than the allowed margin is 'slightly worse'."""
     shares = conclusion_shares(num_seeds, truth=0.002, deviation=0.0003)
     assert shares.get("use it", 0) < 0.01
     assert shares.get("slightly worse", 0) > 0.95 or num_seeds == 2
@@ -85,9 +79,7 @@ def test_variant_that_is_worse_in_every_seed_is_not_recommended(num_seeds):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_seeds", [3, 5, 20])
 def test_equally_good_answers_are_judged_worse_in_one_case_in_forty(num_seeds):
-    """In a comparison, all simulated runs answer the same 200 questions. Each run adds one random shift, with standard
-    deviation of 0.03, to its chances of answering them right.
-    """
+    """All simulated runs get equally difficult problems. Each run's chances of right answers shift by about 0.03."""
     random = np.random.default_rng(num_seeds)
     worse = 0
     for _ in range(NUM_COMPARISONS):

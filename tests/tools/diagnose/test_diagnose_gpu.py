@@ -32,9 +32,7 @@ def model(tmp_path_factory) -> str:
 
 
 def diagnose(model: str, folder: Path, *options: str) -> dict:
-    """Run scripts/diagnose_fp8.py in a process and return its JSON report. Check that the times of kernel classes cover
-    the step time, and that the kinds of memory add up to the peak.
-    """
+    """Run the script as a user does. Check the times and the memory in the JSON report, and return the report."""
     path = folder / "report.json"
     run = ["--model_name", model, "--max_seq_length", "512", "--batch_size", "4", "--packing", "--json", str(path)]
     run += ["--gradient_accumulation_steps", "2", "--no_merge_micro_batches", *options]

@@ -32,9 +32,7 @@ ATTENTION = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16"
 
 @pytest.fixture
 def diagnose(tiny_model, rows, monkeypatch):
-    """Return a function that diagnoses a training step of the tiny model with the given options. Kernel times and GPU
-    memory are made up.
-    """
+    """Return a function that takes options and diagnoses the tiny model, with made-up kernel times and GPU memory."""
 
     def run(*options: str, trace: Path | None = None) -> dict[str, Any]:
         reset_accelerator()
@@ -122,8 +120,8 @@ def quality_of(model: str, rows: str, *more: str) -> dict[str, Any]:
 
 @pytest.fixture
 def outlier_model(tmp_path):
-    """Write a model with an outlier and return its folder. One channel between up_proj and down_proj of the second
-    layer is a million times as large as the others, so fp8 with one scale per tensor rounds nearly all others to 0.
+    """Write a model with an outlier: one channel between up_proj and down_proj of the second layer is a million times
+    as large as the others. fp8 with one scale per tensor rounds nearly all others to 0.
     """
     folder = write_model(tmp_path / "outlier")
     path = tmp_path / "outlier" / "model.safetensors"

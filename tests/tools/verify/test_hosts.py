@@ -14,9 +14,7 @@ from tests.support.processes import exit_code, start_ranks
 
 
 def verify_on_host(options: list[str], change: str, folder: Path) -> int:
-    """Run `llm-fp8 verify` with `options` and return its exit code. The host's name is host-0 or host-1, after RANK in
-    the environment. `change` is "" or names the defect to simulate on host-1, for example "crash". With "folder", each
-    host works in a folder of its own."""
+    """Run `llm-fp8 verify` on a host called host-RANK. Return the exit code. `change` names a defect, e.g. "crash"."""
     from llm_fp8.observability import provenance
     from llm_fp8.tools.verify import cli, hosts
 

@@ -21,8 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def verify(path: Path, *options: str, **environ: str) -> tuple[int, dict[str, dict[str, Any]], str]:
-    """Run verify_fp8.py with a JSON report at `path`. Its environment is that of this process without NVTE_* variables,
-    plus `environ`. Return exit code, reported checks by name, and printed output."""
+    """Run verify_fp8.py with a JSON report at `path`. Return exit code, reported checks by name, and printed output."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("NVTE_")} | environ
     command = [sys.executable, "scripts/verify_fp8.py", "--json", str(path), *options]
     process = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=580)
@@ -35,8 +34,7 @@ def verify(path: Path, *options: str, **environ: str) -> tuple[int, dict[str, di
 
 @pytest.mark.whole_machine
 def test_every_gpu_check_passes(tmp_path):
-    """Run all checks, and require only those of the GPUs to pass. The check of installed packages may fail, because
-    the machine may lack a package that this test does not need."""
+    """The check of installed packages may fail, because the machine may lack a package that the test does not need."""
     _, checks, output = verify(tmp_path / "verify.json")
     for name in ("gpu", "steps", "torchao_steps"):
         assert checks[name]["status"] == "passed", (name, checks[name]["failures"], output)
