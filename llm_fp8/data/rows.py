@@ -65,7 +65,7 @@ class Conversation(NamedTuple):
     template_kwargs: Mapping[str, Any] = MappingProxyType({})
 
     def until(self, turn: int) -> Conversation:
-        """Return the conversation without the message at index `turn` and the messages after it."""
+        """Return the conversation up to, but not including, the message at index `turn`."""
         return self._replace(messages=self.messages[:turn])
 
     def supervised_turns(self) -> list[int]:

@@ -142,8 +142,8 @@ def peft_config(options: LoraConfig, modules: Iterable[str], parameters: Iterabl
 
 def config_for_loading(model: Model, options: LoraConfig, base_model: str) -> Any:
     """Return the `peft_config` with which PEFT loads the adapters of `model` into the base model. In a mixture of
-    experts, PEFT takes each of the `target_modules` gate_proj, up_proj and down_proj for an expert, since experts had
-    these names in transformers 4. The config lists other layers with these names in `target_parameters` instead.
+    experts, PEFT assumes that any gate_proj, up_proj or down_proj in `target_modules` is an expert, since experts had
+    these names in transformers 4. Other layers with these names are therefore listed in `target_parameters`.
     """
     module, adapters = model.module, adapters_of(model.module)
     parameters = {".".join(adapter.weight.split(".")[-2:]) for adapter in adapters.values() if adapter.delta}

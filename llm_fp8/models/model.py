@@ -204,7 +204,7 @@ class _CopiesAreViews(TorchFunctionMode):
 
 
 def _part_of(name: str, view: Tensor, shape: tuple[int, ...]) -> Part | None:
-    """Return where `view`, the tensor `name`, lies in a contiguous tensor of `shape`, or None if no `Part` fits."""
+    """Return the part of a contiguous tensor of `shape` that `view` covers, or None. `name` is that of the view."""
     if view.shape == shape and view.is_contiguous():
         return Part(name, 0, shape[0] if shape else 1, shape)
     row, offset = math.prod(shape[1:]), int(view.storage_offset())

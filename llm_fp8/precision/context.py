@@ -129,7 +129,7 @@ class Precision:
         return self.backend.state((self._fp8_modules if self.in_fp8 else self._linears).values())
 
     def keep_casts_of_frozen_weights(self) -> None:
-        """Cast frozen weights to fp8 in the next training pass (in two with delayed scaling), then reuse the casts."""
+        """Cast frozen weights in the next training pass, or the next two with delayed scaling; then reuse the casts."""
         self._num_casts_to_come = 2 if self.scales_lag else 1
 
     @contextlib.contextmanager

@@ -124,7 +124,7 @@ def test_qwen3_5_is_packed_only_with_its_kernels(monkeypatch):
 
 
 def test_kernels_with_failing_backward_pass_are_refused(monkeypatch):
-    """An example is flash-linear-attention on Hopper: its backward pass raises an error if Triton is too old."""
+    """On Hopper, the backward pass of flash-linear-attention raises an error if Triton is too old."""
     delta = modeling_qwen3_5.torch_chunk_gated_delta_rule
 
     def refuse(gradient: Tensor) -> None:
@@ -188,7 +188,7 @@ def test_loss_of_a_document_does_not_depend_on_its_batch(kind, monkeypatch):
 
 
 def test_model_that_mixes_documents_of_a_row_or_batch_is_refused():
-    """Llama 4 scales attention from position 8,192 of a row on. Doge's routers compare all tokens of a batch."""
+    """Llama 4 scales attention by the position in a row, from 8,192 on. Doge's routers compare all tokens of a batch."""
     llama, doge = hub_config("Llama 4"), tiny_config("doge", is_moe=True, num_experts=16, num_experts_per_tok=2)
     assert probe(parse_config(["--packing", "--max_seq_length=4096"]), llama, CPU, torch.float32) == "rows"
     assert probe(parse_config(["--no_packing", "--max_seq_length=8192"]), llama, CPU, torch.float32) is None

@@ -63,7 +63,7 @@ class Case:
         return torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
 
     def fused(self, dtype: torch.dtype, device: str | torch.device) -> Tensor:
-        """Return a random projection [T, width] in a packed case, or [B, S, width] in a padded case."""
+        """Return random numbers in place of the fused QKV projection: packed [T, width], padded [B, S, width]."""
         width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         generator = torch.Generator().manual_seed(0)
         return torch.randn(*(self.shape or (sum(self.lengths),)), width, generator=generator).to(device, dtype)

@@ -197,7 +197,7 @@ def judge_variables(environ: Mapping[str, str]) -> list[Rule]:
 
 
 def check_variables(setup: Setup) -> Result:
-    """Fail for harmful variables in the user's environment, and warn about the others that a rule matches."""
+    """Check the user's environment variables against the rules: fail for harmful ones, warn about other matches."""
     findings = judge_variables(setup.environ)
     result = Result("" if findings else "no variable that harms a run, slows it or has no effect")
     for rule in findings:
