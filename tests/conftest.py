@@ -1,5 +1,6 @@
 """Settings for every test: each process has one thread (or LLM_FP8_TEST_THREADS), does not access the hub and caches
-datasets in a temporary folder. Tests that need a GPU are skipped on a machine without one."""
+datasets in a temporary folder. Tests that need a GPU are skipped on a machine without one.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Checks which modules te_llama.py imports, where private names of libraries occur, and that tests share code through
-tests/support only. `scripts/test.sh` checks the order of imports in the package."""
+tests/support only. `scripts/test.sh` checks the order of imports in the package.
+"""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def compute_experts(model: nn.Module, autocast_dtype: torch.dtype | None) -> Non
 
 def _on_casts(experts: nn.Module, dtype: torch.dtype, forward: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Call `forward` of `experts` with input and weights cast to `dtype`, since torch.autocast (2.13) does not cast for
-    grouped GEMMs. Gradients have the dtype of the weights.
+    grouped GEMMs. Gradients have the dtype that the weights had before.
     """
     if not torch.is_autocast_enabled(hidden.device.type):
         return forward(hidden, *args, **kwargs)

@@ -112,7 +112,8 @@ def check_parity(
 ) -> str:
     """Compare a TE decoder that computes in `dtype` with Hugging Face's. Return a summary, or raise `UserError` if they
     differ. `layers` may be a generator that frees a layer when the next is requested. For `num_slices` see `first_row`.
-    All ranks must call this function."""
+    All ranks must call this function.
+    """
     entries = te_llama.parameter_map(model.module)
     outside, names = dict(entries), {module: name for name, module in model.module.named_modules()}
 

@@ -94,7 +94,8 @@ class ProgressDisplay:
 def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -> int:
     """Remove the lines of steps after `last_step` and an incomplete last line from the metrics.jsonl at `path`. If
     `keep_evaluation` is False, also remove the evaluation that followed `last_step`. Return the last step that was in
-    the file before, or 0 if there was none."""
+    the file before, or 0 if there was none.
+    """
     with reading("--output_dir", path, advice="Move the file away to resume without the earlier metrics."):
         lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
         steps = [(int(record["step"]), "eval_loss" in record) for record in map(json.loads, lines)]
@@ -221,7 +222,7 @@ class RunReporter:
         return full
 
     def steps_of_process(self) -> list[dict[str, float]]:
-        """Return the records of the steps that this process took. The result is empty on all ranks but the main one."""
+        """Return the records of the steps since this process started. Only the main rank has records."""
         return [step for step in self._records() if step["step"] > self._resume_step and "eval_loss" not in step]
 
     def _records(self) -> Iterator[dict[str, float]]:

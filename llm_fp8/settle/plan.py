@@ -45,7 +45,7 @@ class RunPlan(Settled):
 
     @property
     def stores_lower_bits(self) -> bool:
-        """True if bf16 rounds the stored weights: they are fp32 or fp16, or their value is an fp8 number times a scale."""
+        """True if bf16 rounds the stored weights: they are fp32, fp16, or fp8 numbers times scales."""
         stored_in_fp8 = self.stored is not None and self.stored.fp8 is not None
         return stored_in_fp8 or self.export_dtype in (torch.float32, torch.float16)
 

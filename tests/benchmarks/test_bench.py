@@ -50,7 +50,8 @@ def test_options_without_a_measured_step_are_refused(argv, call_main):
 @pytest.mark.parametrize("module", [module for module, _ in PROGRAMS.values()][1:] + [bench.__name__])  # not training
 def test_every_tool_refuses_invalid_numbers_and_outputs(module, tmp_path, monkeypatch, call_main):
     """A patch makes main() fail when it calls its parser, with that parser in the error. The test then gives the parser
-    invalid values of every option that is a number or an output path."""
+    invalid values of every option that is a number or an output path.
+    """
     with monkeypatch.context() as patch, pytest.raises(KeyError) as error:
         patch.setattr(OneSentenceParser, "parse_known_args", lambda parser, *_: {}[parser])
         call_main(importlib.import_module(module))

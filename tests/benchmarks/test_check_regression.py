@@ -50,7 +50,8 @@ def check(tmp_path, new: list[dict], recorded: list[dict], minimum: float = 0.02
 )
 def test_ratio_may_fall_by_the_spreads_and_the_minimum(tmp_path, ratio, spreads, is_regression):
     """The recorded ratio to the speed of hf_bf16 is 1.8. It may fall by 2% plus the root of the sum of squared spreads.
-    That hf_bf16 itself became twice as fast does not count."""
+    That hf_bf16 itself became twice as fast does not count.
+    """
     new = [row("delayed", 20_000 * ratio, spreads[0]), row("hf_bf16", 20_000, spreads[0])]
     recorded = [row("delayed", 18_000, spreads[1]), row("hf_bf16", 10_000, spreads[1])]
     comparison = check(tmp_path, new, recorded)

@@ -121,7 +121,8 @@ def test_split_is_train_or_the_only_variant_or_the_users_choice(tmp_path: Path) 
 
 def test_dataset_name_may_have_configurations_and_commas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`c:main` is a configuration of the dataset `c`, a folder laid out like openai/gsm8k on the hub. Its card lists
-    the files of two configurations. A comma separates datasets, unless it is part of a file's name."""
+    the files of two configurations. A comma separates datasets, unless it is part of a file's name.
+    """
     monkeypatch.chdir(tmp_path)
     card = ""
     for number, config in enumerate(("main", "socratic")):

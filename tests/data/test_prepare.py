@@ -232,7 +232,8 @@ def _problem_counts(steps: list[list[Batch]], tokenizer: PreTrainedTokenizerBase
 
 def test_several_datasets_are_mixed_whole_or_by_weights(prepare: Any, tmp_path: Path, tokenizer: Any) -> None:
     """With --dataset_weights, rows of one dataset are left out until the numbers of rows have that ratio. --columns
-    renames columns only in the first dataset, because the second has none with these names."""
+    renames columns only in the first dataset, because the second has none with these names.
+    """
     name = _write_mix(tmp_path)
     for weights, num_questions, num_chats in (
         ((), 30, 90),

@@ -188,7 +188,7 @@ def test_loss_of_a_document_does_not_depend_on_its_batch(kind, monkeypatch):
 
 
 def test_model_that_mixes_documents_of_a_row_or_batch_is_refused():
-    """Llama 4 scales attention by the position in a row, from 8,192 on. Doge's routers compare all tokens of a batch."""
+    """Llama 4 scales attention by the position in a row, from 8,192 on. Doge's routers compare a batch's tokens."""
     llama, doge = hub_config("Llama 4"), tiny_config("doge", is_moe=True, num_experts=16, num_experts_per_tok=2)
     assert probe(parse_config(["--packing", "--max_seq_length=4096"]), llama, CPU, torch.float32) == "rows"
     assert probe(parse_config(["--no_packing", "--max_seq_length=8192"]), llama, CPU, torch.float32) is None

@@ -1,6 +1,7 @@
 """flash-attn 2 in Hugging Face's decoder and in Transformer Engine's attention, compared with sdpa and cuDNN.
 
-Gradients are compared for padded and packed batches, and losses for whole runs in bf16, in fp8 and with LoRA."""
+Gradients are compared for padded and packed batches, and losses for whole runs in bf16, in fp8 and with LoRA.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ ALL, ATTENTION, LAST = "all-linear", "q_proj,v_proj", "down_proj"
 
 def build(options, device, use_te: bool, targets: str, keep_casts: bool = True):
     """Return a model with adapters on `targets`, its `Precision` and its fp8 coverage. If `keep_casts`, frozen weights
-    are cast to fp8 once and not in every step."""
+    are cast to fp8 once and not in every step.
+    """
     lora = LoraConfig(lora_rank=8, lora_targets=targets)
     model, precision, coverage = gpu_steps.build(options, device, use_te, lora=lora)
     if keep_casts:

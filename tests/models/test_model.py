@@ -48,7 +48,8 @@ def export(model: Model, folder: Path, dtype: torch.dtype = torch.float32, **mor
 
 def load_and_export(rank: int, name: str, out: str, dtype: torch.dtype) -> tuple[bool, torch.Tensor, int]:
     """Load a sharded model and export it to the folder `out`. Return True if lm_head is tied, the logits, and how many
-    rows of the first key projection this rank holds."""
+    rows of the first key projection this rank holds.
+    """
     model = sharded_model(name)
     # The other ranks get a path that cannot be written, because only the main rank may write.
     folder = Path(out) if rank == 0 else Path("/proc/nowhere")

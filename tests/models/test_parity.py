@@ -1,6 +1,7 @@
 """Tests of how the parity check judges invented errors, and of the check on a TE decoder of stand-in modules.
 
-The tests in test_parity_gpu.py run the check on Transformer Engine's modules."""
+The tests in test_parity_gpu.py run the check on Transformer Engine's modules.
+"""
 
 from __future__ import annotations
 

@@ -122,7 +122,8 @@ def write_with_transformers_4(folder: Path) -> Path:
 
 def export_side_files(source: Path, folder: Path, *eos_ids: int, template: str | None = None) -> Path:
     """Write to `folder` the files that a run on `source` exports besides weights, and return the folder. The run used
-    `eos_ids` as EOS tokens and `template`, or else the template of `source`, as chat template."""
+    `eos_ids` as EOS tokens and `template`, or else the template of `source`, as chat template.
+    """
     folder.mkdir()
     tokenizer = AutoTokenizer.from_pretrained(source)
     tokenizer.chat_template = template or tokenizer.chat_template

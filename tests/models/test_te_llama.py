@@ -164,7 +164,8 @@ def te_and_hf(folder, family, **layers):
 
 def logits_and_gradients(model, ids, bounds, **arguments):
     """Return the logits and the gradients of the summed log probability of all next tokens. Consecutive `bounds` are
-    the start and the end of a document in `ids`; `arguments` describe the documents to the model."""
+    the start and the end of a document in `ids`; `arguments` describe the documents to the model.
+    """
     model.zero_grad()
     logits = model(input_ids=ids, **arguments).logits[0]
     for start, stop in zip(bounds, bounds[1:], strict=False):

@@ -1,6 +1,7 @@
 """Common user errors: each ends with exit code 2 and one line that names the option or file, and changes no file.
 
-The tests run the code of train_fp8.py in this process, including the exit."""
+The tests run the code of train_fp8.py in this process, including the exit.
+"""
 
 from __future__ import annotations
 

@@ -210,7 +210,8 @@ def test_rank_restores_its_own_random_state(tmp_path):
 
 def save_sharded(output_dir, rendezvous, rank):
     """Save and load a sharded tensor, a replicated tensor and a random state as one of two ranks. The ranks find each
-    other through the file `rendezvous`."""
+    other through the file `rendezvous`.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     manager = CheckpointManager(output_dir, limit=1, is_main=rank == 0)

@@ -1,6 +1,7 @@
 """However a batch is divided into micro-batches, training equals the reference in tests/support/reference.py.
 
-A step uses the whole dataset, so that the order of rows does not matter."""
+A step uses the whole dataset, so that the order of rows does not matter.
+"""
 
 from __future__ import annotations
 

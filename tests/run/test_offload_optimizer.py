@@ -29,7 +29,8 @@ def options(rows) -> list[str]:
 @pytest.fixture
 def piece_sizes(monkeypatch) -> list[int]:
     """Make optimizers copy their state from the host in pieces of at most 1,000 elements. Return a list, to which the
-    number of elements of each piece is appended."""
+    number of elements of each piece is appended.
+    """
     sizes: list[int] = []
     update_ = StatePipeline.update_
 

@@ -201,7 +201,8 @@ def stopped(tmp_path, options, signal_after) -> Path:
 
 def assert_refused(folder: Path, options: list[str], *messages: str) -> None:
     """Check that the run in `folder` cannot be resumed with `options`. The error must be one line that contains all
-    `messages`, and no file of the folder may change."""
+    `messages`, and no file of the folder may change.
+    """
 
     def contents() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK}

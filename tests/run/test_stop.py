@@ -60,7 +60,8 @@ def test_ignored_sighup_does_not_stop_the_run():
 
 def _redirect_output(place: str) -> None:
     """Make this process the leader of a new session, and redirect its output to the pipe or terminal at the path
-    `place`. A terminal becomes the controlling terminal of the session."""
+    `place`. A terminal becomes the controlling terminal of the session.
+    """
     os.setsid()
     descriptor = os.open(place, os.O_RDWR if place.startswith("/dev/pts/") else os.O_WRONLY)
     for number in (1, 2):

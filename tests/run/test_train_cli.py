@@ -42,7 +42,8 @@ finally:
 @pytest.fixture(scope="module")
 def plain_run(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
     """Run train_fp8.py with neither --model_name nor --dataset_name. Return the finished process and its folder, in
-    which the file `modules` lists the modules that the process imported."""
+    which the file `modules` lists the modules that the process imported.
+    """
     folder = tmp_path_factory.mktemp("plain")
     options = ["--max_steps=8", "--max_seq_length=128", "--num_of_samples=200", "--learning_rate=5e-3"]
     options.append("--eval_batches=4")
@@ -111,7 +112,8 @@ def hub_models(tiny_model, tmp_path_factory) -> dict[str, str]:
 
 def cpu_run_key(name: str) -> str:
     """Return a key for a command, `TESTED_COMMANDS[name]`. Commands that differ only in what a CPU test replaces (model
-    size, --use_te, precision, sequence length, W&B run name) have equal keys."""
+    size, --use_te, precision, sequence length, W&B run name) have equal keys.
+    """
     config = config_of(TESTED_COMMANDS[name])
     model = dataclasses.replace(config.model, model_name=config.model.model_name.partition("/")[0], use_te=False)
     data = dataclasses.replace(config.data, max_seq_length=128)

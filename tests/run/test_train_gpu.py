@@ -88,7 +88,7 @@ def test_run_reports_recipe_and_attention_and_exports_a_hugging_face_model(model
 
 
 def test_transformer_engine_uses_the_cudnn_of_torch(model_folder, tmp_path):
-    """Neither CUDNN_HOME nor LD_LIBRARY_PATH leads to a cuDNN, so the run must lead Transformer Engine to torch's."""
+    """No variable points to a cuDNN, so the run must point Transformer Engine to the cuDNN that torch uses."""
     environment = {"CUDNN_HOME": "", "LD_LIBRARY_PATH": os.environ.get("LD_LIBRARY_PATH", "")}
     others = [path for path in environment["LD_LIBRARY_PATH"].split(":") if "cudnn" not in path]
     environment["LD_LIBRARY_PATH"] = ":".join(others)

@@ -1,6 +1,7 @@
 """train_multi_gpu.py under torchrun and accelerate launch, on the CPU.
 
-Ranks are forked from torchrun's agent, except in one test, because a new process takes five seconds to start."""
+Ranks are forked from torchrun's agent, except in one test, because a new process takes five seconds to start.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """--cuda_graphs without a GPU, with a stand-in for Transformer Engine and emulated graphs.
 
 An emulated graph calls its Python function again, and checks that gradients are in the tensors in which they were at
-the capture. Tests on a GPU are in test_micro_batch_graphs_gpu.py."""
+the capture. Tests on a GPU are in test_micro_batch_graphs_gpu.py.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ from tests.support.stand_in_te import install_stand_in
 
 def packed_documents(num_documents: int, num_rows: int, length: int, vocabulary: int, seed: int) -> Batch:
     """Return a batch of `num_documents` random documents that fill `num_rows` rows of `length` tokens. All tokens are
-    supervised, and token ids are below `vocabulary`."""
+    supervised, and token ids are below `vocabulary`.
+    """
     draw, lengths = random.Random(seed), []
     for row in range(num_rows):
         count = num_documents // num_rows + (row < num_documents % num_rows)
@@ -199,7 +201,7 @@ def test_graph_input_is_the_batch_padded_with_empty_documents(monkeypatch):
 
 
 class Training:
-    """Trains a tiny TE decoder of stand-in modules with `Stepper.micro_batch`. `changes` replace config entries."""
+    """Trains a tiny decoder of stand-ins for TE modules with `Stepper.micro_batch`. `changes` are for its config."""
 
     def __init__(self, with_graphs: bool, **changes):
         reset_accelerator()

@@ -50,7 +50,8 @@ class DelayedLinear(nn.Linear):
 
 class Blocks(nn.Module):
     """Residual blocks, each with a norm and two linear layers. The forward pass returns a summed loss. `gain` scales
-    the initial weights. With 1, activations are about as large after a linear layer as before it."""
+    the initial weights. With 1, activations are about as large after a linear layer as before it.
+    """
 
     def __init__(self, num_layers: int = 3, gain: float = 1.0) -> None:
         super().__init__()
@@ -94,7 +95,8 @@ def batch():
 
 def errors(num_passes: int, batch, monkeypatch, **size) -> dict[str, float]:
     """Warm up the scales in `num_passes` passes and compute gradients. Return the largest relative error of a weight's
-    gradient in the "first" and in the "second" linear layers of the blocks. `size` are arguments of `Blocks`."""
+    gradient in the "first" and in the "second" linear layers of the blocks. `size` are arguments of `Blocks`.
+    """
     monkeypatch.setattr("llm_fp8.step.scale_warmup.PASSES", num_passes)
     model = Blocks(**size)
     precision = PrecisionStandIn(model)

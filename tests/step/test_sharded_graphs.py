@@ -1,6 +1,7 @@
 """--cuda_graphs on two ranks without a GPU, with a stand-in for Transformer Engine and emulated graphs.
 
-The ranks have different numbers of documents, so that they must agree on the graph."""
+The ranks have different numbers of documents, so that they must agree on the graph.
+"""
 
 from __future__ import annotations
 

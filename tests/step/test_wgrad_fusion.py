@@ -1,6 +1,7 @@
 """Gradients that GEMMs accumulate over micro-batches equal autograd's, and are freed after the step.
 
-The stand-in for Transformer Engine writes weight gradients to `main_grad` as Transformer Engine's GEMMs do."""
+The stand-in for Transformer Engine writes weight gradients to `main_grad` as Transformer Engine's GEMMs do.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Collects the training commands of the documents, and of the guide that the scripts were first written for.
 
-The module also writes a dataset folder in the layout that OpenMathInstruct-2 has on the hub."""
+The module also writes a dataset folder in the layout that OpenMathInstruct-2 has on the hub.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def config_of(command: str) -> Config:
 
 def readme_commands() -> dict[str, str]:
     """Return the README's commands by name, except those with the same options as a command in `COMMANDS`. The name
-    contains the W&B run name that the command sets or, if it sets none, the name of the script."""
+    contains the W&B run name that the command sets or, if it sets none, the name of the script.
+    """
     guide_configs = [config_of(command) for command in COMMANDS.values()]
     others = [command for command in training_commands(README) if config_of(command) not in guide_configs]
     return {f"readme_{config_of(command).run.wandb_run_name or script_of(command)}": command for command in others}
@@ -95,7 +97,8 @@ def cpu_options(command: str, model: str, dataset: Path) -> list[str]:
 
 def write_dataset(folder: Path, num_rows: int | None = None) -> Path:
     """Write the first `num_rows` rows (default: all) of the dataset inside the package to `folder`, in the layout that
-    OpenMathInstruct-2 has on the hub. Return the folder."""
+    OpenMathInstruct-2 has on the hub. Return the folder.
+    """
     parts = sorted((DATASET_DIR / "data").glob("train-*.jsonl"))
     lines = [line for part in parts for line in part.read_text().splitlines()][:num_rows]
     (folder / "data").mkdir(parents=True)

@@ -1,7 +1,8 @@
 """Cause a fault in a run of several processes and check its exit codes, files and resumption, on CPUs and GPUs.
 
 A fault is a signal to one process, or NaN or infinity in one micro-batch or one fp8 scale. The arguments `options` must
-configure a run that saves checkpoints in `folder`. Each function adds further options."""
+configure a run that saves checkpoints in `folder`. Each function adds further options.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ SCALES = ("scaling_fwd", "scaling_bwd")
 @contextlib.contextmanager
 def _planted(loop: Timeline, place: str, value: float) -> Iterator[None]:
     """Set one number to `value` within the block, which must take one step. The number is an fp8 scale if `place` is in
-    `SCALES`. For "activation" it is an entry of a micro-batch's embeddings, for "gradient" an entry of the gradient."""
+    `SCALES`. For "activation" it is an entry of a micro-batch's embeddings, for "gradient" an entry of the gradient.
+    """
     if place in SCALES:
         scales = [tensor for name, tensor in loop.precision.state_tensors().items() if name.endswith(f"{place}.scale")]
         scales[0].data[0] = value  # the scale of a layer's input, or of the gradient of its output
@@ -130,7 +132,8 @@ def plant_nonfinite_value(place: str, value: float) -> None:
 
 def check_run_stops_on_nonfinite_value(folder: Path, place: str, value: float, *options: str) -> None:
     """Train on two ranks with `plant_nonfinite_value`. Both must exit with code 2, and the error must name the step and
-    the rows. No checkpoint of that step or of a later step may exist."""
+    the rows. No checkpoint of that step or of a later step may exist.
+    """
     log = folder.with_name(f"{folder.name}.log")
     training = [*options, "--max_steps=8", "--save_every=2", "--log_every=4", f"--output_dir={folder}"]
     sizes = ["--batch_size=2", f"--gradient_accumulation_steps={MICRO_BATCH}", "--no_merge_micro_batches"]

@@ -39,7 +39,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.fixture(autouse=True)
 def fresh_process_state() -> None:
     """Reset Accelerate, so that each test may choose other settings, and exclude existing objects from `gc.collect()`.
-    A training ends with that call, which would take longer than the training if it visited all objects."""
+    A training ends with that call, which would take longer than the training if it visited all objects.
+    """
     reset_accelerator()
     gc.freeze()
 

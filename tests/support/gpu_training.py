@@ -17,7 +17,8 @@ def train(
     *options: str, environment: dict[str, str] | None = None, launcher: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess:
     """Run train_fp8.py by Python or, if given, by the command `launcher`. `environment` has additional variables.
-    Return the finished process with its output."""
+    Return the finished process with its output.
+    """
     command = [*(launcher or (sys.executable,)), "train_fp8.py", *options]
     variables = {**os.environ, **(environment or {})}
     variables.pop("NVIDIA_TF32_OVERRIDE", None)

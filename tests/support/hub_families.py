@@ -1,6 +1,7 @@
 """Tiny models of the supported families in the hub's layout, and a check of which features work with a family.
 
-`python -m tests.support.hub_families` prints the table of families in docs/precision.md."""
+`python -m tests.support.hub_families` prints the table of families in docs/precision.md.
+"""
 
 from __future__ import annotations
 
@@ -177,7 +178,8 @@ class SupportRow:
 
 def check_family(name: str, folder: Path) -> SupportRow:
     """Train a tiny model of the family `name`, and return the family's table row. Losses, export and adapter must equal
-    those of plain transformers and PEFT."""
+    those of plain transformers and PEFT.
+    """
     source = write_hub_model(folder / "source", name)
     options = ModelConfig(model_name=str(source))
     hf_config = load_config(resolve_source(options))
@@ -221,7 +223,8 @@ def check_family(name: str, folder: Path) -> SupportRow:
 
 def _check_adapter(options: ModelConfig, folder: Path) -> str:
     """Check that our model with an adapter, PEFT's model with the exported adapter and the merged model have the same
-    loss. Return the text of the LoRA cell."""
+    loss. Return the text of the LoRA cell.
+    """
     built, lora = built_model(options.model_name), LoraConfig(lora_rank=4)
     model = built.module
     note = add_adapters(built, lora, torch.float32)

@@ -57,7 +57,8 @@ class Launch:
 class Torchrun(Launch):
     """A run of train_multi_gpu.py in two processes under torchrun. The output is appended to `log`. `options` are
     options of train_multi_gpu.py, `launcher` are options of torchrun, and `more` are environment variables. torchrun
-    starts in the folder `cwd`."""
+    starts in the folder `cwd`.
+    """
 
     def __init__(
         self, log: Path, *options: object, launcher: tuple[str, ...] = (), cwd: Path = ROOT, **more: str
@@ -85,7 +86,8 @@ class Torchrun(Launch):
 
     def end(self, deadline_s: float = DEADLINE_S) -> dict[int, int | None]:
         """Wait until torchrun ends. Return {rank: exit code} of the ranks that failed, without those that torchrun then
-        stopped. The code of a rank that a signal killed is minus the signal's number."""
+        stopped. The code of a rank that a signal killed is minus the signal's number.
+        """
         code = self._process.wait(deadline_s)
         return _failed_ranks(self.printed(), code)
 
@@ -109,7 +111,8 @@ def _agent(launcher: list[str], options: list[str], log: str, inherited: dict[st
 
 def train_under_torchrun(runs: dict[Path, list[str]], deadline_s: float, **more: str) -> None:
     """Start several runs under torchrun at once and check that each succeeds. `runs` maps a run folder to options, and
-    `more` are environment variables."""
+    `more` are environment variables.
+    """
     with contextlib.ExitStack() as stack:
         launches = []
         for folder, options in runs.items():

@@ -30,7 +30,8 @@ PROVENANCE = {
 
 def precision_of(variant: str, effective: str | None = None) -> dict[str, Any]:
     """Return the precision section of run.json for `variant`: "bf16", "no" or an fp8 scenario. If another scenario is
-    given as `effective`, the section records a fallback to it."""
+    given as `effective`, the section records a fallback to it.
+    """
     shared = {"optimizer": "adamw_master", "parameter_dtype": "torch.bfloat16", "fallback_reason": None}
     if variant in ("bf16", "no"):
         return {**shared, "requested": variant, "effective": variant}
@@ -43,7 +44,8 @@ def made_up_run(
     variant: str = "bf16", seed: int = 1, rate: float = 100_000.0, loss: float = 1.0, **changes: Any
 ) -> RunRecord:
     """Return the record of a run with 60 steps at about `rate` tokens/s and four evaluations, the last with `loss`.
-    `changes` replace the fields of the record, or the sections of its run.json, that have their names."""
+    `changes` replace the fields of the record, or the sections of its run.json, that have their names.
+    """
     noise = random.Random(f"{variant} {seed}")
     steps, evaluations = [], []
     for step in range(1, NUM_STEPS + 1):

@@ -27,7 +27,8 @@ def train(
     num_gpus: int, folder: Path, model: Path | str, *options: str, first: Callable[[], None] | None = None
 ) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
     """Train on `num_gpus` GPUs, after a call of `first` in each process. Return the records of the optimizer steps, the
-    summary and the printed output."""
+    summary and the printed output.
+    """
     printed = run_ranks(
         num_gpus,
         folder,

@@ -2,7 +2,8 @@
 
 They run the code of train_fp8.py and exit with its codes. Without a GPU they are forked from multiprocessing's server,
 which has imported the packages once. With a GPU they are spawned: the imports initialise CUDA, which does not survive a
-fork."""
+fork.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def fork_server() -> None:
 
 def _serve(listener: int, alive: int) -> None:
     """Close inherited pipes, since open copies would hide that the parent ended, and run the fork server's loop. The
-    arguments are file descriptors that multiprocessing passes to the server."""
+    arguments are file descriptors that multiprocessing passes to the server.
+    """
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
             kind = os.readlink(f"/proc/self/fd/{fd}").partition(":")[0]
@@ -164,7 +166,8 @@ def _start(log: Path, options: Sequence[object], launch: dict[str, str], *hooks:
 
 def start_training(log: Path, *options: object, first: Callable[[], None] | None = None) -> BaseProcess:
     """Start and return a process that calls `first`, trains with `options` and appends its output to `log`. A SIGINT
-    that arrives before the call of `first` ends the process with code 1 and without a message."""
+    that arrives before the call of `first` ends the process with code 1 and without a message.
+    """
     return _start(log, options, {}, first)
 
 
@@ -185,7 +188,8 @@ def start_ranks(
     program: Callable[[list[str]], int] | None = None,
 ) -> list[BaseProcess]:
     """Start and return the `num_ranks` processes of one run, as a launcher on `hosts` machines would. Each process
-    calls `first`, and then trains with `options` or, if `program` is set, runs `program(options)`. They share `log`."""
+    calls `first`, and then trains with `options` or, if `program` is set, runs `program(options)`. They share `log`.
+    """
     launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     launch |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks // hosts)}
     return [
@@ -209,7 +213,8 @@ def wait_until(
     condition: Callable[[], bool], process: Any, poll_s: float = 0.001, deadline_s: float = DEADLINE_S
 ) -> bool:
     """Wait until `condition()` is true. Return False if `process`, a process or a `Launch`, ends before that. Raise
-    `TimeoutError` after `deadline_s`."""
+    `TimeoutError` after `deadline_s`.
+    """
     deadline = time.monotonic() + deadline_s
     while not condition():
         if not process.is_alive():
@@ -222,7 +227,8 @@ def wait_until(
 
 def exit_code(process: BaseProcess, deadline_s: float = DEADLINE_S) -> int | None:
     """Wait until a process ends. Return its exit code, the negative number of the signal that killed it, or None if it
-    still runs after `deadline_s`."""
+    still runs after `deadline_s`.
+    """
     process.join(deadline_s)
     return process.exitcode
 

@@ -36,7 +36,8 @@ def _rank_main(rank: int, num_ranks: int, folder: str, function: Callable[..., A
 
 def run_on_ranks(num_ranks: int, folder: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call `function(rank, *args)` on every rank of a process group, and return the results by rank. If one rank
-    fails, all are ended. `folder` is created for files of the ranks."""
+    fails, all are ended. `folder` is created for files of the ranks.
+    """
     folder.mkdir()
     process_options: dict[str, Any] = {"nprocs": num_ranks, "daemon": True, "start_method": "forkserver"}
     torch.multiprocessing.start_processes(_rank_main, (num_ranks, str(folder), function, args), **process_options)
@@ -50,7 +51,8 @@ def fsdp_strategy() -> FsdpStrategy:
 
 def sharded_model(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
     """Build the model of --model_name `name` as a run with FSDP does: on the meta device, then sharded, then loaded.
-    `dtype` is that of the parameters, and `options` are fields of `ModelConfig`."""
+    `dtype` is that of the parameters, and `options` are fields of `ModelConfig`.
+    """
     model, strategy = model_structure(name, dtype, **options), fsdp_strategy()
     assert {parameter.device.type for parameter in model.module.parameters()} == {"meta"}
     strategy.shard(model.module, model.layers)

@@ -1,7 +1,8 @@
 """A reference for training that uses none of the package's code.
 
 It runs Hugging Face's model on one unpadded document at a time, computes all logits, averages the loss over supervised
-tokens, and uses torch's AdamW and clipping."""
+tokens, and uses torch's AdamW and clipping.
+"""
 
 from __future__ import annotations
 

@@ -38,7 +38,8 @@ def _rotate(x: Tensor, angles: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Case:
     """Sizes of a fused q, k and v projection. Packed cases have the `lengths` of the documents, and padded cases have
-    the `shape` (rows, tokens per row)."""
+    the `shape` (rows, tokens per row).
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -96,7 +97,8 @@ GRADIENT_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def _assert_rounding_apart(value: Tensor, reference: Tensor, pairs: Tensor) -> None:
     """Check that `value` differs from `reference` by at most the error bound of `llm_fp8.kernels.rope_triton`. `pairs`
-    are the `_pair_sizes` of the inputs."""
+    are the `_pair_sizes` of the inputs.
+    """
     assert (value.dtype, value.shape) == (reference.dtype, reference.shape)
     unit = 0.0 if value.dtype == torch.float32 else torch.finfo(value.dtype).eps
     allowed = unit * reference.float().abs() + 2.0**-21 * pairs
@@ -118,7 +120,8 @@ def assert_same_split(
     split: Split, other: Split, case: Case, dtype: torch.dtype, layout: str, device: str | torch.device
 ) -> None:
     """Check that outputs and gradients of the implementations `split` and `other` differ by rounding only, and that
-    unrotated columns are equal. The outputs' gradients get the memory layout `layout`, a key of `GRADIENT_LAYOUTS`."""
+    unrotated columns are equal. The outputs' gradients get the memory layout `layout`, a key of `GRADIENT_LAYOUTS`.
+    """
     sizes, widths = (case.num_heads, case.num_kv_heads), (case.rotary_dim, case.rotary_dim, 0)
     angles, cu_seqlens = case.angles(device), case.cu_seqlens(device)
     ours, theirs = (case.fused(dtype, device).requires_grad_() for _ in range(2))

@@ -51,7 +51,8 @@ def tiny_config(model_type: str = "llama", **changes: Any) -> PretrainedConfig:
 
 def write_model(folder: Path, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB", **changes: Any) -> str:
     """Write a tiny model in the hub's layout, with the same random weights in each call and with a tokenizer. Return
-    the folder. `changes` are arguments of `tiny_config`."""
+    the folder. `changes` are arguments of `tiny_config`.
+    """
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(tiny_config(**changes), dtype=dtype)
     with torch.no_grad():

@@ -2,7 +2,8 @@
 
 With them the TE decoder runs without Transformer Engine and without a GPU. Shapes, parameter names and signatures are
 Transformer Engine's, and the computation follows its documentation, without fp8. With `fuse_wgrad_accumulation`, weight
-gradients are written to the tensors to which the GEMMs of Transformer Engine 2.20 write them (`_FusedWgrad`)."""
+gradients are written to the tensors to which the GEMMs of Transformer Engine 2.20 write them (`_FusedWgrad`).
+"""
 
 from __future__ import annotations
 
@@ -180,7 +181,8 @@ class DotProductAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, qkv_format: str, cu_seqlens_q: Tensor, **_: Any) -> Tensor:
         """Return attention [..., heads * d] of q, k, v [tokens, heads, d] if `qkv_format` is "thd", or [B, S, heads, d]
-        if it is "bshd". `cu_seqlens_q` are cumulative lengths of documents or, for "bshd", of rows without padding."""
+        if it is "bshd". `cu_seqlens_q` are cumulative lengths of documents or, for "bshd", of rows without padding.
+        """
         output = torch.zeros(*q.shape[:-2], q.shape[-2] * q.shape[-1], dtype=q.dtype)
         bounds = cu_seqlens_q.tolist()
         for number, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
@@ -198,7 +200,8 @@ class DotProductAttention(nn.Module):
 
 def apply_rotary_pos_emb(x: Tensor, freqs: Tensor, tensor_format: str, cu_seqlens: Tensor | None, **_: Any) -> Tensor:
     """Return x [tokens, heads, d] or [B, S, heads, d], rotated by the angles `freqs` [positions, 1, 1, d]. Positions
-    count from 0 in every document or row."""
+    count from 0 in every document or row.
+    """
     positions = torch.arange(x.shape[-3])
     if cu_seqlens is not None:
         positions = positions - cu_seqlens[torch.searchsorted(cu_seqlens, positions, right=True) - 1]
@@ -234,7 +237,8 @@ def activations(recipe: Any = None) -> dict[str, tuple[Any, ...]]:
 
 def install_modules(monkeypatch: pytest.MonkeyPatch, contents: dict[str, dict[str, Any]]) -> None:
     """Make new modules importable until the test ends. `contents` maps names of modules, a parent before its children,
-    to {name: value} of the module's members."""
+    to {name: value} of the module's members.
+    """
     for name, members in contents.items():
         module = ModuleType(name)
         module.__spec__ = ModuleSpec(name, None)  # read by importlib.util.find_spec

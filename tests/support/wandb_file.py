@@ -2,7 +2,8 @@
 
 `run-ID.wandb` is a LevelDB log (LevelDB's doc/log_format.md): a 7-byte header, then blocks of 32 KiB with pieces of
 records. A piece has a checksum (4 bytes), a length (2), a kind (1) and data. The kind says whether the piece is a whole
-record (1) or its first (2), a middle (3) or its last piece (4). A record is a protobuf message of W&B."""
+record (1) or its first (2), a middle (3) or its last piece (4). A record is a protobuf message of W&B.
+"""
 
 from __future__ import annotations
 
