@@ -5,7 +5,7 @@
     python train_fp8.py --model_name meta-llama/Llama-3.2-1B --dataset_name nvidia/OpenMathInstruct-2 \\
         --batch_size 12 --max_seq_length 1024 --use_te --mixed_precision fp8 --use_wandb
 
-`--help-all` explains every option. The output folder gets run.json with the configuration and what actually ran.
+`--help_all` explains every option. The output folder gets run.json with the configuration and what actually ran.
 """
 
 from __future__ import annotations

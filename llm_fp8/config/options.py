@@ -278,8 +278,10 @@ class RunConfig:
     log_every: int = option(10, "Optimizer steps between log lines.", alias="logging_steps", at_least=1)
     use_wandb: bool = option(False, "Log to Weights & Biases; its variables, such as WANDB_RUN_GROUP, apply.")
     report_to: str = option("none", "Accelerate's trackers to log to, as in wandb,tensorboard,mlflow.")
-    wandb_project: str | None = option(None, "Project (default: WANDB_PROJECT, else llm-fp8).", needs=("use_wandb",))
-    wandb_run_name: str | None = option(None, "Name of the run in trackers (default: theirs).", needs=("use_wandb",))
+    wandb_project: str | None = option(
+        None, "Project in W&B and other trackers (default: WANDB_PROJECT, else llm-fp8).", needs=("use_wandb",)
+    )
+    wandb_run_name: str | None = option(None, "Name of the run in trackers (default: their own).", needs=("use_wandb",))
 
     @property
     def trackers(self) -> tuple[str, ...]:

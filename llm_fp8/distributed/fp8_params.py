@@ -91,8 +91,8 @@ def keep_weights_in_fp8(model: nn.Module, precision: Precision) -> Sequence[Fp8W
         parameter = _fp8_parameter(master, recipe_quantizer)
         setattr(module, name, parameter)
         # This quantizer casts with a given scale in every recipe. With delayed scaling, its amax enters the history.
-        scale, unused = (torch.ones(1, dtype=torch.float32, device=master.device) for _ in range(2))
-        amax = recipe_quantizer.amax if isinstance(recipe_quantizer, Float8Quantizer) else unused
+        scale = torch.ones(1, dtype=torch.float32, device=master.device)
+        amax = recipe_quantizer.amax if isinstance(recipe_quantizer, Float8Quantizer) else torch.zeros_like(scale)
         quantizer = Float8Quantizer(scale, amax, recipe_quantizer.dtype, rowwise=True, columnwise=False)
         weights.append(Fp8Weight(master, parameter, quantizer))
     quantise_(weights)

@@ -71,8 +71,8 @@ class TEBackend:
         """Return Transformer Engine's recipe object for `device`. Options that the recipe does not have are ignored."""
         from transformer_engine.common import recipe as te_recipes
 
-        chosen = {name: getattr(options, name) for name in recipe.options}
-        keywords = {**recipe.defaults, **{name: value for name, value in chosen.items() if value is not None}}
+        keywords = dict(recipe.defaults)
+        keywords |= {name: value for name in recipe.options if (value := getattr(options, name)) is not None}
         if "fp8_format" in keywords:
             keywords["fp8_format"] = getattr(te_recipes.Format, keywords["fp8_format"])
         built = getattr(te_recipes, recipe.recipe_class)(**keywords)

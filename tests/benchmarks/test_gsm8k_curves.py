@@ -1,4 +1,4 @@
-"""The training runs behind the GSM8K loss curves: the plan of runs, and the comparison of several GPUs with one."""
+"""The training runs of the GSM8K loss curves: the plan of runs, and the comparison of several GPUs with one."""
 
 from __future__ import annotations
 
