@@ -13,6 +13,7 @@ Backend = Literal["te", "torchao"]
 DEFAULT = "default"  # value of --fp8_scenario that selects the back end's entry in `DEFAULTS`
 DEFAULTS: Mapping[Backend, str] = {"te": "delayed", "torchao": "tensorwise"}
 EMULATING: tuple[Backend, ...] = ("torchao",)  # back ends that emulate fp8 without a GPU
+GEMMS = ("fprop", "dgrad", "wgrad")  # of a linear layer, in their order; frozen weights need no wgrad
 FP8_SIZE_MULTIPLE = 16  # each dimension of an fp8 GEMM must be a multiple of this
 
 
@@ -34,7 +35,7 @@ class Recipe:
     scales_lag: bool = False  # scales come from earlier passes, so the first pass has no scales
     fp32_scales_on_hopper: bool = False  # not powers of two as in the class; halves the loss of quality
     one_scale_per_weight: bool = False  # as --fp8_params requires
-    gemms_in_fp8: int = 3  # number of fprop, dgrad and wgrad in fp8 per trained weight
+    gemms_in_fp8: tuple[str, ...] = GEMMS  # the other GEMMs run in bf16
     has_fp8_peak: bool = True  # False if the fp8 peak rate is not that of its GEMMs (fp4)
     saved_bytes_per_element: float | None = None
     """Bytes per element, scales included, of a GEMM input that is saved for the backward pass. If None, they are not
@@ -59,6 +60,15 @@ RECIPES: dict[str, Recipe] = {
         "Float8CurrentScaling",
         options=("fp8_format",),
         one_scale_per_weight=True,
+        saved_bytes_per_element=1,
+    ),
+    "backward": Recipe(
+        "te",
+        "forward pass in bf16, dgrad and wgrad in fp8 with one scale per tensor: the loss of bf16",
+        "BackwardRecipe",
+        options=("fp8_format",),
+        defaults={"fp8_format": "E4M3"},
+        gemms_in_fp8=("dgrad", "wgrad"),
         saved_bytes_per_element=1,
     ),
     "block": Recipe(
@@ -93,9 +103,11 @@ RECIPES: dict[str, Recipe] = {
     ),
     "tensorwise": Recipe("torchao", "one scale per tensor", "tensorwise", one_scale_per_weight=True),
     "rowwise": Recipe("torchao", "one scale per row", "rowwise"),
-    "rowwise_with_gw_hp": Recipe("torchao", "one scale per row, wgrad in bf16", "rowwise_with_gw_hp", gemms_in_fp8=2),
+    "rowwise_with_gw_hp": Recipe(
+        "torchao", "one scale per row, wgrad in bf16", "rowwise_with_gw_hp", gemms_in_fp8=("fprop", "dgrad")
+    ),
 }
-NO_RECIPE = Recipe("te", "", "", token_multiple=1, gemms_in_fp8=0)
+NO_RECIPE = Recipe("te", "", "", token_multiple=1, gemms_in_fp8=())
 RECIPE_OPTIONS = tuple(dict.fromkeys(name for recipe in RECIPES.values() for name in recipe.options))
 """Options that only some recipes accept."""
 

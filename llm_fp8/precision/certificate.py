@@ -56,6 +56,9 @@ class ExpectedKernels:
     fp8_format: str | None = None
     """Name of the recipe's format, such as "HYBRID"; None for the default of the row in `RECIPES`."""
 
+    most_fp8_gemms: int | None = None
+    """Largest number of fp8 GEMM kernels per micro-batch of a recipe with fprop in bf16. None: no limit."""
+
     @classmethod
     def of_model(
         cls, precision: Precision, coverage: Fp8Coverage, recomputed: Sequence[nn.Module] = ()
@@ -64,7 +67,8 @@ class ExpectedKernels:
         twice, unless torch.compile chooses the operations to recompute.
         """
         plan = precision.plan
-        parts = recomputed if precision.backend.recomputes_fprop else ()
+        fprop_in_fp8 = "fprop" in row_of(plan.effective_scenario).gemms_in_fp8
+        parts = recomputed if precision.backend.recomputes_fprop and fprop_in_fp8 else ()
         twice = precision.fp8_modules.intersection(module for part in parts for module in part.modules())
         return cls(
             precision=plan.name,
@@ -73,6 +77,7 @@ class ExpectedKernels:
             num_fp8_gemms=coverage.num_fp8_gemms + sum(len(linear_weights(module)) for module in twice),
             fp8_linear_flop_share=coverage.fp8_linear_flop_share,
             fp8_format=format_name(plan.recipe),
+            most_fp8_gemms=None if fprop_in_fp8 else coverage.most_fp8_gemms,
         )
 
     @property
@@ -235,6 +240,10 @@ class _Judge:
 
         if others := [name for name in state.recipes if name != row.recipe_class]:
             self.failures.append(f"expected the recipe {row.recipe_class}, but modules had {', '.join(others)}")
+        most = self.expected.most_fp8_gemms
+        if most is not None and num_of_recipe > (most_in_step := most * self.step.num_micro_batches):
+            message = f"expected at most {most_in_step} fp8 GEMM kernels, since the forward pass is in bf16, but "
+            self.failures.append(f"{message}{num_of_recipe} ran ({self.gemm_summary})")
         expected_format = self.expected.fp8_format or row.defaults.get("fp8_format")
         if expected_format and (others := [name for name in state.formats if name != expected_format]):
             self.failures.append(f"expected the fp8 format {expected_format}, but modules had {', '.join(others)}")

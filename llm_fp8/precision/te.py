@@ -75,6 +75,10 @@ class TEBackend:
         keywords |= {name: value for name in recipe.options if (value := getattr(options, name)) is not None}
         if "fp8_format" in keywords:
             keywords["fp8_format"] = getattr(te_recipes.Format, keywords["fp8_format"])
+        if recipe.recipe_class == "BackwardRecipe":
+            from llm_fp8.precision.backward import BackwardRecipe
+
+            return BackwardRecipe(**keywords)
         built = getattr(te_recipes, recipe.recipe_class)(**keywords)
         # Later GPUs use powers of two as scales, as in MXFP8.
         if recipe.fp32_scales_on_hopper and torch.cuda.get_device_capability(device) == (9, 0):
@@ -130,8 +134,8 @@ class TEBackend:
         """Return the state of `modules` after the last step. Reading amax histories synchronises the host."""
         linears = list(modules)
         metas: list[Any] = [module.fp8_meta for module in linears if getattr(module, "fp8", False)]
-        forward = [meta["scaling_fwd"] for meta in metas if hasattr(meta.get("scaling_fwd"), "amax_history")]
-        histories = [scaling.amax_history.amax() for scaling in forward]
+        forward = [getattr(meta.get("scaling_fwd"), "amax_history", None) for meta in metas]
+        histories = [history.amax() for history in forward if history is not None]
         largest = torch.stack(histories).tolist() if histories else []
         return ModuleState(
             num_modules=len(linears),

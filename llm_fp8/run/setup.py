@@ -68,8 +68,8 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
     if config.trains_adapters and strategy.caches_weight_casts:
         precision.keep_casts_of_frozen_weights()
     gemms = gemms_per_weight(built)
-    num_gemms = row_of(plan.precision.effective_scenario).gemms_in_fp8
-    coverage = measure_coverage(model, precision.fp8_modules, plan.precision.compute_name, reasons, gemms, num_gemms)
+    in_fp8 = row_of(plan.precision.effective_scenario).gemms_in_fp8
+    coverage = measure_coverage(model, precision.fp8_modules, plan.precision.compute_name, reasons, gemms, in_fp8)
     plan.say(coverage.describe())
     uses_te = config.model.use_te or plan.precision.backend == "te"
     reentrant = uses_te and strategy.reentrant_te_checkpoints

@@ -231,12 +231,12 @@ def _expected_in_fp8(
         roots = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
         recomputed = {module for root in roots for module in root.modules()}
         num_recomputed = sum(num_trained[layer] for layer in layers if layer in recomputed)
-    coverage = measure_coverage(model, layers, "bf16", {}, most_in_fp8=row_of(scenario).gemms_in_fp8)
+    coverage = measure_coverage(model, layers, "bf16", {}, gemms_in_fp8=row_of(scenario).gemms_in_fp8)
     return ExpectedKernels(
         precision=f"fp8 {scenario}",
         compute="bf16",  # Accelerate's autocast computes everything that is not in fp8 in bf16
         scenario=scenario,
-        num_fp8_gemms=row_of(scenario).gemms_in_fp8 * num_weights + num_recomputed - num_spared,
+        num_fp8_gemms=len(row_of(scenario).gemms_in_fp8) * num_weights + num_recomputed - num_spared,
         fp8_linear_flop_share=coverage.fp8_linear_flop_share,
     )
 

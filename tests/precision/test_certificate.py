@@ -106,6 +106,10 @@ FAILURES = {
     "unknown kernels, no modules": dict(kernels=OPAQUE, state=ModuleState()),
     "unknown kernels, too short to be the missing ones": dict(kernels=BF16_STEP | {"a_tiny_kernel": (900, 0.0005)}),
     "another recipe": dict(state=dataclasses.replace(IN_FP8, recipes={"Float8CurrentScaling": 48})),
+    "fprop in fp8 although the recipe has it in bf16": dict(
+        expected=dataclasses.replace(DELAYED, scenario="backward", num_fp8_gemms=128, most_fp8_gemms=128),
+        state=dataclasses.replace(IN_FP8, recipes={"BackwardRecipe": 48}),
+    ),
     "another format": dict(
         expected=dataclasses.replace(DELAYED, fp8_format="E4M3"),
         state=dataclasses.replace(IN_FP8, formats={"HYBRID": 48}),

@@ -262,7 +262,7 @@ def pretend_hardware(model: nn.Module, scenario: str) -> None:
 def test_certificate_expects_the_gemms_of_the_recipe(scenario, num_gemms):
     model, precision = convert_model(scenario)
     all_in_fp8 = measure_coverage(model, precision.fp8_modules, "bf16", {}).fp8_linear_flop_share
-    coverage = measure_coverage(model, precision.fp8_modules, "bf16", {}, most_in_fp8=row_of(scenario).gemms_in_fp8)
+    coverage = measure_coverage(model, precision.fp8_modules, "bf16", {}, gemms_in_fp8=row_of(scenario).gemms_in_fp8)
     assert coverage.fp8_linear_flop_share == pytest.approx(all_in_fp8 * num_gemms / 3)
     expected = ExpectedKernels.of_model(precision, coverage, recomputed=decoder_layers(model))
     assert expected.num_fp8_gemms == num_gemms * 14, "GEMMs that torch.compile recomputes are not expected"
