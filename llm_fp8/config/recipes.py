@@ -42,6 +42,11 @@ class Recipe:
     measured, and the memory of a run is not estimated."""
     saves_fc2_input_twice: bool = False  # LayerNormMLP saves both layouts of its second GEMM's input
 
+    @property
+    def fprop_in_fp8(self) -> bool:
+        """True if the forward pass reads weights in fp8, False if it reads them in bf16."""
+        return "fprop" in self.gemms_in_fp8
+
 
 RECIPES: dict[str, Recipe] = {
     "delayed": Recipe(

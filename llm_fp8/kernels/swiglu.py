@@ -27,9 +27,11 @@ def _backward_and_cast(gradient: Tensor, gate_and_up: Tensor, quantizer: Any) ->
     """Return None (no bias gradient) and the quantised gradient [T, 2 f], given the `gradient` [T, f] of the output."""
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.constants import DType
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
     from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
+    if isinstance(quantizer, Float8CurrentScalingQuantizer):
+        return None, tex.dswiglu(gradient, gate_and_up, quantizer)  # its kernel also computes the amax
     if not isinstance(quantizer, Float8Quantizer):
         return None, quantizer(tex.dswiglu(gradient, gate_and_up, None))
     from llm_fp8.kernels.swiglu_triton import dswiglu_cast

@@ -41,7 +41,7 @@ from transformers import PretrainedConfig
 
 import te_llama
 from llm_fp8.config.options import ALL_LINEAR, DECODER_LINEARS, MODES, Config, OptimizerKind
-from llm_fp8.config.recipes import RECIPES
+from llm_fp8.config.recipes import RECIPES, row_of
 from llm_fp8.kernels.cross_entropy import default_chunk_tokens
 from llm_fp8.models.source import text_config
 from llm_fp8.observability.metrics import GIB, RESERVE_GIB
@@ -140,13 +140,13 @@ def keeps_unsharded_gradients(mode: str, config: Config) -> bool:
     return MODES[mode].engine == "fsdp" and accumulates and not config.trains_adapters
 
 
-def holds_frozen_in_fp8(config: Config, mode: str) -> bool:
-    """Return True if options and mode allow frozen weights to be stored in fp8 only; the recipe must support it too.
+def holds_frozen_in_fp8(config: Config, mode: str, recipe: str | None) -> bool:
+    """Return True if options, mode and `recipe` (None: no fp8) allow frozen weights to be stored in fp8 only.
     bf16 weights are needed by steps after --fp8_until, by the export of random weights, and by fsdp_offload.
     """
     exports_drawn = config.draws_weights and config.run.export
     needs_bf16 = config.precision.fp8_until < 1 or exports_drawn or mode == "fsdp_offload"
-    return config.trains_adapters and config.model.use_te and not needs_bf16
+    return config.trains_adapters and config.model.use_te and row_of(recipe).fprop_in_fp8 and not needs_bf16
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class RunSize:
         if config.parallel.fp8_params:
             return True
         splits = all(rows % self.num_gpus == 0 for rows, _ in te_llama.layer_weight_shapes(sizes))
-        return splits and not self.may_be_bf16 and holds_frozen_in_fp8(config, self.mode)
+        return splits and not self.may_be_bf16 and holds_frozen_in_fp8(config, self.mode, self.recipe)
 
     def num_adapter_parameters(self, spec: te_llama.DecoderSizes) -> int:
         parts = itertools.chain(*te_llama.layer_map(spec).values())
@@ -245,10 +245,11 @@ class RunSize:
         keeps_casts = not config.precision.fp8_recast_weights
         if self.sharded:
             keeps_casts = mode == "fsdp_grad" and not (fp8_weights or config.parallel.fp8_params)
-        casts = 2 * layers * layer_linear if recipe != "bf16" and keeps_casts else 0
+        layouts = 2 if row_of(recipe).fprop_in_fp8 else 1  # dgrad reads the transpose of the weight that fprop reads
+        casts = layouts * layers * layer_linear if recipe != "bf16" and keeps_casts else 0
         # Transposes of frozen weights with one scale exist only during a layer's backward pass.
         transposed = layer_linear if self.adapted and fp8_weights else 0
-        if casts and not self.sharded and not self.may_be_bf16 and holds_frozen_in_fp8(config, mode):
+        if casts and not self.sharded and not self.may_be_bf16 and holds_frozen_in_fp8(config, mode, recipe):
             state -= _BF16 * layers * layer_linear
             if RECIPES[recipe].one_scale_per_weight:
                 casts, transposed = casts // 2, layer_linear

@@ -67,7 +67,7 @@ class ExpectedKernels:
         twice, unless torch.compile chooses the operations to recompute.
         """
         plan = precision.plan
-        fprop_in_fp8 = "fprop" in row_of(plan.effective_scenario).gemms_in_fp8
+        fprop_in_fp8 = row_of(plan.effective_scenario).fprop_in_fp8
         parts = recomputed if precision.backend.recomputes_fprop and fprop_in_fp8 else ()
         twice = precision.fp8_modules.intersection(module for part in parts for module in part.modules())
         return cls(

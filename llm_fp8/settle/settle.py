@@ -87,8 +87,8 @@ class Settled:
     def holds_frozen_in_fp8(self) -> bool:
         """True if the frozen weights of an fp8 run with adapters are stored in fp8 only."""
         possible = self.config.parallel.fp8_params or MODES[self.mode].engine != "fsdp"
-        in_fp8 = self.precision.effective == "fp8" and self.precision.backend == "te"
-        return possible and in_fp8 and holds_frozen_in_fp8(self.config, self.mode)
+        in_te, recipe = self.precision.backend == "te", self.precision.effective_scenario
+        return possible and in_te and holds_frozen_in_fp8(self.config, self.mode, recipe)
 
 
 def settle(

@@ -29,6 +29,9 @@ CASES = [
     ("fsdp_full", "delayed", ["--use_te", "--gradient_checkpointing"]),
     ("fsdp_full", "delayed", ["--use_te", "--gradient_checkpointing=2"]),
     ("fsdp_full", "current", ["--gradient_checkpointing"]),
+    *((mode, "backward", ["--use_te"]) for mode in ("ddp", *FSDP, *DEEPSPEED)),
+    ("fsdp_full", "backward", ["--gradient_checkpointing"]),
+    ("fsdp_grad", "backward", ["--use_te", "--gradient_checkpointing", *FOUR_MICRO_BATCHES]),
     ("deepspeed_3", "delayed", ["--use_te", "--gradient_checkpointing"]),
     ("fsdp_full", "delayed", ["--use_te", "--no_packing"]),
     ("fsdp_full", "delayed", ["--packing"]),
@@ -161,9 +164,10 @@ def test_resumed_run_has_the_losses_of_the_uninterrupted_run(mode, precision, mo
 ADAPTERS = [
     *((mode, precision, ["--use_te"]) for mode in ("ddp", "fsdp_full") for precision in THREE_PRECISIONS),
     # The unsharded weights of fsdp_grad, which are in fp8, are gathered again in every step.
-    *(("fsdp_grad", precision, ["--use_te"]) for precision in ("delayed", "current")),
+    *(("fsdp_grad", precision, ["--use_te"]) for precision in ("delayed", "current", "backward")),
     ("fsdp_full", "delayed", ["--use_te", "--lora_targets=q_proj,v_proj", "--gradient_checkpointing"]),
     ("ddp", "current", ["--packing"]),
+    ("fsdp_full", "backward", ["--use_te"]),
 ]
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from llm_fp8.models.model import decoder_layers
+from llm_fp8.models.parity import relative_difference
 from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.te_internals import attention_backend
@@ -43,7 +44,7 @@ def test_block_scales_are_fp32_numbers_on_hopper(device):
     assert quantizers and not any(quantizer.force_pow_2_scales for quantizer in quantizers)
 
 
-@pytest.mark.parametrize("scenario", ["current", "block"])
+@pytest.mark.parametrize("scenario", ["current", "block", "backward"])
 def test_cached_weight_casts_give_the_same_loss(scenario, device):
     """Micro-batches that reuse the fp8 weights of the first micro-batch have the same loss as with new casts."""
     model, precision, _ = build(fp8(fp8_scenario=scenario), device)
@@ -53,6 +54,22 @@ def test_cached_weight_casts_give_the_same_loss(scenario, device):
         with precision.context(first_microbatch=first):
             losses.append(model(batch)[0].item())
     assert losses[0] == losses[1] == losses[2]
+
+
+def test_backward_has_the_forward_pass_of_bf16_and_gradients_closer_to_bf16_than_current(device, record_property):
+    batch, losses, gradients = packed_batch(device), {}, {}
+    for name in (None, "backward", "current"):
+        model, precision, _ = build(BF16 if name is None else fp8(fp8_scenario=name), device)
+        losses[name] = step(model, precision, batch).item()
+        gradients[name] = {weight: parameter.grad.float() for weight, parameter in model.named_parameters()}
+    assert losses["backward"] == losses[None] != losses["current"]
+    differences = {
+        name: [relative_difference(gradients[name][weight], value) for weight, value in gradients[None].items()]
+        for name in ("backward", "current")
+    }
+    means = {name: sum(values) / len(values) for name, values in differences.items()}
+    record_property("mean_difference_from_bf16", means)
+    assert 0 < means["backward"] < 0.7 * means["current"]
 
 
 @pytest.mark.parametrize("scenario", [*SCENARIOS, None])

@@ -20,6 +20,7 @@ PRECISIONS = {
     "bf16": ["--mixed_precision", "bf16"],
     "delayed": ["--mixed_precision", "fp8"],
     "current": ["--mixed_precision", "fp8", "--fp8_scenario", "current"],
+    "backward": ["--mixed_precision", "fp8", "--fp8_scenario", "backward"],
     "8 bit": ["--mixed_precision", "fp8", "--optimizer", "adamw_8bit"],
 }
 

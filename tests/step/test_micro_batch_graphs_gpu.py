@@ -16,9 +16,11 @@ PRECISIONS = {
     "bf16": ["--mixed_precision", "bf16"],
     "delayed": ["--mixed_precision", "fp8"],
     "current": ["--mixed_precision", "fp8", "--fp8_scenario", "current"],
+    "backward": ["--mixed_precision", "fp8", "--fp8_scenario", "backward"],
     "block": ["--mixed_precision", "fp8", "--fp8_scenario", "block"],
     "8 bit": ["--mixed_precision", "fp8", "--optimizer", "adamw_8bit"],
     "LoRA": ["--mixed_precision", "fp8", "--lora_rank", "8"],
+    "backward LoRA": ["--mixed_precision", "fp8", "--fp8_scenario", "backward", "--lora_rank", "8"],
 }
 NO_WARMUP = ("--lr_scheduler", "constant", "--num_warmup_steps", "0")
 

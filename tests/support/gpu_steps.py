@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 
 import te_llama
 from llm_fp8.config.options import LoraConfig, PrecisionConfig
+from llm_fp8.config.recipes import row_of
 from llm_fp8.models.build import fill_weights
 from llm_fp8.models.lora import adapters_of, add_adapters, initialize_adapters_, needs_unfused_mlp
 from llm_fp8.models.model import Model, decoder_layers
@@ -18,7 +19,7 @@ from tests.support.batches import S, packed_batch
 from tests.support.families import family_config
 from tests.support.small import length_config, precision_on
 
-SCENARIOS = ["default", "current", "block"]
+SCENARIOS = ["default", "current", "block", "backward"]
 
 BF16 = PrecisionConfig(mixed_precision="bf16")
 NO_LORA = LoraConfig()
@@ -46,7 +47,8 @@ def build(
         add_random_adapters_(model, lora, torch.bfloat16)
     reasons = precision.attach(model, decoder_layers(model), converts=not use_te)
     gemms = gemms_per_weight(Model(model))
-    coverage = measure_coverage(model, precision.fp8_modules, plan.compute_name, reasons, gemms)
+    in_fp8 = row_of(plan.effective_scenario).gemms_in_fp8
+    coverage = measure_coverage(model, precision.fp8_modules, plan.compute_name, reasons, gemms, in_fp8)
     return TrainingModel(model, length_config(S), torch.bfloat16), precision, coverage
 
 

@@ -18,6 +18,7 @@ PRECISIONS = {
     "bf16": ["--mixed_precision", "bf16"],
     "delayed": ["--mixed_precision", "fp8"],
     "current": ["--mixed_precision", "fp8", "--fp8_scenario", "current"],
+    "backward": ["--mixed_precision", "fp8", "--fp8_scenario", "backward"],
     "block": ["--mixed_precision", "fp8", "--fp8_scenario", "block"],
     **{name: [*recipe_argv(name), "--packing"] for name in recipe_names("torchao")},
 }
