@@ -69,6 +69,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "delayed": _DELAYED,
     "current": _CURRENT,
     "block": _BLOCK,
+    "backward": {**_FP8, "fp8_scenario": "backward"},
+    "backward_e5m2": {**_FP8, "fp8_scenario": "backward", "fp8_format": "HYBRID"},
     "current_e4m3": {**_CURRENT, "fp8_format": "E4M3"},
     "delayed_ends_bf16": {**_DELAYED, "fp8_bf16_modules": "layers.0:2,layers.-4:"},
     "delayed_qkv_bf16": {**_DELAYED, "fp8_bf16_modules": "qkv"},

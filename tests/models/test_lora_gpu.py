@@ -73,7 +73,7 @@ def test_step_runs_the_kernels_that_the_certificate_expects(
         surplus = certificate.num_fp8_gemm_kernels - MICRO_BATCHES * expected.num_fp8_gemms
         # The expected number omits dgrad in the first layer, and a GEMM with block scaling may use several kernels.
         assert 0 <= surplus <= MICRO_BATCHES * 7 or (scenario == "block" and surplus > 0)
-        assert (0.35 if scenario == "backward" else 0.7) < coverage.fp8_linear_flop_share < 1
+        assert (0.3 if scenario == "backward" else 0.7) < coverage.fp8_linear_flop_share < 1
     assert all((p.grad is not None) == ("lora_" in name) for name, p in model.named_parameters())
 
 
