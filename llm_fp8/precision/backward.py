@@ -66,7 +66,8 @@ class RowsAndColumns(HybridQuantizer):
     def columns_of(self, tensor: Tensor) -> Float8TensorStorage:
         """Cast `tensor` [T, K] to fp8 columns [K, T]."""
         columns = tex.quantize(tensor, self._both)
-        columns._data = None
+        if columns._transpose is not None:  # GPUs whose GEMMs read either layout have one copy, the other layout
+            columns._data = None
         return columns
 
 
@@ -91,9 +92,7 @@ class BackwardStorage(HybridQuantizedTensorStorage):
 
     def quantize_(self, tensor: Tensor, *, noop_flag: Any = None) -> BackwardStorage:
         """Update a weight's cached columns in place. Its rows are the weight itself."""
-        columns: Any = self._quantizer.columns_of(tensor)
-        for name in ("_transpose", "_scale_inv"):
-            getattr(self._columnwise_storage, name).copy_(getattr(columns, name))
+        self._columnwise_storage.copy_from_storage(self._quantizer.columns_of(tensor))
         return self
 
 
