@@ -13,8 +13,8 @@ the reference's export is the cost of training in fp8. Seed 0 evaluates the untr
 export, interpolated between evaluations. The reference's learning rate had not decayed by then, so a shorter schedule
 would reach this loss sooner.
 
-`NAME@SHARE` is a variant with --fp8_until SHARE. `NAME/LENGTH` has a schedule of LENGTH times --steps. For example,
-bf16/0.7 shows the loss that bf16 reaches in the time of a variant that is 1 / 0.7 times as fast.
+`NAME/LENGTH` is a variant with a schedule of LENGTH times --steps. For example, bf16/0.7 shows the loss that bf16
+reaches in the time of a variant that is 1 / 0.7 times as fast.
 
 With `--exact_match N` every export answers N held-out problems. After `--deadline_s` seconds no further run starts.
 Repeating the command continues from its --output. The median step time is recorded with `--parallel 1` only.
@@ -81,7 +81,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 REFERENCES = {"hf_bf16": "hf_bf16", "bf16": "hf_bf16", "delayed_lora": "bf16_lora"}
 """Variant -> its reference. The reference of other variants is bf16."""
-_VARIANT = re.compile(r"(?P<base>\w+)(?:@(?P<until>[\d.]+))?(?:/(?P<length>[\d.]+))?")
+_VARIANT = re.compile(r"(?P<base>\w+)(?:/(?P<length>[\d.]+))?")
 Row = dict[str, Any]
 LEARNING_RATES = (1e-5, 3e-5, 1e-4, 3e-4)
 SEQ_LENGTH = 1024
@@ -108,7 +108,7 @@ class Job:
         shared: dict[str, Any] = {
             "model_name": settings.model, "dataset_name": settings.data, "packing": True,
             "max_seq_length": SEQ_LENGTH, "batch_size": ROWS, "validation_fraction": HELD_OUT, "seed": self.seed,
-            "output_dir": folder, "eval_every": EVAL_EVERY, "fp8_until": name["until"],
+            "output_dir": folder, "eval_every": EVAL_EVERY,
             **VARIANTS[name["base"]]
         }  # fmt: skip
         if self.seed == 0:
@@ -126,7 +126,7 @@ def plan(settings: argparse.Namespace) -> list[Job]:
     for name in variants:
         if (match := _VARIANT.fullmatch(name)) is None or match["base"] not in VARIANTS:
             choices = ", ".join(VARIANTS)
-            raise UserError(f"--variants: '{name}' is unknown; choose from {choices}, with @SHARE or /LENGTH after it.")
+            raise UserError(f"--variants: '{name}' is unknown; choose from {choices}, also with /LENGTH after it.")
         if match["length"] and not settings.steps:
             raise UserError(f"--variants {name}: a length is a share of --steps.")
     rates = [float(rate) for rate in settings.learning_rates.split(",")]

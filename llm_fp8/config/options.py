@@ -137,15 +137,6 @@ class PrecisionConfig:
         excludes={"fp8_backend=torchao": "torchao keeps no casts", "lora_rank": "frozen weights are cast once"},
         resume="same",
     )
-    fp8_until: float = option(
-        1.0,
-        "Share of the steps that run in fp8; the rest, at the end, run in bf16.",
-        needs=(IN_FP8,),
-        excludes={"fp8_params": "modules hold their weights only in fp8"},
-        resume="same",
-        above=0,
-        at_most=1,
-    )
     fp8_strict: bool = option(False, "Stop instead of falling back to another fp8 recipe.", needs=(IN_FP8,))
 
 

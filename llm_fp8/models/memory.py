@@ -142,11 +142,11 @@ def keeps_unsharded_gradients(mode: str, config: Config) -> bool:
 
 def holds_frozen_in_fp8(config: Config, mode: str, recipe: str | None) -> bool:
     """Return True if options, mode and `recipe` (None: no fp8) allow frozen weights to be stored in fp8 only.
-    bf16 weights are needed by steps after --fp8_until, by the export of random weights, and by fsdp_offload.
+    fsdp_offload and the export of random weights need them in bf16.
     """
     exports_drawn = config.draws_weights and config.run.export
-    needs_bf16 = config.precision.fp8_until < 1 or exports_drawn or mode == "fsdp_offload"
-    return config.trains_adapters and config.model.use_te and row_of(recipe).fprop_in_fp8 and not needs_bf16
+    needs_bf16 = exports_drawn or mode == "fsdp_offload" or not row_of(recipe).fprop_in_fp8
+    return config.trains_adapters and config.model.use_te and not needs_bf16
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class RunSize:
     mode: str  # sharding mode
     num_gpus: int  # number of GPUs that share a copy of the model
     num_parameters: int  # without adapters; tied weights count once
-    may_be_bf16: bool = False  # True if some steps may run in bf16 although `recipe` is an fp8 recipe
+    may_be_bf16: bool = False  # True if --mixed_precision auto may replace the fp8 `recipe` by bf16
 
     @cached_property
     def sizes(self) -> te_llama.DecoderSizes | None:
@@ -339,6 +339,6 @@ class RunSize:
         return not (casts or eager or self.recipe in ("no", "fp16") or MODES[self.mode].holds_masters)
 
     @property
-    def phases(self) -> list[RunSize]:
-        """This run and, if some steps may be in bf16, the same run in bf16."""
+    def alternatives(self) -> list[RunSize]:
+        """This run and, if its precision may become bf16, the same run in bf16."""
         return [self, dataclasses.replace(self, recipe="bf16")] if self.may_be_bf16 else [self]

@@ -224,12 +224,9 @@ class StepProfile:
         """Return the entry `gpu_idle` of summary.json, or None if no kernel was recorded or no step was measured.
 
         `work_s` is the time in which kernels other than communication ran in the recorded step. Recording slows the
-        host, so `step_time_s` is the median of unrecorded `steps`: those in the recorded step's precision or, if there
-        are none, all. `share` is 1 - work_s / step_time_s, but at least 0.
+        host, so `step_time_s` is the median of unrecorded `steps`. `share` is 1 - work_s / step_time_s, but at least 0.
         """
-        in_fp8 = self.figures()["num_fp8_gemm_kernels"] > 0
-        comparable = [step for step in steps if (step.get("fp8_linear_flop_share", 0.0) > 0) == in_fp8]
-        step_time_s = throughput_summary(comparable or steps).get("median_step_time_s")
+        step_time_s = throughput_summary(steps).get("median_step_time_s")
         if not self.work_s or not step_time_s:
             return None
         share = max(0.0, 1 - self.work_s / step_time_s)

@@ -148,24 +148,13 @@ MEDIANS = (
 def throughput_summary(steps: list[dict[str, float]]) -> dict[str, float]:
     """Return `num_steps_measured`, `num_steps_left_out`, and `median_<key>` for each of `MEDIANS`. `steps` are the
     records of one process in order. The first steps and the step whose kernels were recorded are left out.
-
-    If the run changes from fp8 to bf16, `median_<key>` is a weighted mean of the medians of both phases. The weights
-    are the phases' numbers of steps for `step_time_s`, and their total times for other keys.
     """
     started = steps[min(WARMUP_STEPS, len(steps) // 2) :]
     measured = [record for record in started if RECORDED_STEP not in record]
     summary: dict[str, float] = {"num_steps_measured": len(measured), "num_steps_left_out": len(steps) - len(measured)}
-    in_fp8 = [record for record in measured if record.get("fp8_linear_flop_share")]
-    without_fp8 = [record for record in measured if not record.get("fp8_linear_flop_share")]
     for key in MEDIANS:
-        medians, weights = [], []
-        for phase in (in_fp8, without_fp8):
-            if values := [record[key] for record in phase if key in record]:
-                medians.append(statistics.median(values))
-                step_s = statistics.median(record["step_time_s"] for record in phase)
-                weights.append(len(phase) * (1.0 if key == "step_time_s" else step_s))
-        if medians:
-            summary[f"median_{key}"] = statistics.fmean(medians, weights)
+        if values := [record[key] for record in measured if key in record]:
+            summary[f"median_{key}"] = statistics.median(values)
     return summary
 
 

@@ -126,8 +126,7 @@ class RunReporter:
         metrics = folder / "metrics.jsonl"
         if resume_step > 0 and metrics.exists():
             self._reported_step = truncate_metrics(metrics, resume_step, keep_evaluation=not evaluates_again)
-        certificates = [] if resume_step else ["certificate.json", "certificate_after_fp8.json"]
-        for name in ("summary.json", *certificates):  # these will be written again
+        for name in ("summary.json", *([] if resume_step else ["certificate.json"])):  # these will be written again
             (folder / name).unlink(missing_ok=True)
         # Opened for reading too, since `finish` computes the summary from it.
         self._file = open(metrics, "a+" if resume_step > 0 else "w+", encoding="utf-8", buffering=1)

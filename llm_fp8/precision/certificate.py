@@ -80,11 +80,6 @@ class ExpectedKernels:
             most_fp8_gemms=None if fprop_in_fp8 else coverage.most_fp8_gemms,
         )
 
-    @property
-    def without_fp8(self) -> ExpectedKernels:
-        """Kernels that the same model must run after `Precision.end_fp8`."""
-        return ExpectedKernels(self.compute, self.compute)
-
 
 @dataclass(frozen=True)
 class Certificate:

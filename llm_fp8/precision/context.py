@@ -72,7 +72,6 @@ class Precision:
         self._fp8_modules: dict[str, nn.Module] = {}
         self._linears: dict[str, nn.Module] = {}  # all linear modules of the back end
         self._num_casts_to_come: int | None = None
-        self.in_fp8 = plan.recipe is not None  # True while passes compute in fp8
 
     def attach(
         self, model: nn.Module, decoder_layers: nn.ModuleList, converts: bool = False, fp8_params: bool = False
@@ -83,15 +82,15 @@ class Precision:
         if nothing would run in fp8.
         """
         reasons = dict[str, str]()
-        if converts and self.in_fp8:
+        if converts and self.plan.in_fp8:
             in_bf16 = bf16_modules(self._options, model, decoder_layers)
             reasons = self.backend.convert(model, in_bf16, fp8_params)
         compute_experts(model, self.plan.compute_dtype if self._torch_autocast else None)
         self._caching_modules = [m for m in model.modules() if hasattr(m, "is_first_microbatch")]
-        if not self.in_fp8:
+        if not self.plan.in_fp8:
             self.backend = backend_in(model)  # the certificate checks that its modules are not in fp8
         self._linears = self.backend.linears_of(model)
-        if not self.in_fp8:
+        if not self.plan.in_fp8:
             return {}
         in_bf16 = bf16_modules(self._options, model, decoder_layers)  # again, since conversion replaced modules
         self._fp8_modules, misfits = self.backend.choose(self._linears, in_bf16)
@@ -110,23 +109,13 @@ class Precision:
         return frozenset(self._fp8_modules.values())
 
     @property
-    def has_ended(self) -> bool:
-        """True after `end_fp8` was called."""
-        return self.plan.recipe is not None and not self.in_fp8
-
-    def end_fp8(self) -> None:
-        """Make all further passes compute in bf16, with the same modules and weights."""
-        self.in_fp8, self._num_casts_to_come = False, None
-        self.backend.end_fp8(self._fp8_modules.values())
-
-    @property
     def scales_lag(self) -> bool:
         """True if a tensor's scale is computed from earlier passes (delayed scaling)."""
         return row_of(self.plan.effective_scenario).scales_lag
 
     def module_state(self) -> ModuleState:
-        """Return the state of the fp8 modules or, if passes are not in fp8, of all linear modules of the back end."""
-        return self.backend.state((self._fp8_modules if self.in_fp8 else self._linears).values())
+        """Return the state of the fp8 modules or, in a run without fp8, of all linear modules of the back end."""
+        return self.backend.state((self._fp8_modules if self.plan.in_fp8 else self._linears).values())
 
     def keep_casts_of_frozen_weights(self) -> None:
         """Cast frozen weights in the next training pass, or the next two with delayed scaling; then reuse the casts."""
@@ -150,22 +139,22 @@ class Precision:
         with contextlib.ExitStack() as stack:
             if self._torch_autocast:
                 stack.enter_context(torch.autocast(self._device.type, self.plan.compute_dtype))
-            if self.in_fp8:
+            if self.plan.in_fp8:
                 stack.enter_context(self.backend.autocast())
             yield
 
     def defer_scale_updates(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which passes do not update delayed scales. The caller must then call `update_scales`."""
-        return defer_scale_updates() if self.scales_lag and self.in_fp8 else contextlib.nullcontext()
+        return defer_scale_updates() if self.scales_lag else contextlib.nullcontext()
 
     def update_scales(self) -> None:
         """Update the scales of delayed scaling on all ranks from the passes since the last update."""
-        if self.scales_lag and self.in_fp8:
+        if self.scales_lag:
             update_scales()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the back end that carry over to the next pass, i.e. the state of delayed scaling."""
-        return self.backend.state_tensors(self._fp8_modules, self.in_fp8) if self.scales_lag else {}
+        return self.backend.state_tensors(self._fp8_modules) if self.scales_lag else {}
 
     @contextlib.contextmanager
     def preserving_state(self) -> Iterator[None]:

@@ -29,6 +29,11 @@ class PrecisionPlan:
     """Value of --fp8_backend, or None without fp8."""
 
     @property
+    def in_fp8(self) -> bool:
+        """True if linear layers compute in fp8, by `recipe`."""
+        return self.recipe is not None
+
+    @property
     def emulated(self) -> bool:
         """True if operands are rounded to fp8 and multiplied in high precision."""
         return bool(getattr(self.recipe, "emulate", False))
@@ -46,7 +51,7 @@ class PrecisionPlan:
     @property
     def has_fp8_peak(self) -> bool:
         """True if the GPU's fp8 peak FLOP/s is the reference for utilisation (in fp8, but not in fp4)."""
-        return self.recipe is not None and row_of(self.effective_scenario).has_fp8_peak
+        return self.in_fp8 and row_of(self.effective_scenario).has_fp8_peak
 
     @property
     def name(self) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.recipes import Recipe, row_of
 from llm_fp8.precision.coverage import ModuleState, linear_weights, linears_left, plain_linears, size_misfit
-from llm_fp8.utils.te_internals import forget_weight_casts, require_te
+from llm_fp8.utils.te_internals import require_te
 from llm_fp8.utils.torch_internals import wrap_forward
 
 TUNED_WIDTHS = (512, 768, 1024, 2048, 4096, 8192)  # hidden sizes for which TE 2.20 has tuned RMSNorm kernels
@@ -145,10 +145,6 @@ class TEBackend:
             num_without_amax=sum(not value > 0 for value in largest),
         )
 
-    def end_fp8(self, modules: Iterable[nn.Module]) -> None:
-        """Free the fp8 casts of weights. The caller runs all further passes outside the autocast context (in bf16)."""
-        forget_weight_casts(modules)
-
     def autocast(self, enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which passes compute in fp8, or without fp8 if not `enabled`."""
         import transformer_engine.pytorch as te
@@ -160,16 +156,15 @@ class TEBackend:
         with self.autocast(enabled=False):
             return forward(*args, **kwargs)
 
-    def state_tensors(self, modules: Mapping[str, Any], in_fp8: bool) -> dict[str, Tensor]:
+    def state_tensors(self, modules: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the fp32 tensors of delayed scaling by name: scales [num_tensors], amax histories [history,
-        num_tensors]. `in_fp8` is False after `Precision.end_fp8`.
+        num_tensors].
         """
         state: dict[str, Tensor] = {}
         # With gradients enabled, the end of the autocast would count as a forward pass and shift the histories.
         with torch.no_grad(), self.autocast():
             for name, module in modules.items():
-                if in_fp8:  # after the end of fp8, this would mark the module as in fp8
-                    module.init_fp8_metadata(num_gemms=len(linear_weights(module)))
+                module.init_fp8_metadata(num_gemms=len(linear_weights(module)))
                 for direction in ("scaling_fwd", "scaling_bwd"):
                     meta, prefix = module.fp8_meta[direction], f"{name}.{direction}"
                     state |= {f"{prefix}.scale": meta.scale, f"{prefix}.amax_history": meta.amax_history}

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import shutil
 from collections import Counter
@@ -78,7 +77,7 @@ class TorchaoBackend:
         return linears, {}
 
     def state(self, modules: Iterable[nn.Module]) -> ModuleState:
-        """Return the state of `modules`. A module is in fp8 unless its GEMMs are emulated or `end_fp8` was called."""
+        """Return the state of `modules`. A module with emulated GEMMs or a replaced forward function is not in fp8."""
         known = {build_config(name, emulate=False): name for name in recipe_names("torchao")}
         # Accelerate and --fp8_params change these settings, which do not affect scales.
         plain = dict(enable_fsdp_float8_all_gather=False, force_recompute_fp8_weight_in_bwd=False, pad_inner_dim=False)
@@ -92,11 +91,6 @@ class TorchaoBackend:
             recipes=dict(recipes),
             library="torchao",
         )
-
-    def end_fp8(self, modules: Iterable[nn.Module]) -> None:
-        for module in modules:
-            module.forward = functools.partial(nn.Linear.forward, module)  # type: ignore[arg-type]
-        torch.compiler.reset()  # compiled layers contain the fp8 casts
 
     def autocast(self, enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()

@@ -70,7 +70,6 @@ def record_run(timeline: Timeline) -> None:
             "tokens_per_step": timeline.loader.global_batch_size * config.data.max_seq_length,
             "num_warmup_steps": effective_warmup_steps(config.optim.num_warmup_steps, timeline.total_steps),
             "total_steps": timeline.total_steps,
-            **({"fp8_steps": timeline.fp8_steps} if timeline.fp8_steps < timeline.total_steps else {}),
         },
         "resumed_after_step": timeline.step,
         "model": {
@@ -122,16 +121,17 @@ def export_final(timeline: Timeline, tokenizer: PreTrainedTokenizerBase, step: i
     """Write the folder final/ with a Hugging Face checkpoint or PEFT adapter of `step`, and return it. Collective."""
     setup, results = timeline.setup, timeline.results
     plan, config, folder = setup.plan, setup.plan.config, timeline.state.folder / "final"
-    certificates = (result.describe().removeprefix("certificate: ") for result in results.certificates.values())
+    certificate = results.certificate
+    description = "none" if certificate is None else certificate.describe().removeprefix("certificate: ")
     card = {
         "base model": plan.source.name,
         "dataset": config.data.dataset_name,
-        "precision": timeline.precision_name,
+        "precision": plan.precision.name,
         "optimizer steps": step,
         "tokens": tokens_seen,
         "learning rate": config.optim.learning_rate,
         "row length": config.data.max_seq_length,
-        "certificate": "; ".join(certificates) or "none",
+        "certificate": description,
         "command": f"`{shlex.join(sys.argv)}`",
     }
     if rank := config.lora.lora_rank:
@@ -151,9 +151,7 @@ def export_final(timeline: Timeline, tokenizer: PreTrainedTokenizerBase, step: i
 def summary_of(timeline: Timeline, exported: Path | None) -> dict[str, Any]:
     """Return the entries of summary.json that the reporter does not add. `exported` is the folder of the export."""
     setup, results, history = timeline.setup, timeline.results, timeline.history
-    recorded, fp8_certificate = results.recorded, timeline.state.folder / "certificate.json"
-    # If the run was resumed after its last fp8 step, the certificate of the fp8 steps is in its folder.
-    has_earlier = setup.precision.has_ended and fp8_certificate.exists()
+    recorded, certificate = results.recorded, results.certificate
     summary = {
         "precision": _precision_record(setup, results),
         "attention_backend": results.attention_backend,
@@ -161,8 +159,7 @@ def summary_of(timeline: Timeline, exported: Path | None) -> dict[str, Any]:
         "recorded_step": None if recorded is None else recorded.to_dict(),
         "gpu_idle": None if recorded is None else recorded.gpu_idle(timeline.reporter.steps_of_process()),
         **timeline.stepper.summary(),
-        "certificate": read_json(fp8_certificate) if has_earlier else None,
-        **{name: certificate.to_dict() for name, certificate in results.certificates.items()},
+        "certificate": None if certificate is None else certificate.to_dict(),
         "tokens_seen": timeline.tokens_seen,
         "num_parameters": setup.num_parameters,
         "num_trainable_parameters": setup.num_trainable_parameters,
@@ -185,14 +182,14 @@ def closing_words(timeline: Timeline, exported: Path | None) -> None:
     say = plan.say
     num_steps, steps = summary["steps"], timeline.reporter.steps_of_process()
     count = f"{len(steps)} steps" if len(steps) == num_steps else f"{len(steps)} steps ({num_steps} with earlier ones)"
-    say(f"done: {count} in {summary['wall_time_s']:.0f} s, precision {timeline.precision_name}")
+    say(f"done: {count} in {summary['wall_time_s']:.0f} s, precision {plan.precision.name}")
     if "stopped_early" in summary:
         say(f"stopped early: {summary['stopped_early']}")
-    if certificates := timeline.results.certificates.values():
+    if certificate := timeline.results.certificate:
         from llm_fp8.observability.kernel_trace import describe_gpu_idle
 
         say(describe_gpu_idle(summary["gpu_idle"], plan.strategy.mode))
-        say("\n".join(certificate.describe() for certificate in certificates))
+        say(certificate.describe())
     elif plan.certifies:
         say("certificate: none, because this process trained no step that could be recorded")
     say(describe_full_gpu(steps))

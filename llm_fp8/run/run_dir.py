@@ -26,7 +26,7 @@ from llm_fp8.utils.ranks import LaunchRanks, agree_on
 
 LOCK = ".lock"  # locked by a run's main process; empty until the run begins to write, and never deleted after that
 _SAVED = ("summary.json", "final", "checkpoints/step-*")  # a folder with none of these can be used by another run
-_WRITTEN = ("run.json", "metrics.jsonl", "certificate.json", "certificate_after_fp8.json", "checkpoints")
+_WRITTEN = ("run.json", "metrics.jsonl", "certificate.json", "checkpoints")
 """Other files that a run writes or deletes. They are an error in a folder that was not used by a run."""
 _LOST_PEER = (
     "connection (closed|reset) by peer|connection refused|broken pipe|socket closed|remote process exited|timed out "

@@ -46,7 +46,7 @@ class RunResults:
     attention_backend: str | None = None  # chosen by Transformer Engine in the first step
     measured_tokens_per_s: dict[str, float] | None = None  # precision -> tokens/s (--mixed_precision auto)
     recorded: StepProfile | None = None
-    certificates: dict[str, Certificate] = field(default_factory=dict)  # 'certificate', 'certificate_after_fp8'
+    certificate: Certificate | None = None
     summary: dict[str, Any] = field(default_factory=dict)  # content of summary.json, after it is written
     last_loss: float | None = None  # loss of the last reported step, on every rank
 
@@ -74,11 +74,6 @@ class Timeline:
             from llm_fp8.observability.nvml import EnergyMeter
 
             self.energy = EnergyMeter(self.accelerator)
-        self.fp8_steps = self.total_steps  # number of steps in fp8, if the run is in fp8 (--fp8_until)
-        if self.precision.in_fp8:
-            self.fp8_steps = max(1, round(plan.config.precision.fp8_until * self.total_steps))
-        if self.step >= self.fp8_steps < self.total_steps:
-            self.stepper.end_fp8()
         self.profile_step = self._next_profile_step()
         self._saved_s = time.monotonic()
         self._profile_figures: dict[int, dict[str, float]] = {}  # by step
@@ -86,24 +81,9 @@ class Timeline:
         self._peak = device_peak_tflops(plan.device)
         self._pending: list[tuple[int, float, StepResult]] = []  # step, epoch, and results still on the device
 
-    @property
-    def precision_name(self) -> str:
-        """The precision of the steps so far, for example 'fp8 delayed' or 'fp8 delayed until step 90, then bf16'."""
-        plan = self.precision.plan
-        after = f" until step {self.fp8_steps}, then {plan.compute_name}" if self.precision.has_ended else ""
-        return f"{plan.name}{after}"
-
     def _next_profile_step(self) -> int:
-        """Return the number of the step whose kernels will be recorded in the current precision, or 0 for none."""
-        end = self.fp8_steps if self.step < self.fp8_steps else self.total_steps
-        return min(self.step + STEPS_BEFORE_PROFILE + 1, end) if self.setup.plan.certifies else 0
-
-    def _end_fp8(self) -> None:
-        """Switch from fp8 to bf16, in which the next step will be computed."""
-        self.read_pending()  # report the fp8 steps with the figures of fp8
-        self.stepper.end_fp8()
-        self.profile_step = self._next_profile_step()
-        self.reporter.print(f"--fp8_until: {self.precision.plan.compute_name} from step {self.step + 1} on")
+        """Return the number of the step whose kernels will be recorded, or 0 for none."""
+        return min(self.step + STEPS_BEFORE_PROFILE + 1, self.total_steps) if self.setup.plan.certifies else 0
 
     def train(self, stop_requested: Callable[[], bool]) -> None:
         """Take steps up to `total_steps`, early stopping or `stop_requested()`. A requested stop always saves."""
@@ -129,9 +109,6 @@ class Timeline:
                 self._note_attention()
             if profile is not None:
                 stamp = self._after_profiled_step(profile, num_micro_batches=len(batches))
-            if self.step == self.fp8_steps < self.total_steps:
-                self._end_fp8()
-                stamp = self.restart_clocks()
             if self._due(config.parallel.empty_cache_freq) and self.accelerator.device.type == "cuda":
                 torch.cuda.empty_cache()
             stopping = stop_requested()
@@ -189,8 +166,7 @@ class Timeline:
             memory["peak_memory_gib_max_rank"] = max(gathered(memory["peak_memory_gib"]))
         num_tokens = {step: int(values["num_tokens"]) for (step, *_), values in zip(pending, read, strict=True)}
         energy = self.energy.read(num_tokens) if self.energy else {}
-        in_fp8, num_processes = self.precision.in_fp8, self.accelerator.num_processes
-        fp8 = in_fp8 and self.precision.plan.has_fp8_peak
+        num_processes, fp8 = self.accelerator.num_processes, self.precision.plan.has_fp8_peak
         for (step, epoch, result), values in zip(pending, read, strict=True):
             self._require_finite(step, result, values["loss"], values["grad_norm"])
             self.results.last_loss = values["loss"]
@@ -209,7 +185,7 @@ class Timeline:
                 **memory,
                 **energy,
                 **self._profile_figures.pop(step, {}),
-                "fp8_linear_flop_share": self.setup.coverage.fp8_linear_flop_share if in_fp8 else 0.0,
+                "fp8_linear_flop_share": self.setup.coverage.fp8_linear_flop_share,
             }
             self.reporter.step(record)  # also before a later non-finite loss, to show its cause
 
@@ -219,8 +195,7 @@ class Timeline:
         self.restart_clocks()
         self.read_pending()  # the check of the kernels may end the run
         self._certify(profile, num_micro_batches)
-        if not self.precision.has_ended:
-            self.results.recorded = profile
+        self.results.recorded = profile
         self._take_graphs_if_idle(profile, num_micro_batches)
         return self.restart_clocks()
 
@@ -250,28 +225,26 @@ class Timeline:
         from llm_fp8.precision.certificate import ExpectedKernels, certify, worst
 
         setup, plan = self.setup, self.setup.plan
-        expected = ExpectedKernels.of_model(self.precision, setup.coverage, setup.recomputed)
         rank_certificate = certify(
-            expected.without_fp8 if self.precision.has_ended else expected,
+            ExpectedKernels.of_model(self.precision, setup.coverage, setup.recomputed),
             profile.kernels,
             self.precision.module_state(),
             num_micro_batches=num_micro_batches,
             attention=self.results.attention_backend or setup.attention,
             rank=self.accelerator.process_index,
         )
-        name = "certificate_after_fp8" if self.precision.has_ended else "certificate"
-        certificate, path = worst(gathered(rank_certificate)), self.state.folder / f"{name}.json"
+        certificate, path = worst(gathered(rank_certificate)), self.state.folder / "certificate.json"
         if self.accelerator.is_main_process:
             write_json_atomic(path, certificate.to_dict())
-            self.reporter.track({name: certificate.to_dict()})
+            self.reporter.track({"certificate": certificate.to_dict()})
         if certificate.verdict == "failed":
             sentence = certificate.failure(path)
-            self.reporter.finish({"failed": sentence, name: certificate.to_dict(), **plan.parallel_record})
+            self.reporter.finish({"failed": sentence, "certificate": certificate.to_dict(), **plan.parallel_record})
             self.accelerator.wait_for_everyone()  # the launcher kills all ranks when one exits
             raise FailedCheck(sentence)
         if certificate.verdict == "undetermined":
             self.reporter.print(f"WARNING: this run could not be certified: {'; '.join(certificate.reasons)}")
-        self.results.certificates[name] = certificate
+        self.results.certificate = certificate
 
     def evaluate(self) -> bool:
         """Evaluate and report the loss. Return True if --keep_best is set and this loss is the lowest so far."""

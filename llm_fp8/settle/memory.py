@@ -31,7 +31,7 @@ def row_multiple(run: RunSize) -> int:
 
 def fits(run: RunSize, gpu_gib: float) -> bool:
     """Return True if the run fits in `gpu_gib` GiB and fp8 GEMMs support the number of tokens of a micro-batch."""
-    needed = max(part.estimate().needed_gib for part in run.phases)
+    needed = max(part.estimate().needed_gib for part in run.alternatives)
     return run.config.data.batch_size % row_multiple(run) == 0 and needed <= gpu_gib
 
 
@@ -56,7 +56,7 @@ def settle_micro_batches(run: RunSize, gpu_gib: float, resumed_rows: int | None 
     for share, rows in itertools.product(shares, cuts):
         options = {"batch_size": rows, "gradient_accumulation_steps": cuts[rows], "gradient_checkpointing": share}
         run = run.changed(**options)
-        estimates = [part.estimate(upper_bound=True) for part in run.phases]
+        estimates = [part.estimate(upper_bound=True) for part in run.alternatives]
         if all(part.is_whole and part.needed_gib <= (1 - MARGIN) * gpu_gib for part in estimates):
             return run
     return run

@@ -118,9 +118,8 @@ def settle(
     precision = resolve_precision(config, machine)
     optimizer_kind = resolve_optimizer(config, mode, precision.compute_name, "cpu" if machine.gpu is None else "cuda")
     recipe = precision.effective_scenario or precision.effective
-    # With it, --batch_size auto gives the same rows after the precision is measured, and in a resumed run.
-    may_be_bf16 = may_be_either or config.precision.fp8_until < 1
-    size = RunSize(config, hf_config, recipe, mode, num_shards(mode, ranks), num_parameters, may_be_bf16)
+    # With `may_be_either`, --batch_size auto gives the same rows after the precision is measured, and in a resumed run.
+    size = RunSize(config, hf_config, recipe, mode, num_shards(mode, ranks), num_parameters, may_be_either)
     if size.shards_in_fp8:
         size = size.changed(fp8_params=True)
     if machine.gpu_gib is not None:

@@ -150,13 +150,6 @@ class Stepper:
         if self._graphs is not None:
             self._graphs.make_room()
 
-    def end_fp8(self) -> None:
-        """Compute in bf16 from the next step on."""
-        self.precision.end_fp8()
-        if self._graphs is not None:
-            self._graphs = None  # free their gradients before new ones are allocated
-            self._graphs = self._build_graphs()
-
     def _build_graphs(self) -> MicroBatchGraphs:
         from llm_fp8.step.micro_batch_graphs import Capture, MicroBatchGraphs, ShardedMicroBatchGraphs
 

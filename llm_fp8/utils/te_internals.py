@@ -5,7 +5,6 @@ module._is_fsdp2                                       tests/step/test_wgrad_fus
 layernorm_mlp._get_act_func_supported_list             tests/kernels/test_swiglu_gpu.py
 dot_product_attention._attention_backends              tests/tools/verify
 FP8GlobalStateManager.reduce_and_update_fp8_tensors    tests/step/test_micro_batch_graphs_gpu.py
-module._fp8_workspaces                                 tests/run/test_train_gpu.py
 weight._quantizer                                      tests/models/test_lora_gpu.py
 """
 
@@ -51,12 +50,6 @@ def keep_weight_casts(modules: Iterable[Any], keep: bool) -> None:
     for module in modules:
         if hasattr(type(module), "is_fsdp2"):
             module._is_fsdp2 = not keep  # modules detect FSDP2 only once
-
-
-def forget_weight_casts(modules: Iterable[Any]) -> None:
-    """Free the fp8 casts of weights that `modules` keep."""
-    for module in modules:
-        module._fp8_workspaces.clear()
 
 
 def add_activation(name: str, backward_and_cast: Callable[..., Any]) -> None:

@@ -265,7 +265,7 @@ def test_failed_certificate_ends_the_run_with_code_1(tiny_model, rows, tmp_path,
     assert len(steps(tmp_path / "run")) == 5, "the steps before the failure are recorded"
 
 
-def _pretend_fp8_on_rank_1() -> None:
+def _report_fp8_on_rank_1() -> None:
     """Make the bf16 run of this process record fp8 kernels on rank 1, and bf16 kernels on other ranks."""
     import os
 
@@ -276,7 +276,7 @@ def _pretend_fp8_on_rank_1() -> None:
 def test_failed_certificate_of_one_rank_ends_all_ranks(tiny_model, rows, tmp_path):
     log = tmp_path / "log"
     processes = start_ranks(
-        2, log, *options(tiny_model, rows, tmp_path / "run", "--max_steps=6"), first=_pretend_fp8_on_rank_1
+        2, log, *options(tiny_model, rows, tmp_path / "run", "--max_steps=6"), first=_report_fp8_on_rank_1
     )
     assert [exit_code(process) for process in processes] == [1, 1], log.read_text()
     assert "the certificate failed" in log.read_text()

@@ -25,7 +25,6 @@ from tests.support.processes import run_ranks
 from tests.support.small import (
     assert_same_continuation,
     precision_on,
-    records,
     run_json,
     short_run,
     steps,
@@ -91,32 +90,6 @@ def test_training_resumes_and_recomputes_bit_for_bit(tiny_model, rows, tmp_path)
     coverage = run_json(whole)["precision"]["coverage"]
     assert set(coverage["converted"].values()) == {1}
     assert coverage["skipped"]["model.layers.*.mlp.down_proj"] == "1 bf16 (kept in bf16)"
-
-
-@pytest.mark.slow
-def test_fp8_until_ends_in_bf16_and_resumes_before_and_after_the_switch(tiny_model, rows, tmp_path):
-    small = ["--batch_size=2", "--validation_fraction=0.2"]
-    shared = [*small, *FP8, "--save_every=1", "--save_total_limit=9", "--fp8_until=0.6"]
-    whole, fp8, bf16 = tmp_path / "whole", tmp_path / "fp8", tmp_path / "bf16"
-    train(*options(tiny_model, rows, whole, *shared))
-    num_fp8 = run_json(whole)["effective"]["fp8_steps"]
-    assert num_fp8 == round(0.6 * len(losses(whole)))
-    train(*options(tiny_model, rows, fp8, *small, *FP8, "--no_export"))
-    equal = [loss == fp8_loss for loss, fp8_loss in zip(losses(whole), losses(fp8), strict=True)]
-    assert equal[:num_fp8] == [True] * num_fp8 and not any(equal[num_fp8:])
-    in_fp8 = [step["fp8_linear_flop_share"] > 0 for step in steps(whole)]
-    assert in_fp8 == [True] * num_fp8 + [False] * (len(in_fp8) - num_fp8)
-    for step in (num_fp8 - 1, num_fp8):
-        resumed = tmp_path / str(step)
-        checkpoint = whole / "checkpoints" / f"step-{step:08}"
-        train(*options(tiny_model, rows, resumed, *shared, "--no_export", f"--resume_from={checkpoint}"))
-        assert losses(resumed) == losses(whole)[step:]
-    unchanged = [*small, "--mixed_precision=bf16", "--learning_rate=0", "--no_export"]
-    train(*options(whole / "final", rows, bf16, *unchanged))
-    eval_losses = [[record["eval_loss"] for record in records(run) if "eval_loss" in record] for run in (whole, bf16)]
-    assert eval_losses[0][-1] == eval_losses[1][-1], "the last evaluation is in bf16 too"
-    with pytest.raises(UserError, match="fp8_until"):
-        train(*options(tiny_model, rows, whole, *shared[:-1], f"--resume_from={whole / 'checkpoints/step-00000002'}"))
 
 
 # --- Several processes ------------------------------------------------------------------------------------------------

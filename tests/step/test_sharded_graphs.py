@@ -142,12 +142,10 @@ def test_graphs_begin_if_the_gpu_is_idle_and_are_dropped_if_memory_is_short(
     monkeypatch.setattr("torch.cuda.memory_allocated", lambda: 10 * 2**30)
     monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: peak_gib * 2**30)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda: SimpleNamespace(total_memory=80 * 2**30))
-    in_fp8 = {"step_time_s": 9.0, "fp8_linear_flop_share": 0.8}  # not comparable with a recorded step in bf16
-    steps, begun = [in_fp8] * 4 + [{"step_time_s": 1.0}] * 4, []
+    steps, begun = [{"step_time_s": 1.0}] * 4, []
     run = SimpleNamespace(strategy=SimpleNamespace(shards_parameters=False), begin_graphs=lambda: begun.append(True))
     run.parameters = [SimpleNamespace(nbytes=29 * 2**30)]
     profile = StepProfile(span_s=1.0, work_s=work_s, exposed_communication_s=0.45)
-    assert profile.gpu_idle([in_fp8])["step_time_s"] == 9.0, "kernels with unknown names may be fp8 kernels"
     # The main rank waits less in collectives, and its measurement decides for all ranks.
     monkeypatch.setattr(stepper, "gathered", lambda values: [(values[0], 0.1), values])
     note = stepper.Stepper.take_graphs_if_idle(run, profile, steps, micro_batches, 5, asks_again=True)
@@ -157,6 +155,6 @@ def test_graphs_begin_if_the_gpu_is_idle_and_are_dropped_if_memory_is_short(
         assert "computes nothing during 40% of a step" in note and ("step 6" in note) == begins
         assert "1.0 GiB more" in note if not begins else run._drops_graphs == (peak_gib == 50.0)
     else:
-        steps[4:] = [{"step_time_s": 1.6}] * 9
+        steps = [{"step_time_s": 1.6}] * 9
         note = stepper.Stepper.take_graphs_if_idle(run, profile, steps, micro_batches, 10, asks_again=False)
         assert begun == [True] and not run.may_take_graphs and "during 44% of a step" in note

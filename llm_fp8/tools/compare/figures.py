@@ -145,9 +145,8 @@ def _gap(pairs: Sequence[tuple[RunRecord, RunRecord]], figure: Callable[[RunReco
 
 
 def certificate_state(summaries: Sequence[dict[str, Any]]) -> CertificateState:
-    """Return the worst certificate in `summaries` of runs. A run that changes from fp8 to bf16 has two certificates."""
+    """Return the worst certificate in `summaries` of runs."""
     certificates = [summary.get("certificate") or {"verdict": "missing"} for summary in summaries]
-    certificates += [after for summary in summaries if (after := summary.get("certificate_after_fp8"))]
     worst = max((each["verdict"] for each in certificates), key=_SEVERITY.index, default="missing")
     reasons = [each.get("reasons") or () for each in certificates if each["verdict"] == worst]
     return CertificateState(worst, list(dict.fromkeys(itertools.chain(*reasons))))

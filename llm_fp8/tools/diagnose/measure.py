@@ -182,7 +182,7 @@ def problems(findings: Mapping[str, Any]) -> list[str]:
 def measure_quality(config: Config) -> dict[str, Any]:
     """Measure how far fp8 changes the model's predictions on eval data or, if there is none, training data."""
     plan = plan_without_output(config)
-    if plan.precision.recipe is None:
+    if not plan.precision.in_fp8:
         raise UserError("--quality compares fp8 with bf16; add --mixed_precision fp8.")
     data = load_data(plan, load_tokenizer(plan.config.model, plan.source)[0])
     text: Iterable[Batch] = itertools.chain.from_iterable(data.train) if data.eval is None else data.eval
