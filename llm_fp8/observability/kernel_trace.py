@@ -225,12 +225,15 @@ class StepProfile:
 
         `work_s` is the time in which kernels other than communication ran in the recorded step. Recording slows the
         host, so `step_time_s` is the median of unrecorded `steps`. `share` is 1 - work_s / step_time_s, but at least 0.
+        `gemm_share` is the time of GEMM kernels / step_time_s: the speed as a share of that of the GEMMs alone.
         """
         step_time_s = throughput_summary(steps).get("median_step_time_s")
         if not self.work_s or not step_time_s:
             return None
         share = max(0.0, 1 - self.work_s / step_time_s)
-        return {"work_s": self.work_s, "step_time_s": step_time_s, "share": share}
+        gemm_s = sum(times.time_s for times in gemm_kernels(self.kernels).values())
+        gemm_share = gemm_s / step_time_s
+        return {"work_s": self.work_s, "step_time_s": step_time_s, "share": share, "gemm_share": gemm_share}
 
 
 @contextlib.contextmanager

@@ -66,6 +66,7 @@ def test_run_reports_recipe_and_attention_and_exports_a_hugging_face_model(model
     recipe = "DelayedScaling" if run["fallback_reason"] else "MXFP8BlockScaling"
     assert list(summary["certificate"]["modules"]["recipes"]) == [recipe]
     assert summary["gpu_idle"]["work_s"] > 0 and 0 <= summary["gpu_idle"]["share"] < 1
+    assert 0 < summary["gpu_idle"]["gemm_share"] < 1
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final", output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 

@@ -5,6 +5,7 @@ The ranks have different numbers of documents, so that they must agree on the gr
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from collections.abc import Callable
@@ -146,6 +147,9 @@ def test_graphs_begin_if_the_gpu_is_idle_and_are_dropped_if_memory_is_short(
     run = SimpleNamespace(strategy=SimpleNamespace(shards_parameters=False), begin_graphs=lambda: begun.append(True))
     run.parameters = [SimpleNamespace(nbytes=29 * 2**30)]
     profile = StepProfile(span_s=1.0, work_s=work_s, exposed_communication_s=0.45)
+    gemms = {"nvjet_sm90_qqtst_128x160": (8, 0.2), "nvjet_sm90_tst_256x128": (4, 0.1), "ln_fwd_kernel": (3, 0.1)}
+    idle = dataclasses.replace(profile, kernels=gemms).gpu_idle(steps)
+    assert idle["gemm_share"] == pytest.approx(0.3) and idle["share"] == pytest.approx(1 - work_s)
     # The main rank waits less in collectives, and its measurement decides for all ranks.
     monkeypatch.setattr(stepper, "gathered", lambda values: [(values[0], 0.1), values])
     note = stepper.Stepper.take_graphs_if_idle(run, profile, steps, micro_batches, 5, asks_again=True)
