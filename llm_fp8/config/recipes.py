@@ -24,8 +24,8 @@ class Recipe:
     backend: Backend
     summary: str
     recipe_class: str
-    """The class in `transformer_engine.common.recipe`, or torchao's name of the recipe. The check of the recorded step
-    (certificate) compares it to the recipe that modules report."""
+    """The class in `transformer_engine.common.recipe` or `llm_fp8.precision.backward`, or torchao's name of the recipe.
+    The check of the recorded step (certificate) compares it to the recipe that modules report."""
     token_multiple: int = FP8_SIZE_MULTIPLE  # of tokens in a micro-batch, the inner dimension of wgrad GEMMs
     size_multiple: int = FP8_SIZE_MULTIPLE  # of both dimensions of a weight; layers of other sizes stay in bf16
     options: tuple[str, ...] = ()  # that the recipe accepts, by their names in the class

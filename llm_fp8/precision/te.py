@@ -75,11 +75,10 @@ class TEBackend:
         keywords |= {name: value for name in recipe.options if (value := getattr(options, name)) is not None}
         if "fp8_format" in keywords:
             keywords["fp8_format"] = getattr(te_recipes.Format, keywords["fp8_format"])
-        if recipe.recipe_class == "BackwardRecipe":
-            from llm_fp8.precision.backward import BackwardRecipe
-
-            return BackwardRecipe(**keywords)
-        built = getattr(te_recipes, recipe.recipe_class)(**keywords)
+        library: Any = te_recipes
+        if not hasattr(te_recipes, recipe.recipe_class):
+            from llm_fp8.precision import backward as library
+        built = getattr(library, recipe.recipe_class)(**keywords)
         # Later GPUs use powers of two as scales, as in MXFP8.
         if recipe.fp32_scales_on_hopper and torch.cuda.get_device_capability(device) == (9, 0):
             for operand in ("fwd_inp", "fwd_weight", "bwd_grad"):
