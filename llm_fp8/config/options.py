@@ -431,10 +431,6 @@ class Config:
         return self.parallel.context_parallel_size  # slices of a sequence, one for each GPU that shares it
 
     @property
-    def always_graphs(self) -> bool:
-        return bool(self.model.cuda_graphs)
-
-    @property
     def packing(self) -> bool:
         """True if rows are packed: the value of --packing or, without it, of --use_te."""
         return self.model.use_te if self.data.packing is None else self.data.packing

@@ -42,11 +42,6 @@ class Recipe:
     measured, and the memory of a run is not estimated."""
     saves_fc2_input_twice: bool = False  # LayerNormMLP saves both layouts of its second GEMM's input
 
-    @property
-    def fprop_in_fp8(self) -> bool:
-        """True if the forward pass reads weights in fp8, False if it reads them in bf16."""
-        return "fprop" in self.gemms_in_fp8
-
 
 RECIPES: dict[str, Recipe] = {
     "delayed": Recipe(
@@ -109,7 +104,7 @@ RECIPES: dict[str, Recipe] = {
     "tensorwise": Recipe("torchao", "one scale per tensor", "tensorwise", one_scale_per_weight=True),
     "rowwise": Recipe("torchao", "one scale per row", "rowwise"),
     "rowwise_with_gw_hp": Recipe(
-        "torchao", "one scale per row, wgrad in bf16", "rowwise_with_gw_hp", gemms_in_fp8=("fprop", "dgrad")
+        "torchao", "one scale per row, wgrad in bf16", "rowwise_with_gw_hp", gemms_in_fp8=GEMMS[:2]
     ),
 }
 NO_RECIPE = Recipe("te", "", "", token_multiple=1, gemms_in_fp8=())

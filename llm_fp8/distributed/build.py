@@ -34,7 +34,7 @@ def build_strategy(mode: str, config: Config, ranks: LaunchRanks, plan: Precisio
     if engine == "deepspeed":
         return deepspeed.DeepSpeedStrategy(*common_arguments)
     if engine == "copies":
-        return DistributedStrategy(*common_arguments, plain=config.always_graphs)
+        return DistributedStrategy(*common_arguments, plain=bool(config.model.cuda_graphs))
     sharded = (*common_arguments, plan.compute_dtype, ranks.local_world_size)
     if parallel.fp8_params:
         from llm_fp8.distributed.fp8_params import Fp8ParamsStrategy

@@ -145,7 +145,7 @@ def holds_frozen_in_fp8(config: Config, mode: str, recipe: str | None) -> bool:
     fsdp_offload and the export of random weights need them in bf16.
     """
     exports_drawn = config.draws_weights and config.run.export
-    needs_bf16 = exports_drawn or mode == "fsdp_offload" or not row_of(recipe).fprop_in_fp8
+    needs_bf16 = exports_drawn or mode == "fsdp_offload" or "fprop" not in row_of(recipe).gemms_in_fp8
     return config.trains_adapters and config.model.use_te and not needs_bf16
 
 
@@ -245,7 +245,7 @@ class RunSize:
         keeps_casts = not config.precision.fp8_recast_weights
         if self.sharded:
             keeps_casts = mode == "fsdp_grad" and not (fp8_weights or config.parallel.fp8_params)
-        layouts = 2 if row_of(recipe).fprop_in_fp8 else 1  # dgrad reads the transpose of the weight that fprop reads
+        layouts = 1 + ("fprop" in row_of(recipe).gemms_in_fp8)  # dgrad reads the transpose of fprop's layout
         casts = layouts * layers * layer_linear if recipe != "bf16" and keeps_casts else 0
         # Transposes of frozen weights with one scale exist only during a layer's backward pass.
         transposed = layer_linear if self.adapted and fp8_weights else 0
@@ -265,7 +265,7 @@ class RunSize:
         all_gradients = 0.0 if unsharded else gradient_bytes / shards * trained
         if unsharded:
             state -= gradient_bytes / num_gpus * trained  # gradient shards are allocated in the reduction
-        if mode == "ddp" and not config.always_graphs:
+        if mode == "ddp" and not config.model.cuda_graphs:
             state += gradient_bytes * trained  # buckets
         # fp8 weights replace bf16 frozen weights, or exist in addition to master weights.
         state += (-1 if self.adapted else 1) * fp8_weights / num_gpus
@@ -274,7 +274,7 @@ class RunSize:
         state += _FP32 * (te_llama.num_positions(text_config(self.hf_config)) or 0) * spec.head_dim  # RoPE's angles
         gathered = outermost + (1 if fp8_weights else _BF16) * layer_linear if mode == "fsdp_full" else 0.0
 
-        graphs = config.always_graphs
+        graphs = config.model.cuda_graphs
         copies = 2 if graphs and not self.sharded else 1  # for the graphs and for an eager micro-batch
         peaks = [(state + gathered, copies * activations, copies * head)]
         if graphs and self.sharded:

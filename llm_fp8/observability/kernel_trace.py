@@ -164,6 +164,16 @@ def gemm_kernels(times: KernelTimes) -> dict[GemmKind, KernelTime]:
     return _grouped(times, gemm_kind)
 
 
+def attention_library(kernels: KernelTimes) -> str:
+    """Return the library whose kernel took the most time in torch's SDPA, or 'math' if no attention kernel ran."""
+    attention = time_by_class(kernels).get("attention")
+    if attention is None:
+        return "math"
+    longest = next(iter(attention.names)).lower()
+    libraries = {"cudnn": "cuDNN", "flash": "flash", "fmha_cutlass": "memory-efficient"}
+    return next((name for part, name in libraries.items() if part in longest), "an unknown library")
+
+
 def _grouped(times: KernelTimes, group_of: Callable[[str], Any]) -> dict[Any, KernelTime]:
     """Sum count and time of kernels by `group_of(name)`. Skip the group None. The longest total time comes first."""
     groups: dict[Any, KernelTime] = {}

@@ -12,6 +12,7 @@ without fp8, these kernels could be fp8 kernels.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,10 +22,11 @@ from torch import nn
 
 from llm_fp8.config.recipes import row_of
 from llm_fp8.observability.kernel_trace import (
-    LOW_PRECISION,
     KernelClass,
     KernelTime,
     KernelTimes,
+    StepProfile,
+    attention_library,
     gemm_kernels,
     time_by_class,
 )
@@ -52,12 +54,10 @@ class ExpectedKernels:
     """The fp8 scenario in effect, or None in a run without fp8."""
     num_fp8_gemms: int = 0
     """Minimum number of fp8 GEMM kernels per micro-batch. A GEMM may run several kernels."""
+    most_fp8_gemms: float = math.inf  # maximum of the same, if fprop is in bf16
     fp8_linear_flop_share: float = 0.0
     fp8_format: str | None = None
     """Name of the recipe's format, such as "HYBRID"; None for the default of the row in `RECIPES`."""
-
-    most_fp8_gemms: int | None = None
-    """Largest number of fp8 GEMM kernels per micro-batch of a recipe with fprop in bf16. None: no limit."""
 
     @classmethod
     def of_model(
@@ -67,9 +67,10 @@ class ExpectedKernels:
         twice, unless torch.compile chooses the operations to recompute.
         """
         plan = precision.plan
-        fprop_in_fp8 = row_of(plan.effective_scenario).fprop_in_fp8
+        fprop_in_fp8 = "fprop" in row_of(plan.effective_scenario).gemms_in_fp8
         parts = recomputed if precision.backend.recomputes_fprop and fprop_in_fp8 else ()
         twice = precision.fp8_modules.intersection(module for part in parts for module in part.modules())
+        most = sum(1 + weight.requires_grad for module in precision.fp8_modules for weight in linear_weights(module))
         return cls(
             precision=plan.name,
             compute=plan.compute_name,
@@ -77,7 +78,7 @@ class ExpectedKernels:
             num_fp8_gemms=coverage.num_fp8_gemms + sum(len(linear_weights(module)) for module in twice),
             fp8_linear_flop_share=coverage.fp8_linear_flop_share,
             fp8_format=format_name(plan.recipe),
-            most_fp8_gemms=None if fprop_in_fp8 else coverage.most_fp8_gemms,
+            most_fp8_gemms=math.inf if fprop_in_fp8 else most,
         )
 
 
@@ -148,29 +149,25 @@ def certify(
     """
     by_class, gemms = time_by_class(kernels), gemm_kernels(kernels)
     unknown, other = gemms.get("unknown", KernelTime()), by_class.get("other", KernelTime())
-    low = [gemms[kind] for kind in LOW_PRECISION if kind in gemms]
-    gemms_s = sum(gemm.time_s for gemm in gemms.values())
-    possible_s = gemms_s + other.time_s
+    possible_s = sum(gemm.time_s for gemm in gemms.values()) + other.time_s
+    figures: Any = {"fp8_gemm_time_share": None} | StepProfile(kernels=kernels).figures()
     step = Certificate(
         verdict="certified",
         precision=expected.precision,
         reasons=[],
         remarks=[],
-        num_gemm_kernels=sum(gemm.count for gemm in gemms.values()),
-        num_fp8_gemm_kernels=sum(gemm.count for gemm in low),
         num_expected_fp8_gemm_kernels=num_micro_batches * expected.num_fp8_gemms,
-        num_unknown_gemm_kernels=unknown.count,
         gemm_kernels_by_type={str(kind): gemm.count for kind, gemm in gemms.items()},
         unknown_gemm_names=list(unknown.names),
         other_kernel_names=list(other.names),
         unrecognised_time_share=(unknown.time_s + other.time_s) / possible_s if possible_s else None,
-        fp8_gemm_time_share=sum(gemm.time_s for gemm in low) / gemms_s if gemms_s else None,
         fp8_linear_flop_share=expected.fp8_linear_flop_share,
         attention=f"sdpa ({attention_library(kernels)})" if attention == "sdpa" else attention,
         modules=state,
         num_micro_batches=num_micro_batches,
         rank=rank,
         time_s_by_class={name: times.time_s for name, times in by_class.items()},
+        **figures,
     )
     judge = _Judge(step, expected, other.count)
     (judge.judge_fp8 if expected.scenario else judge.judge_without_fp8)()
@@ -184,16 +181,6 @@ def certify(
 def worst(certificates: Sequence[Certificate]) -> Certificate:
     """Return the certificate with the worst verdict. If several have this verdict, return the first of them."""
     return max(certificates, key=lambda certificate: get_args(Verdict).index(certificate.verdict))
-
-
-def attention_library(kernels: KernelTimes) -> str:
-    """Return the library whose kernel took the most time in torch's SDPA, or 'math' if no attention kernel ran."""
-    attention = time_by_class(kernels).get("attention")
-    if attention is None:
-        return "math"
-    longest = next(iter(attention.names)).lower()
-    libraries = {"cudnn": "cuDNN", "flash": "flash", "fmha_cutlass": "memory-efficient"}
-    return next((name for part, name in libraries.items() if part in longest), "an unknown library")
 
 
 class _Judge:
@@ -235,10 +222,9 @@ class _Judge:
 
         if others := [name for name in state.recipes if name != row.recipe_class]:
             self.failures.append(f"expected the recipe {row.recipe_class}, but modules had {', '.join(others)}")
-        most = self.expected.most_fp8_gemms
-        if most is not None and num_of_recipe > (most_in_step := most * self.step.num_micro_batches):
-            message = f"expected at most {most_in_step} fp8 GEMM kernels, since the forward pass is in bf16, but "
-            self.failures.append(f"{message}{num_of_recipe} ran ({self.gemm_summary})")
+        if num_of_recipe > (most := self.expected.most_fp8_gemms * self.step.num_micro_batches):
+            kernels = "fp8 GEMM kernels, since the forward pass is in bf16"
+            self.failures.append(f"expected at most {most} {kernels}, but {num_of_recipe} ran ({self.gemm_summary})")
         expected_format = self.expected.fp8_format or row.defaults.get("fp8_format")
         if expected_format and (others := [name for name in state.formats if name != expected_format]):
             self.failures.append(f"expected the fp8 format {expected_format}, but modules had {', '.join(others)}")

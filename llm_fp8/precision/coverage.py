@@ -55,7 +55,6 @@ class Fp8Coverage:
     converted: dict[str, int]  # name pattern (layer numbers as *) -> number of modules in fp8
     skipped: dict[str, str]  # name pattern -> number of modules, their dtype, and the reason
     num_fp8_gemms: int  # per micro-batch, without recomputation: 3 per trained weight, fewer per frozen weight
-    most_fp8_gemms: int  # number if every frozen weight needs dgrad
     linear_flops_per_token: float
     fp8_linear_flop_share: float  # fraction of linear_flops_per_token in fp8, 0 to 1
 
@@ -84,13 +83,13 @@ def measure_coverage(
 ) -> Fp8Coverage:
     """Count the linear weights of `model` after conversion. GEMMs of `fp8_modules` run in fp8, all others in `compute`.
 
-    `reasons` is module name -> reason why the module is not in fp8, if known. For `gemms` see `gemms_per_weight`.
-    `gemms_in_fp8` names those of `GEMMS` that the recipe computes in fp8.
+    `reasons` is module name -> reason why the module is not in fp8, if known. For `gemms` see `gemms_per_weight`. The
+    recipe computes `gemms_in_fp8` in fp8.
     """
     in_fp8, routed, reasons = set(fp8_modules), routed_modules(model), never_in_fp8(model) | reasons
     converted: Counter[str] = Counter()
     skipped: Counter[tuple[str, str]] = Counter()
-    num_fp8 = num_all = num_fp8_gemms = most_fp8_gemms = fp8_gemm_elements = 0
+    num_fp8 = num_all = num_fp8_gemms = fp8_gemm_elements = 0
     all_gemm_elements = 0.0
     for name, module in model.named_modules():
         weights = linear_weights(module) or expert_weights(module)
@@ -105,9 +104,7 @@ def measure_coverage(
         if module in in_fp8:
             num_fp8 += size
             num_gemms_in_fp8 = len({*GEMMS[:num_gemms]}.intersection(gemms_in_fp8))
-            num_if_all = len({*GEMMS[: 2 if module in gemms else 3]}.intersection(gemms_in_fp8))
             num_fp8_gemms += len(weights) * num_gemms_in_fp8
-            most_fp8_gemms += len(weights) * num_if_all
             fp8_gemm_elements += size * num_gemms_in_fp8
             converted[pattern] += 1
         else:
@@ -117,7 +114,6 @@ def measure_coverage(
         num_fp8_weights=num_fp8,
         num_linear_weights=num_all,
         num_fp8_gemms=num_fp8_gemms,
-        most_fp8_gemms=most_fp8_gemms,
         linear_flops_per_token=2.0 * all_gemm_elements,
         fp8_linear_flop_share=fp8_gemm_elements / all_gemm_elements,
         converted=dict(converted),

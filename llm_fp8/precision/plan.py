@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from llm_fp8.config.recipes import Recipe, precision_name, row_of
+from llm_fp8.config.recipes import precision_name, row_of
 
 MIN_FP8_CAPABILITY = (8, 9)
 
@@ -62,8 +62,3 @@ class PrecisionPlan:
         """Return plain values for run.json."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return values | {"recipe": None if self.recipe is None else repr(self.recipe), "emulated": self.emulated}
-
-
-def recipe_available(te: Any, recipe: Recipe) -> tuple[bool, str]:
-    """Return (True, '') if `te`, transformer_engine.pytorch, supports `recipe` on this GPU, else (False, reason)."""
-    return getattr(te, recipe.availability)(return_reason=True)

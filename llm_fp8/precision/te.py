@@ -156,9 +156,7 @@ class TEBackend:
             return forward(*args, **kwargs)
 
     def state_tensors(self, modules: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the fp32 tensors of delayed scaling by name: scales [num_tensors], amax histories [history,
-        num_tensors].
-        """
+        """Return delayed scaling's tensors, fp32: scales [num_tensors], amax histories [history, num_tensors]."""
         state: dict[str, Tensor] = {}
         # With gradients enabled, the end of the autocast would count as a forward pass and shift the histories.
         with torch.no_grad(), self.autocast():

@@ -12,7 +12,7 @@ from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.recipes import RECIPES, recipe_names
 from llm_fp8.distributed.process_group import device_of_process, gathered
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.precision.plan import MIN_FP8_CAPABILITY, recipe_available
+from llm_fp8.precision.plan import MIN_FP8_CAPABILITY
 from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.te_internals import require_te
 
@@ -47,7 +47,7 @@ def detect_machine(precision: PrecisionConfig, ranks: LaunchRanks, asks_te: bool
     wants_te = precision.mixed_precision in ("fp8", "auto") and precision.fp8_backend == "te"
     if asks_te and wants_te and capability >= MIN_FP8_CAPABILITY:
         te = require_te(f"--mixed_precision {precision.mixed_precision}")
-        answers = {name: recipe_available(te, RECIPES[name]) for name in recipe_names("te")}
+        answers = {name: getattr(te, RECIPES[name].availability)(return_reason=True) for name in recipe_names("te")}
         lacking = {name: reason for name, (is_available, reason) in answers.items() if not is_available}
     gpu = torch.cuda.get_device_name(device)
     gpu_gib = min(gathered(torch.cuda.get_device_properties(device).total_memory / GIB))

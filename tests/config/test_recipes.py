@@ -8,9 +8,10 @@ import pytest
 
 from llm_fp8.config.parser import OptionsParser, parse_config
 from llm_fp8.config.recipes import RECIPES, Recipe, row_of
-from llm_fp8.precision.plan import recipe_available
+from llm_fp8.settle.machine import detect_machine
 from llm_fp8.tools.compare.run_record import parse_variants, variant_argv
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.ranks import LaunchRanks
 
 MADE_UP = Recipe(
     "te",
@@ -35,9 +36,17 @@ def test_new_recipe_is_in_the_help_and_restricts_options():
         parse_config([*argv, "--fp8_format=E4M3"])
 
 
-def test_availability_comes_from_the_function_of_the_row():
-    te = SimpleNamespace(is_made_up_available=lambda return_reason: (False, "nobody has it"))
-    assert recipe_available(te, MADE_UP) == (False, "nobody has it") and row_of("made_up").token_multiple == 48
+def test_availability_comes_from_the_function_of_the_row(monkeypatch):
+    available = dict.fromkeys((row.availability for row in RECIPES.values()), lambda return_reason: (True, ""))
+    te = SimpleNamespace(**available | {"is_made_up_available": lambda return_reason: (False, "nobody has it")})
+    monkeypatch.setattr("llm_fp8.settle.machine.require_te", lambda feature: te)
+    monkeypatch.setattr("llm_fp8.settle.machine.device_of_process", lambda: None)
+    gpu = SimpleNamespace(name="a GPU", total_memory=80 * 2**30)
+    for name, value in (("is_available", True), ("get_device_capability", (9, 0)), ("get_device_properties", gpu)):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda *_, value=value: value)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: gpu.name)
+    lacking = detect_machine(parse_config(["--mixed_precision=fp8"]).precision, LaunchRanks()).lacking
+    assert lacking == {"made_up": "nobody has it"} and row_of("made_up").token_multiple == 48
 
 
 def test_new_recipe_is_a_variant_of_a_comparison():
