@@ -90,7 +90,8 @@ def saved_bytes(spec: te_llama.DecoderSizes, recipe: str, adapted: frozenset[str
         return per_token + _BF16 * (2 * h + f)
     row = RECIPES[recipe]
     assert row.saved_bytes_per_element is not None, f"the memory of {recipe} is not measured"
-    return per_token + row.saved_bytes_per_element * (3 * h + q + f * (2 if row.saves_fc2_input_twice else 1))
+    norms = 3 if "fprop" in row.gemms_in_fp8 else 2  # measured: a forward pass in fp8 saves one more
+    return per_token + row.saved_bytes_per_element * (norms * h + q + f * (2 if row.saves_fc2_input_twice else 1))
 
 
 def recomputed_layers(amount: Amount, num_layers: int) -> range:
