@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2/2.5, Qwen3 and Gemma 3 with decoder layers made of Transformer Engine (TE) modules.
+"""Models of many families (`FAMILIES`) with decoder layers made of Transformer Engine (TE) modules.
 
 `build_te_model(config, ...)` returns Hugging Face's `LlamaForCausalLM` (or `Qwen2ForCausalLM`, ...) and replaces its
 decoder layers, rotary table and (except in Gemma) final norm. Embedding, `lm_head`, `generate`, `save_pretrained` and
@@ -49,12 +49,13 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
 from llm_fp8.kernels.swiglu import fuse_swiglu_backward
 from llm_fp8.utils.torch_internals import materialize_
@@ -63,6 +64,8 @@ ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 """Hugging Face's name of the gate's activation -> Transformer Engine's name of the gated activation."""
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """RoPE types whose frequencies do not depend on the sequence length, so that the table can be computed once."""
+NO_ROPE = "no RoPE"
+"""Value of `LayerSpec.rope` and key of the table, with angles of 0, for layers that do not rotate q and k."""
 
 
 class UnsupportedArchitecture(ValueError):
@@ -136,21 +139,28 @@ class LayerSpec:
     window: int | None = None
     """Number of last positions that a token attends to, including its own. None for all."""
     rope: str | None = None
-    """Key of the RoPE table, which is the layer type. None if all layers share one table."""
+    """Key of the RoPE table, which is the layer type or `NO_ROPE`. None if all layers share one table."""
     activation: str = "swiglu"
     """Transformer Engine's name: "swiglu", or "geglu" with the tanh approximation of GELU."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
+    """If True, the QK norm is over all heads together, not over each head."""
+    residual_dropout: float = 0.0
+    residual_scale: float = 1.0
+    """Factor of the outputs of attention and MLP when they are added to the residual."""
     zero_centered_gain: bool = False
     """If True, all norms multiply by 1 + weight instead of weight."""
-    attention_norms: tuple[str, str | None] = ("input_layernorm", None)
+    attention_norms: tuple[str | None, str | None] = ("input_layernorm", None)
     """Hugging Face's names of the norms before and after attention, or None for no norm."""
-    mlp_norms: tuple[str, str | None] = ("post_attention_layernorm", None)
+    mlp_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None)
     """Hugging Face's names of the norms before and after the MLP, or None for no norm."""
     unfused_mlp: bool = False
-    """If True, fc1 and fc2 are separate modules, as adapters require. This is slower than LayerNormMLP."""
+    """If True, fc1 and fc2 are separate modules, which adapters and MLPs without a norm before them require. This is
+    slower than LayerNormMLP.
+    """
 
     @property
     def q_size(self) -> int:
@@ -161,6 +171,11 @@ class LayerSpec:
     def kv_size(self) -> int:
         """Number of output features of the key projection. The value projection has the same number."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def dropout(self) -> float:
+        """The larger of the two dropout probabilities."""
+        return max(self.attention_dropout, self.residual_dropout)
 
     @property
     def norm_options(self) -> dict[str, Any]:
@@ -186,7 +201,7 @@ class DecoderSizes(LayerSpec):
         return len(self.windows)
 
 
-def _llama(config: Any, **features: Any) -> LayerSpecs:
+def _llama(config: Any, **features: Any) -> tuple[LayerSpec, ...]:
     """Describe the layers of Llama and Mistral. `features` are fields of `LayerSpec` to override for other families."""
     hidden_act = getattr(config, "hidden_activation", None) or config.hidden_act
     if hidden_act not in ACTIVATIONS:
@@ -208,7 +223,15 @@ def _llama(config: Any, **features: Any) -> LayerSpecs:
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
     )
     common |= features
-    return tuple(LayerSpec(window=_window(config, layer), **common) for layer in range(config.num_hidden_layers))
+    window, tables = getattr(config, "sliding_window", None), getattr(config, "rope_parameters", None) or {}
+    # A config without layer types (Mistral) has one window for all layers.
+    layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return tuple(
+        LayerSpec(
+            window=window if kind == "sliding_attention" else None, rope=kind if kind in tables else None, **common
+        )
+        for kind in layer_types
+    )
 
 
 def _qwen2(config: Any) -> LayerSpecs:
@@ -221,12 +244,28 @@ def _qwen3(config: Any) -> LayerSpecs:
     return _llama(config, qk_norm=True)
 
 
+def _smollm3(config: Any) -> LayerSpecs:
+    """Describe SmolLM3, in which every fourth layer has no RoPE."""
+    rotated = zip(_llama(config), config.no_rope_layers, strict=False)
+    return tuple(spec if has_rope else replace(spec, rope=NO_ROPE) for spec, has_rope in rotated)
+
+
+def _seed_oss(config: Any) -> LayerSpecs:
+    """Describe Seed-OSS, which has its own entry for the output bias, and dropout before residuals are added."""
+    return _llama(config, output_bias=config.attention_out_bias, residual_dropout=config.residual_dropout)
+
+
+def _granite(config: Any) -> LayerSpecs:
+    """Describe Granite. Its other multipliers, of embeddings and logits, are outside the layers."""
+    return _llama(config, attention_scale=config.attention_multiplier, residual_scale=config.residual_multiplier)
+
+
 def _gemma3(config: Any) -> LayerSpecs:
     """Describe Gemma 3, which has four norms with gain 1 + w, GeGLU, and a RoPE table for each of two layer types."""
     for entry in ("attn_logit_softcapping", "use_bidirectional_attention"):
         if getattr(config, entry, None):
             raise UnsupportedArchitecture(f"Transformer Engine's attention does not support {entry}")
-    specs = _llama(
+    return _llama(
         config,
         qk_norm=True,
         zero_centered_gain=True,
@@ -234,7 +273,6 @@ def _gemma3(config: Any) -> LayerSpecs:
         mlp_norms=("pre_feedforward_layernorm", "post_feedforward_layernorm"),
         attention_scale=1 / math.sqrt(config.query_pre_attn_scalar),
     )
-    return tuple(replace(spec, rope=name) for spec, name in zip(specs, config.layer_types, strict=True) if spec)
 
 
 FAMILIES: dict[str, Callable[[Any], LayerSpecs]] = {
@@ -242,6 +280,9 @@ FAMILIES: dict[str, Callable[[Any], LayerSpecs]] = {
     "mistral": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "smollm3": _smollm3,
+    "seed_oss": _seed_oss,
+    "granite": _granite,
     "gemma3": _gemma3,
     "gemma3_text": _gemma3,
 }
@@ -282,15 +323,6 @@ def decoder_sizes(config: PretrainedConfig) -> DecoderSizes:
         vocab_size=decoder.vocab_size,
         tied_embeddings=bool(config.tie_word_embeddings),
     )
-
-
-def _window(config: PretrainedConfig, layer: int) -> int | None:
-    """Return a layer's window, or None. A config without layer types (Mistral) has one window for all layers."""
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None and layer_types[layer] != "sliding_attention":
-        return None
-    return window
 
 
 def stacked(*tensors: tuple[str, tuple[int, ...]]) -> tuple[Part, ...]:
@@ -391,6 +423,7 @@ class RotaryTable(nn.Module):
             self.attention_scaling[layer_type] = float(getattr(reference, f"{prefix}attention_scaling"))
             angles = torch.outer(positions, getattr(reference, f"{prefix}inv_freq").float())
             self.angles[layer_type] = torch.cat((angles, angles), dim=-1)[:, None, None, :].to(device)
+        self.attention_scaling[NO_ROPE], self.angles[NO_ROPE] = 1.0, torch.zeros(len(positions), 1, 1, 2, device=device)
 
     def forward(
         self, hidden: Tensor | None = None, position_ids: Tensor | None = None, layer_type: str | None = None
@@ -459,7 +492,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         self.num_key_value_groups = spec.num_heads // spec.num_kv_heads
         self.is_causal = True
         self.softmax_scale = softmax_scale
-        self.angles: Tensor | None = None  # used if the model passes cos and sin for Hugging Face's layers instead
+        self.angles: Tensor | None = None  # of `RotaryTable`
         self.context_size, self.context_rank = 1, 0
         # TE compares `device` with "meta" to skip allocation, so it must be a string, not a torch.device.
         shared: dict[str, Any] = {"params_dtype": dtype, "device": str(device)}
@@ -522,23 +555,26 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
-        position_embeddings: Tensor | tuple[Tensor, Tensor] | None = None,
         cu_seq_lens_q: Tensor | None = None,
         max_length_q: int | None = None,
         **_: Any,
     ) -> Tensor:
         """Return hidden states [B, S, h]. The docstring of this file explains the forms of input."""
-        angles = position_embeddings if isinstance(position_embeddings, Tensor) else self.angles
-        assert angles is not None
+        assert self.angles is not None
         fused = self.qkv(hidden_states, is_first_microbatch=self.is_first_microbatch)
         if cu_seq_lens_q is not None:
-            context = self._documents(fused, angles, cu_seq_lens_q, max_length_q)
+            context = self._documents(fused, self.angles, cu_seq_lens_q, max_length_q)
         else:
-            context = self._general(fused, angles, position_ids, attention_mask, past_key_values)
+            context = self._general(fused, self.angles, position_ids, attention_mask, past_key_values)
         attended = self.output(context, is_first_microbatch=self.is_first_microbatch)
-        hidden_states = hidden_states + (self.output_norm(attended) if self.output_norm else attended)
+        hidden_states = self._add(hidden_states, attended, self.output_norm)
         transformed = self.mlp(hidden_states, is_first_microbatch=self.is_first_microbatch)
-        return hidden_states + (self.mlp_norm(transformed) if self.mlp_norm else transformed)
+        return self._add(hidden_states, transformed, self.mlp_norm)
+
+    def _add(self, residual: Tensor, output: Tensor, norm: nn.Module | None) -> Tensor:
+        """Add the `output` of attention or MLP, after its norm (if any), dropout and factor, to `residual`."""
+        output = F.dropout(norm(output) if norm else output, self.spec.residual_dropout, self.training)
+        return torch.add(residual, output, alpha=self.spec.residual_scale)
 
     def _split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split `fused`, the QKV projection's output, into views q, k, v [..., heads, d]. Apply the QK norm, if any."""

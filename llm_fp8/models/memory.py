@@ -12,7 +12,7 @@ exist twice.
 Tensors that a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, Linear, LayerNormMLP and
 FusedAttnFunc), with hidden size h, MLP size f, and q and kv the output sizes of the query and the key projection:
 
-    bf16 elements   2 h        inputs of both norms
+    bf16 elements   2 h        inputs of both norms (h for each norm, if a layer has more or fewer)
                     2 q + 2 kv rotated q and k, v; attention's output (Qwen3: q + kv more, inputs of their norms)
                     2 f        output of fc1
     fp32            1 per head attention's log-sum-exp
@@ -76,10 +76,10 @@ class MemoryEstimate:
 def saved_bytes(spec: te_llama.DecoderSizes, recipe: str, adapted: frozenset[str], lora_rank: int) -> float:
     """Return the bytes that a TE decoder layer saves per token for backward. `adapted`: linears with an adapter."""
     h, f, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
-    per_token = _BF16 * (2 * h + q + 2 * kv + q + 2 * f) + _FP32 * spec.num_heads
-    if spec.qk_norm:
-        per_token += _BF16 * (q + kv)
-    per_token += _BF16 * h * sum(name is not None for name in (spec.attention_norms[1], spec.mlp_norms[1]))
+    num_norms = sum(name is not None for name in (*spec.attention_norms, *spec.mlp_norms))
+    elements = num_norms * h + q + 2 * kv + q + 2 * f + (q + kv) * spec.qk_norm
+    per_token = _BF16 * elements + _FP32 * spec.num_heads
+    per_token += 2 * h * (spec.residual_dropout > 0)  # two masks of one byte an element
     if adapted:
         mlp = adapted & {"gate_proj", "up_proj", "down_proj"}
         per_token += _BF16 * lora_rank * len(adapted)

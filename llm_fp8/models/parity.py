@@ -161,7 +161,7 @@ def compare_layers(model: Model, layers: Iterable[Any], row: Row, dtype: torch.d
             reference.layers[0].load_state_dict({name: full_tensor(p) for name, p in layer.named_parameters()})
             hidden = _run(reference, hidden, torch.zeros_like(hidden), position_ids=position_ids)[0]["output"]
             continue
-        spec = dataclasses.replace(layer.spec, attention_dropout=0.0)
+        spec = dataclasses.replace(layer.spec, attention_dropout=0.0, residual_dropout=0.0)
         parts = te_llama.layer_map(spec)
         weights = {name: full_tensor(layer.get_parameter(name)) for name in parts}
         hf_weights = te_llama.in_hf_layout(parts, weights)
@@ -180,8 +180,8 @@ def compare_layers(model: Model, layers: Iterable[Any], row: Row, dtype: torch.d
             results, gradients = _run(reference, hidden.to(kind), gradient.to(kind), position_ids=position_ids)
             layer_gradients = {name.removeprefix("layers.0."): value for name, value in gradients.items()}
             hf[kind] = results | _joined(parts, layer_gradients)
-            inputs = {"position_embeddings": layer.angles, **documents}
-            results, gradients = _run(te_layer, hidden.to(kind), gradient.to(kind), **inputs)
+            te_layer.angles = layer.angles
+            results, gradients = _run(te_layer, hidden.to(kind), gradient.to(kind), **documents)
             te[kind] = results | _joined(parts, te_llama.in_hf_layout(parts, gradients))
         for name, exact in hf[torch.float32].items():
             measured = (te[torch.float32], te[dtype], hf[dtype])
@@ -194,9 +194,11 @@ def compare_layers(model: Model, layers: Iterable[Any], row: Row, dtype: torch.d
 def _one_layer_model(config: PretrainedConfig, layer: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Build Hugging Face's decoder with only layer number `layer`, a tiny vocabulary and no final norm."""
     config = copy.deepcopy(config)
-    config.num_hidden_layers, config.vocab_size, config.pad_token_id, config.attention_dropout = 1, 16, None, 0.0
-    if getattr(config, "layer_types", None) is not None:
-        config.layer_types = [config.layer_types[layer]]
+    config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 16, None
+    config.attention_dropout = config.residual_dropout = config.resid_pdrop = 0.0
+    for entry in ("layer_types", "no_rope_layers"):
+        if (of_layers := getattr(config, entry, None)) is not None:
+            setattr(config, entry, [of_layers[layer]])
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     model.model.norm, model.model.embed_tokens = nn.Identity(), nn.Identity()

@@ -182,6 +182,9 @@ FEATURED_FAMILIES = [
     "qwen2_window",
     "qwen3_qk_norm_head_dim",
     "gemma3_text",
+    "smollm3_no_rope",
+    "seed_oss_biases",
+    "granite_multipliers",
 ]
 
 
@@ -189,7 +192,7 @@ FEATURED_FAMILIES = [
 @pytest.mark.parametrize("family", FEATURED_FAMILIES)
 def test_packed_documents_match_hugging_face_and_saved_model_loads_there(tmp_path, family, unfused_mlp):
     """Some documents are shorter than the attention window, others are longer. The test also generates tokens."""
-    te, hf, _ = te_and_hf(tmp_path / "source", family, unfused_mlp=unfused_mlp)
+    te, hf, stored = te_and_hf(tmp_path / "source", family, unfused_mlp=unfused_mlp)
     ids = torch.randint(3, 1024, (1, 90), generator=torch.Generator().manual_seed(1))
     bounds = [0, 17, 30, 90]
     documents = dict(cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32), max_length_q=60, attention_mask=NO_MASK)
@@ -200,6 +203,10 @@ def test_packed_documents_match_hugging_face_and_saved_model_loads_there(tmp_pat
         expected = sum(each[name] for _, each in alone)
         assert (gradient - expected).norm() <= 2e-5 * expected.norm(), name
 
+    check_parity(stored, te.model.layers, packed_batch("cpu"), S, torch.float32)
+    te_loss, hf_loss = (TrainingModel(model, length_config(S), torch.float32, "rows") for model in (te, hf))
+    for batch in (packed_batch("cpu"), padded_batch("cpu")):
+        torch.testing.assert_close(te_loss(batch)[0], hf_loss(batch)[0], rtol=1e-5, atol=0)
     mask = torch.ones(1, 40, dtype=torch.long)
     prompt = dict(input_ids=ids[:, 30:70], attention_mask=mask, max_new_tokens=4, do_sample=False)
     assert torch.equal(te.generate(**prompt), hf.generate(**prompt))

@@ -13,6 +13,7 @@ from llm_fp8.models.model import Model
 from llm_fp8.models.source import EMBEDDED_MODEL, StoredCheckpoint
 from tests.support.small import tiny_config
 
+_MULTIPLIERS = dict(residual_multiplier=0.6, embedding_multiplier=2.0)
 FAMILIES = {
     "llama2": dict(model_type="llama", num_key_value_heads=8, rope_theta=10000.0),
     "llama3_rope_gqa": dict(
@@ -48,6 +49,11 @@ FAMILIES = {
         rope_scaling=dict(rope_type="linear", factor=4.0),
         tie_word_embeddings=True,
     ),
+    "smollm3_no_rope": dict(model_type="smollm3", no_rope_layers=[1, 0, 1, 0]),
+    "seed_oss_biases": dict(
+        model_type="seed_oss", attention_dropout=0.0, residual_dropout=0.0, attention_out_bias=True, mlp_bias=True
+    ),
+    "granite_multipliers": dict(model_type="granite", attention_multiplier=0.2, logits_scaling=0.5, **_MULTIPLIERS),
 }
 """Name -> changes to the config of `family_config`, which has 3 layers and, by default, head_dim 64."""
 

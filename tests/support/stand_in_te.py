@@ -199,15 +199,17 @@ class DotProductAttention(nn.Module):
 
 
 def apply_rotary_pos_emb(x: Tensor, freqs: Tensor, tensor_format: str, cu_seqlens: Tensor | None, **_: Any) -> Tensor:
-    """Return x [tokens, heads, d] or [B, S, heads, d], rotated by the angles `freqs` [positions, 1, 1, d]. Positions
-    count from 0 in every document or row.
+    """Return x [tokens, heads, d] or [B, S, heads, d], of which the first r columns are rotated by the angles `freqs`
+    [positions, 1, 1, r]. Positions count from 0 in every document or row.
     """
     positions = torch.arange(x.shape[-3])
     if cu_seqlens is not None:
         positions = positions - cu_seqlens[torch.searchsorted(cu_seqlens, positions, right=True) - 1]
     angles = freqs[positions].flatten(1).unsqueeze(1)
+    x, rest = x.split((angles.shape[-1], x.shape[-1] - angles.shape[-1]), dim=-1)
     first, second = x.chunk(2, dim=-1)
-    return (x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()).to(x.dtype)
+    rotated = x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
+    return torch.cat((rotated.to(x.dtype), rest), dim=-1)
 
 
 def swiglu(gate_and_up: Tensor, quantizer: None) -> Tensor:
