@@ -158,9 +158,7 @@ class LayerSpec:
     mlp_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None)
     """Hugging Face's names of the norms before and after the MLP, or None for no norm."""
     unfused_mlp: bool = False
-    """If True, fc1 and fc2 are separate modules, which adapters and MLPs without a norm before them require. This is
-    slower than LayerNormMLP.
-    """
+    """If True, fc1 and fc2 are separate modules, as adapters and MLPs without a norm before them require. Slower."""
 
     @property
     def q_size(self) -> int:
@@ -173,9 +171,9 @@ class LayerSpec:
         return self.num_kv_heads * self.head_dim
 
     @property
-    def dropout(self) -> float:
-        """The larger of the two dropout probabilities."""
-        return max(self.attention_dropout, self.residual_dropout)
+    def qk_norm_sizes(self) -> tuple[int, int]:
+        """Numbers of elements over which the norms of q and k are computed."""
+        return (self.q_size, self.kv_size) if self.joint_qk_norm else (self.head_dim, self.head_dim)
 
     @property
     def norm_options(self) -> dict[str, Any]:
@@ -275,6 +273,20 @@ def _gemma3(config: Any) -> LayerSpecs:
     )
 
 
+def _olmo(config: Any, joint_qk_norm: bool = True) -> tuple[LayerSpec, ...]:
+    """Describe OLMo 2 and 3, which have norms after attention and MLP only, and norms over all of q and all of k."""
+    norms: dict[str, Any] = {"attention_norms": (None, "post_attention_layernorm")}
+    norms |= {"mlp_norms": (None, "post_feedforward_layernorm")}
+    return _llama(config, qk_norm=True, joint_qk_norm=joint_qk_norm, **norms)
+
+
+def _exaone4(config: Any) -> LayerSpecs:
+    """Describe EXAONE 4: OLMo's norms, but over each head of q and k, and RoPE only in layers with a window, if any."""
+    specs = _olmo(config, joint_qk_norm=False)
+    is_hybrid = config.sliding_window is not None
+    return tuple(replace(spec, rope=NO_ROPE) if is_hybrid and spec.window is None else spec for spec in specs)
+
+
 FAMILIES: dict[str, Callable[[Any], LayerSpecs]] = {
     "llama": _llama,
     "mistral": _llama,
@@ -283,6 +295,9 @@ FAMILIES: dict[str, Callable[[Any], LayerSpecs]] = {
     "smollm3": _smollm3,
     "seed_oss": _seed_oss,
     "granite": _granite,
+    "olmo2": _olmo,
+    "olmo3": _olmo,
+    "exaone4": _exaone4,
     "gemma3": _gemma3,
     "gemma3_text": _gemma3,
 }
@@ -305,12 +320,7 @@ def layer_specs(config: PretrainedConfig, unfused_mlp: bool = False) -> LayerSpe
                 f"{', '.join(STATIC_ROPE_TYPES)})"
             )
     specs = FAMILIES[config.model_type](decoder)
-    return tuple(spec and replace(spec, unfused_mlp=unfused_mlp) for spec in specs)
-
-
-def keeps_hf_layers(config: PretrainedConfig) -> bool:
-    """Return True if any layer of the decoder is not replaced by a TE layer."""
-    return None in layer_specs(config)
+    return tuple(spec and replace(spec, unfused_mlp=unfused_mlp or spec.mlp_norms[0] is None) for spec in specs)
 
 
 def decoder_sizes(config: PretrainedConfig) -> DecoderSizes:
@@ -338,30 +348,27 @@ def layer_map(spec: LayerSpec) -> dict[str, tuple[Part, ...]]:
     """Return the `parameter_map` of one TE decoder layer, with names relative to the layer."""
     h, ffn, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
     attention = {"q": (q, h), "k": (kv, h), "v": (kv, h)}
-    entries = {
-        "qkv.layer_norm_weight": stacked((f"{spec.attention_norms[0]}.weight", (h,))),
-        "qkv.weight": stacked(*((f"self_attn.{name}_proj.weight", shape) for name, shape in attention.items())),
-    }
+    entries = {"qkv.weight": stacked(*((f"self_attn.{name}_proj.weight", shape) for name, shape in attention.items()))}
     if spec.qkv_bias:
         biases = ((f"self_attn.{name}_proj.bias", shape[:1]) for name, shape in attention.items())
         entries["qkv.bias"] = stacked(*biases)
     if spec.qk_norm:
-        for name in ("q_norm.weight", "k_norm.weight"):
-            entries[name] = stacked((f"self_attn.{name}", (spec.head_dim,)))
+        for name, size in zip(("q_norm.weight", "k_norm.weight"), spec.qk_norm_sizes, strict=True):
+            entries[name] = stacked((f"self_attn.{name}", (size,)))
     entries["output.weight"] = stacked(("self_attn.o_proj.weight", (h, q)))
     if spec.output_bias:
         entries["output.bias"] = stacked(("self_attn.o_proj.bias", (h,)))
     norm, fc1, fc2 = ("mlp.fc1.", "mlp.fc1.", "mlp.fc2.") if spec.unfused_mlp else ("mlp.", "mlp.fc1_", "mlp.fc2_")
-    entries[f"{norm}layer_norm_weight"] = stacked((f"{spec.mlp_norms[0]}.weight", (h,)))
     # TE's SwiGLU and GeGLU apply the activation to the first half of fc1.
     entries[f"{fc1}weight"] = stacked(("mlp.gate_proj.weight", (ffn, h)), ("mlp.up_proj.weight", (ffn, h)))
     entries[f"{fc2}weight"] = stacked(("mlp.down_proj.weight", (h, ffn)))
     if spec.mlp_bias:
         entries[f"{fc1}bias"] = stacked(("mlp.gate_proj.bias", (ffn,)), ("mlp.up_proj.bias", (ffn,)))
         entries[f"{fc2}bias"] = stacked(("mlp.down_proj.bias", (h,)))
-    for name, (_, hf_name) in {"output_norm": spec.attention_norms, "mlp_norm": spec.mlp_norms}.items():
+    norms = ("qkv.layer_norm_weight", "output_norm.weight", f"{norm}layer_norm_weight", "mlp_norm.weight")
+    for name, hf_name in zip(norms, (*spec.attention_norms, *spec.mlp_norms), strict=True):
         if hf_name:
-            entries[f"{name}.weight"] = stacked((f"{hf_name}.weight", (h,)))
+            entries[name] = stacked((f"{hf_name}.weight", (h,)))
     return entries
 
 
@@ -405,8 +412,8 @@ def in_hf_layout(entries: Mapping[str, tuple[Part, ...]], te_tensors: Mapping[st
 class RotaryTable(nn.Module):
     """RoPE angles of every position, with Hugging Face's frequencies. All layers, or all of one type, share a table.
 
-    `forward` returns the angles, fp32 [max_positions, 1, 1, rotary_dim], in the layout of TE's fused kernel: the halves
-    of the last dimension are equal. YaRN also multiplies cos and sin by a = `attention_scaling`. We multiply the
+    `angles` are fp32 [max_positions, 1, 1, rotary_dim] in the layout of TE's fused kernel: the halves of the last
+    dimension are equal. YaRN also multiplies cos and sin by a = `attention_scaling`. We multiply the
     softmax scale by a² instead, since (a q)(a k) = a² q k.
     """
 
@@ -425,50 +432,36 @@ class RotaryTable(nn.Module):
             self.angles[layer_type] = torch.cat((angles, angles), dim=-1)[:, None, None, :].to(device)
         self.attention_scaling[NO_ROPE], self.angles[NO_ROPE] = 1.0, torch.zeros(len(positions), 1, 1, 2, device=device)
 
-    def forward(
-        self, hidden: Tensor | None = None, position_ids: Tensor | None = None, layer_type: str | None = None
-    ) -> Tensor:
-        """Return the angles of `layer_type`. Hugging Face passes the other arguments, which are ignored."""
-        return self.angles[layer_type]
+    def forward(self, *_: object, **__: object) -> None:
+        """Return no cos and sin to Hugging Face's model, since TE layers have their own `angles`."""
 
 
-class _GatedActivation(torch.autograd.Function):
-    """Gated activation by TE's kernels: [tokens, 2 * ffn] (gate, then up) -> activation(gate) * up [tokens, ffn]."""
+def _input_linear(
+    spec: LayerSpec, norm: str | None, out_features: int, bias: bool, shared: dict[str, Any]
+) -> nn.Module:
+    """Return attention's or the MLP's first linear layer, fused with RMSNorm unless `norm` is None."""
+    import transformer_engine.pytorch as te
 
-    @staticmethod
-    def forward(ctx: Any, gate_and_up: Tensor, name: str) -> Tensor:
-        import transformer_engine_torch as tex
-
-        ctx.name = name
-        ctx.save_for_backward(gate_and_up)
-        return getattr(tex, name)(gate_and_up, None)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        import transformer_engine_torch as tex
-
-        return getattr(tex, f"d{ctx.name}")(gradient.contiguous(), *ctx.saved_tensors, None), None
+    if norm is None:
+        return te.Linear(spec.hidden_size, out_features, bias=bias, **shared)
+    options = {"normalization": "RMSNorm", **spec.norm_options, **shared}
+    return te.LayerNormLinear(spec.hidden_size, out_features, bias=bias, **options)
 
 
 class UnfusedMLP(nn.Module):
     """LayerNormMLP with `fc1` and `fc2` as separate modules."""
 
-    def __init__(self, spec: LayerSpec, **shared: Any) -> None:
+    def __init__(self, spec: LayerSpec, shared: dict[str, Any]) -> None:
         import transformer_engine.pytorch as te
 
         super().__init__()
-        h, ffn = spec.hidden_size, spec.intermediate_size
-        self.activation = spec.activation
-        self.fc1 = te.LayerNormLinear(
-            h, 2 * ffn, bias=spec.mlp_bias, normalization="RMSNorm", **spec.norm_options, **shared
-        )
-        self.fc2 = te.Linear(ffn, h, bias=spec.mlp_bias, **shared)
+        self.fc1 = _input_linear(spec, spec.mlp_norms[0], 2 * spec.intermediate_size, spec.mlp_bias, shared)
+        self.activation = {"swiglu": te.ops.SwiGLU, "geglu": te.ops.GEGLU}[spec.activation]()
+        self.fc2 = te.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias, **shared)
 
     def forward(self, hidden_states: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """Return the MLP's output [B, S, h]. For `is_first_microbatch` see `TEDecoderLayer`."""
-        gate_and_up = self.fc1(hidden_states, is_first_microbatch=is_first_microbatch)
-        activated = _GatedActivation.apply(gate_and_up.flatten(0, 1), self.activation)
-        activated = activated.unflatten(0, gate_and_up.shape[:2])
+        activated = self.activation(self.fc1(hidden_states, is_first_microbatch=is_first_microbatch))
         return self.fc2(activated, is_first_microbatch=is_first_microbatch)
 
 
@@ -496,17 +489,11 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         self.context_size, self.context_rank = 1, 0
         # TE compares `device` with "meta" to skip allocation, so it must be a string, not a torch.device.
         shared: dict[str, Any] = {"params_dtype": dtype, "device": str(device)}
-        self.qkv = te.LayerNormLinear(
-            spec.hidden_size,
-            spec.q_size + 2 * spec.kv_size,
-            bias=spec.qkv_bias,
-            normalization="RMSNorm",
-            **spec.norm_options,
-            **shared,
-        )
+        qkv_size = spec.q_size + 2 * spec.kv_size
+        self.qkv = _input_linear(spec, spec.attention_norms[0], qkv_size, spec.qkv_bias, shared)
         norm = functools.partial(te.RMSNorm, **spec.norm_options, dtype=dtype, device=device)
         if spec.qk_norm:
-            self.q_norm, self.k_norm = norm(spec.head_dim), norm(spec.head_dim)
+            self.q_norm, self.k_norm = map(norm, spec.qk_norm_sizes)
         self.attention = te.DotProductAttention(
             spec.num_heads,
             spec.head_dim,
@@ -522,7 +509,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         self.output_norm = norm(spec.hidden_size) if spec.attention_norms[1] else None
         self.mlp: nn.Module
         if spec.unfused_mlp:
-            self.mlp = UnfusedMLP(spec, **shared)
+            self.mlp = UnfusedMLP(spec, shared)
         else:
             self.mlp = te.LayerNormMLP(
                 spec.hidden_size,
@@ -582,6 +569,8 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         q, k, v = fused.unflatten(-1, (-1, spec.head_dim)).split(
             (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=-2
         )
+        if spec.joint_qk_norm:
+            return self.q_norm(q.flatten(-2)).view_as(q), self.k_norm(k.flatten(-2)).view_as(k), v
         return (self.q_norm(q), self.k_norm(k), v) if spec.qk_norm else (q, k, v)
 
     def _one_kernel_rotates(self, fused: Tensor) -> bool:

@@ -77,7 +77,7 @@ class Settled:
             return False  # idle time is measured in the recorded step only
         if MODES[self.mode].engine != "fsdp" and self.parameter_dtype != torch.bfloat16:
             return False
-        if self.size.sizes is None or self.size.sizes.dropout > 0:
+        if self.size.sizes is None or self.size.sizes.attention_dropout > 0 or self.size.sizes.residual_dropout > 0:
             return False
         # With 'auto', fp8 options are allowed in a bf16 run, which ignores them.
         requested = self.config.with_options(cuda_graphs=True, mixed_precision="auto")
@@ -230,7 +230,9 @@ def check_machine(config: Config, machine: Machine, mode: str, precision: Precis
     if config.model.cuda_graphs:
         from llm_fp8.step.micro_batch_graphs import check_graphs
 
-        check_graphs(config, mode, compute, 0.0 if size.sizes is None else size.sizes.dropout)
+        sizes = size.sizes
+        dropout = 0.0 if sizes is None else max(sizes.attention_dropout, sizes.residual_dropout)
+        check_graphs(config, mode, compute, dropout)
     if mode == "fsdp_hybrid" and ranks.local_world_size >= ranks.world_size:
         raise UserError("--sharding_mode fsdp_hybrid replicates over hosts, and this launch has one; use fsdp_full.")
     if (share := config.optim.offload_optimizer) and machine.host_free_gib is not None:

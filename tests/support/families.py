@@ -54,6 +54,13 @@ FAMILIES = {
         model_type="seed_oss", attention_dropout=0.0, residual_dropout=0.0, attention_out_bias=True, mlp_bias=True
     ),
     "granite_multipliers": dict(model_type="granite", attention_multiplier=0.2, logits_scaling=0.5, **_MULTIPLIERS),
+    "olmo2": dict(model_type="olmo2", attention_bias=True),
+    "olmo3_windows": dict(
+        model_type="olmo3",
+        sliding_window=24,
+        rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64),
+    ),
+    "exaone4_windows": dict(model_type="exaone4", sliding_window=24, sliding_window_pattern=2),
 }
 """Name -> changes to the config of `family_config`, which has 3 layers and, by default, head_dim 64."""
 
