@@ -43,6 +43,7 @@ Sources: TE 2.20 (`LayerNormLinear`, `LayerNormMLP`, `DotProductAttention`, `app
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -62,8 +63,8 @@ from llm_fp8.utils.torch_internals import materialize_
 
 ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 """Hugging Face's name of the gate's activation -> Transformer Engine's name of the gated activation."""
-STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""RoPE types whose frequencies do not depend on the sequence length, so that the table can be computed once."""
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+"""RoPE types whose frequencies do not depend on the sequence length (longrope's do not up to a limit)."""
 NO_ROPE = "no RoPE"
 """Value of `LayerSpec.rope` and key of the table, with angles of 0, for layers that do not rotate q and k."""
 
@@ -148,6 +149,8 @@ class LayerSpec:
     qk_norm: bool = False
     joint_qk_norm: bool = False
     """If True, the QK norm is over all heads together, not over each head."""
+    fused_projections: bool = False
+    """If True, Hugging Face's q, k and v are one tensor (qkv_proj), and gate and up are another (gate_up_proj)."""
     residual_dropout: float = 0.0
     residual_scale: float = 1.0
     """Factor of the outputs of attention and MLP when they are added to the residual."""
@@ -169,6 +172,12 @@ class LayerSpec:
     def kv_size(self) -> int:
         """Number of output features of the key projection. The value projection has the same number."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def projections(self) -> dict[str, int]:
+        """Hugging Face's name of each projection of attention's input -> number of its output features."""
+        sizes = {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
+        return {"qkv_proj": sum(sizes.values())} if self.fused_projections else sizes
 
     @property
     def qk_norm_sizes(self) -> tuple[int, int]:
@@ -232,18 +241,8 @@ def _llama(config: Any, **features: Any) -> tuple[LayerSpec, ...]:
     )
 
 
-def _qwen2(config: Any) -> LayerSpecs:
-    """Describe Qwen2 and Qwen2.5. Only q, k and v have biases, although no entry of the config says so."""
-    return _llama(config, qkv_bias=True, output_bias=False)
-
-
-def _qwen3(config: Any) -> LayerSpecs:
-    """Describe Qwen3, which has a norm over each head of q and k."""
-    return _llama(config, qk_norm=True)
-
-
 def _smollm3(config: Any) -> LayerSpecs:
-    """Describe SmolLM3, in which every fourth layer has no RoPE."""
+    """Describe SmolLM3, in which some layers have no RoPE."""
     rotated = zip(_llama(config), config.no_rope_layers, strict=False)
     return tuple(spec if has_rope else replace(spec, rope=NO_ROPE) for spec, has_rope in rotated)
 
@@ -273,6 +272,11 @@ def _gemma3(config: Any) -> LayerSpecs:
     )
 
 
+def _phi3(config: Any) -> LayerSpecs:
+    """Describe Phi-3 and Phi-4, which have fused projections and may have dropout before residuals are added."""
+    return _llama(config, fused_projections=True, residual_dropout=config.resid_pdrop)
+
+
 def _olmo(config: Any, joint_qk_norm: bool = True) -> tuple[LayerSpec, ...]:
     """Describe OLMo 2 and 3, which have norms after attention and MLP only, and norms over all of q and all of k."""
     norms: dict[str, Any] = {"attention_norms": (None, "post_attention_layernorm")}
@@ -283,18 +287,20 @@ def _olmo(config: Any, joint_qk_norm: bool = True) -> tuple[LayerSpec, ...]:
 def _exaone4(config: Any) -> LayerSpecs:
     """Describe EXAONE 4: OLMo's norms, but over each head of q and k, and RoPE only in layers with a window, if any."""
     specs = _olmo(config, joint_qk_norm=False)
-    is_hybrid = config.sliding_window is not None
-    return tuple(replace(spec, rope=NO_ROPE) if is_hybrid and spec.window is None else spec for spec in specs)
+    return tuple(replace(spec, rope=NO_ROPE) if config.sliding_window and not spec.window else spec for spec in specs)
 
 
 FAMILIES: dict[str, Callable[[Any], LayerSpecs]] = {
     "llama": _llama,
     "mistral": _llama,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
+    "mistral3": _llama,
+    "ministral3": _llama,
+    "qwen2": functools.partial(_llama, qkv_bias=True, output_bias=False),  # no entry of the config says so
+    "qwen3": functools.partial(_llama, qk_norm=True),
     "smollm3": _smollm3,
     "seed_oss": _seed_oss,
     "granite": _granite,
+    "phi3": _phi3,
     "olmo2": _olmo,
     "olmo3": _olmo,
     "exaone4": _exaone4,
@@ -304,9 +310,10 @@ FAMILIES: dict[str, Callable[[Any], LayerSpecs]] = {
 """model_type -> function from the language model's config to the description of its layers."""
 
 
-def layer_specs(config: PretrainedConfig, unfused_mlp: bool = False) -> LayerSpecs:
+def layer_specs(config: PretrainedConfig, unfused_mlp: bool = False, num_tokens: int = 0) -> LayerSpecs:
     """Describe the decoder layers of a model, given its Hugging Face config. For `unfused_mlp` see `LayerSpec`. Raise
-    `UnsupportedArchitecture` if the TE decoder does not support the model.
+    `UnsupportedArchitecture` if the TE decoder does not support the model, or documents of `num_tokens`: longrope has
+    other frequencies, and Ministral 3 other scores, in documents longer than original_max_position_embeddings.
     """
     if config.model_type not in FAMILIES:
         raise UnsupportedArchitecture(
@@ -319,6 +326,9 @@ def layer_specs(config: PretrainedConfig, unfused_mlp: bool = False) -> LayerSpe
                 f"rope_type '{rope_type}' depends on the sequence length at run time (supported: "
                 f"{', '.join(STATIC_ROPE_TYPES)})"
             )
+        changes = rope_type == "longrope" or table.get("llama_4_scaling_beta")
+        if changes and num_tokens > (limit := table["original_max_position_embeddings"]):
+            raise UnsupportedArchitecture(f"its attention changes for documents of more than {limit} tokens")
     specs = FAMILIES[config.model_type](decoder)
     return tuple(spec and replace(spec, unfused_mlp=unfused_mlp or spec.mlp_norms[0] is None) for spec in specs)
 
@@ -346,24 +356,23 @@ def stacked(*tensors: tuple[str, tuple[int, ...]]) -> tuple[Part, ...]:
 
 def layer_map(spec: LayerSpec) -> dict[str, tuple[Part, ...]]:
     """Return the `parameter_map` of one TE decoder layer, with names relative to the layer."""
-    h, ffn, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
-    attention = {"q": (q, h), "k": (kv, h), "v": (kv, h)}
-    entries = {"qkv.weight": stacked(*((f"self_attn.{name}_proj.weight", shape) for name, shape in attention.items()))}
+    h, ffn, inputs = spec.hidden_size, spec.intermediate_size, spec.projections.items()
+    entries = {"qkv.weight": stacked(*((f"self_attn.{name}.weight", (size, h)) for name, size in inputs))}
     if spec.qkv_bias:
-        biases = ((f"self_attn.{name}_proj.bias", shape[:1]) for name, shape in attention.items())
-        entries["qkv.bias"] = stacked(*biases)
+        entries["qkv.bias"] = stacked(*((f"self_attn.{name}.bias", (size,)) for name, size in inputs))
     if spec.qk_norm:
         for name, size in zip(("q_norm.weight", "k_norm.weight"), spec.qk_norm_sizes, strict=True):
             entries[name] = stacked((f"self_attn.{name}", (size,)))
-    entries["output.weight"] = stacked(("self_attn.o_proj.weight", (h, q)))
+    entries["output.weight"] = stacked(("self_attn.o_proj.weight", (h, spec.q_size)))
     if spec.output_bias:
         entries["output.bias"] = stacked(("self_attn.o_proj.bias", (h,)))
     norm, fc1, fc2 = ("mlp.fc1.", "mlp.fc1.", "mlp.fc2.") if spec.unfused_mlp else ("mlp.", "mlp.fc1_", "mlp.fc2_")
-    # TE's SwiGLU and GeGLU apply the activation to the first half of fc1.
-    entries[f"{fc1}weight"] = stacked(("mlp.gate_proj.weight", (ffn, h)), ("mlp.up_proj.weight", (ffn, h)))
+    # TE's SwiGLU and GeGLU apply the activation to the first half of fc1, as Hugging Face does to gate_up_proj.
+    gate_up = {"gate_up_proj": 2 * ffn} if spec.fused_projections else {"gate_proj": ffn, "up_proj": ffn}
+    entries[f"{fc1}weight"] = stacked(*((f"mlp.{name}.weight", (size, h)) for name, size in gate_up.items()))
     entries[f"{fc2}weight"] = stacked(("mlp.down_proj.weight", (h, ffn)))
     if spec.mlp_bias:
-        entries[f"{fc1}bias"] = stacked(("mlp.gate_proj.bias", (ffn,)), ("mlp.up_proj.bias", (ffn,)))
+        entries[f"{fc1}bias"] = stacked(*((f"mlp.{name}.bias", (size,)) for name, size in gate_up.items()))
         entries[f"{fc2}bias"] = stacked(("mlp.down_proj.bias", (h,)))
     norms = ("qkv.layer_norm_weight", "output_norm.weight", f"{norm}layer_norm_weight", "mlp_norm.weight")
     for name, hf_name in zip(norms, (*spec.attention_norms, *spec.mlp_norms), strict=True):
@@ -390,6 +399,12 @@ def parameter_map(model: nn.Module) -> dict[str, tuple[Part, ...]]:
         layer_entries = next((of_layer for prefix, of_layer in maps.items() if name.startswith(prefix)), None)
         entries |= layer_entries or {name: stacked((name, tuple(parameter.shape)))}
     return entries
+
+
+def linear_shapes(spec: LayerSpec) -> dict[str, tuple[int, ...]]:
+    """Return the weight's shape [out, in] of each linear layer of a Hugging Face layer, by its name, such as q_proj."""
+    parts = itertools.chain.from_iterable(layer_map(spec).values())
+    return {part.hf_name.split(".")[-2]: part.shape for part in parts if len(part.shape) == 2}
 
 
 def layer_weight_shapes(spec: LayerSpec) -> tuple[tuple[int, int], ...]:
@@ -436,16 +451,14 @@ class RotaryTable(nn.Module):
         """Return no cos and sin to Hugging Face's model, since TE layers have their own `angles`."""
 
 
-def _input_linear(
-    spec: LayerSpec, norm: str | None, out_features: int, bias: bool, shared: dict[str, Any]
-) -> nn.Module:
-    """Return attention's or the MLP's first linear layer, fused with RMSNorm unless `norm` is None."""
+def _input_linear(spec: LayerSpec, norm: str | None, size: int, bias: bool, shared: dict[str, Any]) -> nn.Module:
+    """Return attention's or the MLP's first linear layer, with `size` outputs, after RMSNorm unless `norm` is None."""
     import transformer_engine.pytorch as te
 
     if norm is None:
-        return te.Linear(spec.hidden_size, out_features, bias=bias, **shared)
+        return te.Linear(spec.hidden_size, size, bias=bias, **shared)
     options = {"normalization": "RMSNorm", **spec.norm_options, **shared}
-    return te.LayerNormLinear(spec.hidden_size, out_features, bias=bias, **options)
+    return te.LayerNormLinear(spec.hidden_size, size, bias=bias, **options)
 
 
 class UnfusedMLP(nn.Module):
@@ -489,8 +502,8 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         self.context_size, self.context_rank = 1, 0
         # TE compares `device` with "meta" to skip allocation, so it must be a string, not a torch.device.
         shared: dict[str, Any] = {"params_dtype": dtype, "device": str(device)}
-        qkv_size = spec.q_size + 2 * spec.kv_size
-        self.qkv = _input_linear(spec, spec.attention_norms[0], qkv_size, spec.qkv_bias, shared)
+        size = sum(spec.projections.values())
+        self.qkv = _input_linear(spec, spec.attention_norms[0], size, spec.qkv_bias, shared)
         norm = functools.partial(te.RMSNorm, **spec.norm_options, dtype=dtype, device=device)
         if spec.qk_norm:
             self.q_norm, self.k_norm = map(norm, spec.qk_norm_sizes)

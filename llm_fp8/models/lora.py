@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import te_llama
-from llm_fp8.config.options import ALL_LINEAR, DECODER_LINEARS, EXPERTS, LoraConfig
+from llm_fp8.config.options import ALL_LINEAR, EXPERTS, LoraConfig
 from llm_fp8.models.build import auto_class, local_shard, read_by_kernels
 from llm_fp8.models.experts import expert_weights, routed_modules
 from llm_fp8.models.model import Model, is_adapter, name_without_adapter
@@ -50,7 +50,7 @@ class Adapter(NamedTuple):
 
 def needs_unfused_mlp(options: LoraConfig) -> bool:
     """Return True if adapters of the MLP require `UnfusedMLP` in the TE decoder."""
-    in_mlp = {"gate_proj", "up_proj", "down_proj", ALL_LINEAR}
+    in_mlp = {"gate_proj", "up_proj", "gate_up_proj", "down_proj", ALL_LINEAR}
     return options.lora_rank > 0 and not in_mlp.isdisjoint(options.targets)
 
 
@@ -189,15 +189,18 @@ def _add_by_peft(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype
 
 
 def _add_to_te_decoder(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype) -> None:
-    targets = DECODER_LINEARS if ALL_LINEAR in options.targets else options.targets
+    layers = [layer for layer in model.modules() if isinstance(layer, te_llama.TEDecoderLayer)]
+    linears = dict.fromkeys(name for layer in layers for name in te_llama.linear_shapes(layer.spec))
+    if unknown := sorted(set(options.targets) - {*linears, ALL_LINEAR}):
+        raise UserError(f"--lora_targets {', '.join(unknown)}: the model has {', '.join(linears)}; choose from these.")
+    targets = linears if ALL_LINEAR in options.targets else options.targets
     for te_name, parts in te_llama.parameter_map(model).items():
         module_name, _, kind = te_name.rpartition(".")
         adapted = [part for part in parts if part.hf_name.split(".")[-2] in targets]
         if kind != "weight" or not adapted:
             continue
         module = model.get_submodule(module_name)
-        device = model.get_parameter(te_name).device
-        module.add_module("adapters", FusedAdapters(adapted, options, dtype, device))
+        module.add_module("adapters", FusedAdapters(adapted, options, dtype, model.get_parameter(te_name).device))
         if hasattr(module, "return_layernorm_output"):
             module.return_layernorm_output = True  # type: ignore[assignment]  # the GEMM's input, for the hook
         module.register_forward_hook(_with_adapters)

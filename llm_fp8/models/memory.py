@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
@@ -40,7 +39,7 @@ import torch
 from transformers import PretrainedConfig
 
 import te_llama
-from llm_fp8.config.options import ALL_LINEAR, DECODER_LINEARS, MODES, Config, OptimizerKind
+from llm_fp8.config.options import ALL_LINEAR, MODES, Config, OptimizerKind
 from llm_fp8.config.recipes import RECIPES, row_of
 from llm_fp8.kernels.cross_entropy import default_chunk_tokens
 from llm_fp8.models.source import text_config
@@ -78,12 +77,11 @@ def saved_bytes(spec: te_llama.DecoderSizes, recipe: str, adapted: frozenset[str
     h, f, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
     num_norms = sum(name is not None for name in (*spec.attention_norms, *spec.mlp_norms))
     elements = num_norms * h + q + 2 * kv + q + 2 * f + (q + kv) * spec.qk_norm
-    per_token = _BF16 * elements + _FP32 * spec.num_heads
-    per_token += 2 * h * (spec.residual_dropout > 0)  # two masks of one byte an element
+    per_token = _BF16 * elements + _FP32 * spec.num_heads + 2 * h * (spec.residual_dropout > 0)  # a mask has bytes
     if adapted:
-        mlp = adapted & {"gate_proj", "up_proj", "down_proj"}
+        mlp = adapted & {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
         per_token += _BF16 * lora_rank * len(adapted)
-        per_token += _BF16 * h * (bool(adapted & {"q_proj", "k_proj", "v_proj"}) + bool(mlp - {"down_proj"}))
+        per_token += _BF16 * h * (bool(adapted & spec.projections.keys()) + bool(mlp - {"down_proj"}))
         per_token += _BF16 * f * ("down_proj" in adapted)
         return per_token + (0 if recipe == "bf16" else h * (2 if mlp else 1))
     if recipe == "bf16":
@@ -189,7 +187,7 @@ class RunSize:
     def adapted(self) -> frozenset[str]:
         """Names of the linear layers with an adapter."""
         targets = self.config.lora.targets if self.config.trains_adapters else ()
-        return frozenset(DECODER_LINEARS if ALL_LINEAR in targets else targets)
+        return frozenset(te_llama.linear_shapes(self.sizes) if self.sizes and ALL_LINEAR in targets else targets)
 
     @property
     def shards_in_fp8(self) -> bool:
@@ -205,9 +203,8 @@ class RunSize:
         return splits and not self.may_be_bf16 and holds_frozen_in_fp8(config, self.mode, self.recipe)
 
     def num_adapter_parameters(self, spec: te_llama.DecoderSizes) -> int:
-        parts = itertools.chain(*te_llama.layer_map(spec).values())
-        adapted = (part for part in parts if part.hf_name.endswith(tuple(f".{name}.weight" for name in self.adapted)))
-        return self.config.lora.lora_rank * spec.num_layers * sum(sum(part.shape) for part in adapted)
+        shapes = te_llama.linear_shapes(spec)
+        return self.config.lora.lora_rank * spec.num_layers * sum(sum(shapes[name]) for name in self.adapted)
 
     def changed(self, **options: Any) -> RunSize:
         """Return a copy with changed options (name=value)."""

@@ -129,7 +129,7 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
     if config.model.use_te:
         advice = "Drop --use_te to train Hugging Face's decoder with its linear layers swapped."
         with reading("--use_te with", flag, "its architecture into the TE decoder", advice):
-            te_llama.layer_specs(hf_config)
+            te_llama.layer_specs(hf_config, num_tokens=config.data.max_seq_length)
 
 
 def require_positions(hf_config: PretrainedConfig, num_tokens: int, name: str, flag: str) -> None:

@@ -45,11 +45,13 @@ def test_family_trains_and_exports_as_in_plain_transformers(tmp_path, name):
 OPTIONS = ("--max_steps=2", "--max_seq_length=256", "--batch_size=2", "--mixed_precision=no")
 
 
-@pytest.mark.parametrize("decoder", ["--packing", "--use_te"])
-def test_export_copies_towers_unchanged(tmp_path, rows, capsys, decoder, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "decoder"), [("Gemma 3", "--packing"), ("Gemma 3", "--use_te"), ("Mistral 3", "--use_te")]
+)
+def test_export_copies_towers_unchanged(tmp_path, rows, capsys, family, decoder, monkeypatch):
     """The source model is stored with its vision tower in bf16 and its language model in fp32."""
     install_stand_in(monkeypatch)
-    source, run = write_hub_model(tmp_path / "source", "Gemma 3"), tmp_path / "run"
+    source, run = write_hub_model(tmp_path / "source", family), tmp_path / "run"
     model = AutoModelForMultimodalLM.from_pretrained(source)
     model.model.vision_tower.bfloat16()
     model.save_pretrained(source)

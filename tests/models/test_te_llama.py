@@ -15,7 +15,7 @@ from llm_fp8.step.loss_model import TrainingModel
 from te_llama import UnsupportedArchitecture, build_te_model, in_hf_layout, layer_specs, parameter_map
 from tests.support.batches import S, packed_batch, padded_batch
 from tests.support.families import FAMILIES, family_config, te_model
-from tests.support.small import length_config
+from tests.support.small import LONGROPE, length_config
 from tests.support.stand_in_te import install_stand_in
 
 NO_MASK = torch.empty(0, 0, 0, 0)
@@ -121,13 +121,15 @@ def test_windows_are_read_per_layer():
         ("gemma3_text", dict(hidden_activation="gelu"), "hidden_act"),
         ("gemma3_text", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
         ("gemma3_text", dict(attn_logit_softcapping=50.0), "attn_logit_softcapping"),
+        ("ministral3_scores", dict(rope_parameters=LONGROPE), "more than 64 tokens"),
+        ("ministral3_scores", dict(rope_parameters=dict(LONGROPE, rope_type="yarn", llama_4_scaling_beta=0.1)), "64"),
     ],
 )
 def test_unsupported_config_entry_is_refused_by_name(family, entries, message):
     config = family_config(family)
     config = type(config)(**{**config.to_dict(), "rope_parameters": None, **entries})
     with pytest.raises(UnsupportedArchitecture, match=message):
-        layer_specs(config)
+        layer_specs(config, num_tokens=65)
 
 
 def test_unsupported_model_type_is_refused_by_name():

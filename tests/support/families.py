@@ -11,8 +11,11 @@ import te_llama
 from llm_fp8.models.build import fill_weights
 from llm_fp8.models.model import Model
 from llm_fp8.models.source import EMBEDDED_MODEL, StoredCheckpoint
-from tests.support.small import tiny_config
+from tests.support.small import LONGROPE, tiny_config
 
+_LONGROPE = LONGROPE | dict(short_factor=[1.5] * 32, long_factor=[4.0] * 32, original_max_position_embeddings=128)
+_YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=128)
+_YARN |= dict(mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)
 _MULTIPLIERS = dict(residual_multiplier=0.6, embedding_multiplier=2.0)
 FAMILIES = {
     "llama2": dict(model_type="llama", num_key_value_heads=8, rope_theta=10000.0),
@@ -54,6 +57,9 @@ FAMILIES = {
         model_type="seed_oss", attention_dropout=0.0, residual_dropout=0.0, attention_out_bias=True, mlp_bias=True
     ),
     "granite_multipliers": dict(model_type="granite", attention_multiplier=0.2, logits_scaling=0.5, **_MULTIPLIERS),
+    "llama_longrope": dict(model_type="llama", head_dim=64, rope_scaling=_LONGROPE),
+    "ministral3_scores": dict(model_type="ministral3", head_dim=64, rope_parameters=_YARN),
+    "phi3_partial_rope": dict(model_type="phi3", partial_rotary_factor=0.75, sliding_window=24),
     "olmo2": dict(model_type="olmo2", attention_bias=True),
     "olmo3_windows": dict(
         model_type="olmo3",
