@@ -1,8 +1,8 @@
 """Models of many families (`FAMILIES`) with decoder layers made of Transformer Engine (TE) modules.
 
 `build_te_model(config, ...)` returns Hugging Face's `LlamaForCausalLM` (or `Qwen2ForCausalLM`, ...) and replaces its
-decoder layers, rotary table and (except in Gemma) final norm. Embedding, `lm_head`, `generate`, `save_pretrained` and
-PEFT support are Hugging Face's.
+decoder layers, rotary table and final norm (unless its gain is 1 + w). Embedding, `lm_head`, `generate`,
+`save_pretrained` and PEFT support are Hugging Face's.
 
 For each model family, a function (see `FAMILIES`) returns a `LayerSpec` for each layer of a config, or None for a layer
 that is not replaced. A Llama layer looks like this:
@@ -18,7 +18,8 @@ that is not replaced. A Llama layer looks like this:
       │                     fp8 are one kernel (`llm_fp8.kernels.swiglu`)
       └─ + residual
 
-Gemma 3 has GeGLU, norms with gain 1 + w, two more norms before the residuals are added, and two rotary tables.
+Gemma 3 has GeGLU, norms with gain 1 + w, two more norms before the residuals are added, and two rotary tables. Most of
+Qwen3.5's layers have a gated delta net (`llm_fp8.mixers.delta_net`) between their first GEMM and `Linear`.
 
 TE's fused modules quantise an activation once per group of GEMMs, fuse the norm with the cast, and have fp8 kernels for
 fprop, dgrad and wgrad. This file does not select a precision: the modules run in fp8 under `te.autocast`, and otherwise
@@ -36,8 +37,7 @@ There are four forms of input for attention:
 `parameter_map` defines how TE's and Hugging Face's parameters correspond: every TE tensor consists of one or more
 Hugging Face tensors, stacked along dim 0. Conversion is slicing, so it is exact in both directions and needs no GPU.
 
-Sources: TE 2.20 (`LayerNormLinear`, `LayerNormMLP`, `DotProductAttention`, `apply_rotary_pos_emb`); transformers 5
-(`modeling_llama.py` and its siblings) for the architecture and the rotary frequencies.
+Sources: TE 2.20; transformers 5 (`modeling_llama.py` and its siblings) for architectures and rotary frequencies.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
 from llm_fp8.kernels.swiglu import fuse_swiglu_backward
+from llm_fp8.mixers.delta_net import DeltaNet, DeltaNetSizes
 from llm_fp8.utils.torch_internals import materialize_
 
 ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
@@ -154,6 +155,10 @@ class LayerSpec:
     residual_dropout: float = 0.0
     residual_scale: float = 1.0
     """Factor of the outputs of attention and MLP when they are added to the residual."""
+    output_gate: bool = False
+    """If True, q_proj also returns a gate for each head, whose sigmoid multiplies attention's output."""
+    delta_net: DeltaNetSizes | None = None
+    """Sizes of the gated delta net that replaces attention, or None."""
     zero_centered_gain: bool = False
     """If True, all norms multiply by 1 + weight instead of weight."""
     attention_norms: tuple[str | None, str | None] = ("input_layernorm", None)
@@ -175,8 +180,10 @@ class LayerSpec:
 
     @property
     def projections(self) -> dict[str, int]:
-        """Hugging Face's name of each projection of attention's input -> number of its output features."""
-        sizes = {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
+        """Hugging Face's name of each projection of the layer's input -> number of its output features."""
+        if self.delta_net is not None:
+            return self.delta_net.projections
+        sizes = {"q_proj": self.q_size * (1 + self.output_gate), "k_proj": self.kv_size, "v_proj": self.kv_size}
         return {"qkv_proj": sum(sizes.values())} if self.fused_projections else sizes
 
     @property
@@ -196,16 +203,11 @@ LayerSpecs: TypeAlias = tuple[LayerSpec | None, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSizes(LayerSpec):
-    """Sizes of a whole decoder for estimating memory. Every layer is treated like the largest one."""
+    """Sizes of a decoder for estimating memory: those of its largest layer, or of a gated delta net, if it has any."""
 
-    windows: tuple[int | None, ...]
+    layers: LayerSpecs
     vocab_size: int
     tied_embeddings: bool
-
-    @property
-    def num_layers(self) -> int:
-        """Number of decoder layers."""
-        return len(self.windows)
 
 
 def _llama(config: Any, **features: Any) -> tuple[LayerSpec, ...]:
@@ -290,6 +292,16 @@ def _exaone4(config: Any) -> LayerSpecs:
     return tuple(replace(spec, rope=NO_ROPE) if config.sliding_window and not spec.window else spec for spec in specs)
 
 
+def _qwen3_5(config: Any) -> LayerSpecs:
+    """Describe Qwen3.5: attention with an output gate in some layers, gated delta nets in the others."""
+    attention, sizes = _llama(config, qk_norm=True, output_gate=True, zero_centered_gain=True), DeltaNetSizes.of(config)
+    if sum(sizes.projections.values()) % 16 != 0 or config.hidden_act != "silu" or config.attention_bias:
+        raise UnsupportedArchitecture("gated delta nets need SiLU, no biases and, for fp8, a multiple of 8 value heads")
+    net: dict[str, Any] = dict(num_heads=sizes.num_heads, head_dim=sizes.head_dim, qk_norm=False, output_gate=False)
+    types = zip(attention, config.layer_types, strict=True)
+    return tuple(replace(spec, delta_net=sizes, **net) if name == "linear_attention" else spec for spec, name in types)
+
+
 FAMILIES: dict[str, Callable[[Any], LayerSpecs]] = {
     "llama": _llama,
     "mistral": _llama,
@@ -306,6 +318,8 @@ FAMILIES: dict[str, Callable[[Any], LayerSpecs]] = {
     "exaone4": _exaone4,
     "gemma3": _gemma3,
     "gemma3_text": _gemma3,
+    "qwen3_5": _qwen3_5,
+    "qwen3_5_text": _qwen3_5,
 }
 """model_type -> function from the language model's config to the description of its layers."""
 
@@ -322,10 +336,7 @@ def layer_specs(config: PretrainedConfig, unfused_mlp: bool = False, num_tokens:
     decoder = config.get_text_config(decoder=True)
     for table in rope_tables(decoder):
         if (rope_type := table.get("rope_type", "default")) not in STATIC_ROPE_TYPES:
-            raise UnsupportedArchitecture(
-                f"rope_type '{rope_type}' depends on the sequence length at run time (supported: "
-                f"{', '.join(STATIC_ROPE_TYPES)})"
-            )
+            raise UnsupportedArchitecture(f"rope_type '{rope_type}' depends on the sequence length at run time")
         changes = rope_type == "longrope" or table.get("llama_4_scaling_beta")
         if changes and num_tokens > (limit := table["original_max_position_embeddings"]):
             raise UnsupportedArchitecture(f"its attention changes for documents of more than {limit} tokens")
@@ -336,10 +347,10 @@ def layer_specs(config: PretrainedConfig, unfused_mlp: bool = False, num_tokens:
 def decoder_sizes(config: PretrainedConfig) -> DecoderSizes:
     """Return the sizes of a whole decoder. Raise `UnsupportedArchitecture` if `layer_specs` does."""
     specs, decoder = layer_specs(config), config.get_text_config(decoder=True)
-    largest = max(filter(None, specs), key=lambda spec: spec.intermediate_size)
+    largest = max(filter(None, specs), key=lambda spec: (spec.delta_net is not None, spec.intermediate_size))
     return DecoderSizes(
         **vars(largest),
-        windows=tuple(None if spec is None else spec.window for spec in specs),
+        layers=specs,
         vocab_size=decoder.vocab_size,
         tied_embeddings=bool(config.tie_word_embeddings),
     )
@@ -357,15 +368,19 @@ def stacked(*tensors: tuple[str, tuple[int, ...]]) -> tuple[Part, ...]:
 def layer_map(spec: LayerSpec) -> dict[str, tuple[Part, ...]]:
     """Return the `parameter_map` of one TE decoder layer, with names relative to the layer."""
     h, ffn, inputs = spec.hidden_size, spec.intermediate_size, spec.projections.items()
-    entries = {"qkv.weight": stacked(*((f"self_attn.{name}.weight", (size, h)) for name, size in inputs))}
+    mixer, output = ("self_attn", "o_proj") if spec.delta_net is None else ("linear_attn", "out_proj")
+    entries = {"qkv.weight": stacked(*((f"{mixer}.{name}.weight", (size, h)) for name, size in inputs))}
     if spec.qkv_bias:
-        entries["qkv.bias"] = stacked(*((f"self_attn.{name}.bias", (size,)) for name, size in inputs))
+        entries["qkv.bias"] = stacked(*((f"{mixer}.{name}.bias", (size,)) for name, size in inputs))
+    if spec.delta_net is not None:
+        for name, shape in spec.delta_net.parameters.items():
+            entries[f"delta_net.{name}"] = stacked((f"{mixer}.{name}", shape))
     if spec.qk_norm:
         for name, size in zip(("q_norm.weight", "k_norm.weight"), spec.qk_norm_sizes, strict=True):
-            entries[name] = stacked((f"self_attn.{name}", (size,)))
-    entries["output.weight"] = stacked(("self_attn.o_proj.weight", (h, spec.q_size)))
+            entries[name] = stacked((f"{mixer}.{name}", (size,)))
+    entries["output.weight"] = stacked((f"{mixer}.{output}.weight", (h, spec.q_size)))
     if spec.output_bias:
-        entries["output.bias"] = stacked(("self_attn.o_proj.bias", (h,)))
+        entries["output.bias"] = stacked((f"{mixer}.{output}.bias", (h,)))
     norm, fc1, fc2 = ("mlp.fc1.", "mlp.fc1.", "mlp.fc2.") if spec.unfused_mlp else ("mlp.", "mlp.fc1_", "mlp.fc2_")
     # TE's SwiGLU and GeGLU apply the activation to the first half of fc1, as Hugging Face does to gate_up_proj.
     gate_up = {"gate_up_proj": 2 * ffn} if spec.fused_projections else {"gate_proj": ffn, "up_proj": ffn}
@@ -407,10 +422,10 @@ def linear_shapes(spec: LayerSpec) -> dict[str, tuple[int, ...]]:
     return {part.hf_name.split(".")[-2]: part.shape for part in parts if len(part.shape) == 2}
 
 
-def layer_weight_shapes(spec: LayerSpec) -> tuple[tuple[int, int], ...]:
-    """Return the shape [rows, columns] of each linear weight in a TE decoder layer."""
-    matrices = [parts for parts in layer_map(spec).values() if len(parts[0].shape) == 2]
-    return tuple((parts[-1].stop, parts[0].shape[1]) for parts in matrices)
+def linear_rows(sizes: DecoderSizes) -> set[int]:
+    """Return the numbers of rows that the linear weights in TE decoder layers have."""
+    maps = [layer_map(spec) for spec in {*sizes.layers} if spec is not None]
+    return {parts[-1].stop for entries in maps for parts in entries.values() if len(parts[0].shape) == 2}
 
 
 def in_hf_layout(entries: Mapping[str, tuple[Part, ...]], te_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -507,17 +522,20 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         norm = functools.partial(te.RMSNorm, **spec.norm_options, dtype=dtype, device=device)
         if spec.qk_norm:
             self.q_norm, self.k_norm = map(norm, spec.qk_norm_sizes)
-        self.attention = te.DotProductAttention(
-            spec.num_heads,
-            spec.head_dim,
-            num_gqa_groups=spec.num_kv_heads,
-            attention_dropout=spec.attention_dropout,
-            qkv_format="bshd",
-            attn_mask_type="causal",
-            window_size=(-1, 0) if spec.window is None else (spec.window - 1, 0),
-            softmax_scale=softmax_scale,
-            layer_number=layer + 1,
-        )
+        if spec.delta_net is not None:
+            self.delta_net = DeltaNet(spec.delta_net, spec.norm_eps, layer, dtype, device)
+        else:
+            self.attention = te.DotProductAttention(
+                spec.num_heads,
+                spec.head_dim,
+                num_gqa_groups=spec.num_kv_heads,
+                attention_dropout=spec.attention_dropout,
+                qkv_format="bshd",
+                attn_mask_type="causal",
+                window_size=(-1, 0) if spec.window is None else (spec.window - 1, 0),
+                softmax_scale=softmax_scale,
+                layer_number=layer + 1,
+            )
         self.output = te.Linear(spec.q_size, spec.hidden_size, bias=spec.output_bias, **shared)
         self.output_norm = norm(spec.hidden_size) if spec.attention_norms[1] else None
         self.mlp: nn.Module
@@ -562,10 +580,15 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         """Return hidden states [B, S, h]. The docstring of this file explains the forms of input."""
         assert self.angles is not None
         fused = self.qkv(hidden_states, is_first_microbatch=self.is_first_microbatch)
-        if cu_seq_lens_q is not None:
+        if self.spec.delta_net is not None:
+            context = self.delta_net(fused, cu_seq_lens_q, attention_mask, past_key_values)
+        elif cu_seq_lens_q is not None:
             context = self._documents(fused, self.angles, cu_seq_lens_q, max_length_q)
         else:
             context = self._general(fused, self.angles, position_ids, attention_mask, past_key_values)
+        if self.spec.output_gate:  # q_proj returns query and gate of the first head, then of the second
+            gates = fused[..., : 2 * self.spec.q_size].unflatten(-1, (-1, 2, self.spec.head_dim))[..., 1, :]
+            context = context * gates.flatten(-2).sigmoid()
         attended = self.output(context, is_first_microbatch=self.is_first_microbatch)
         hidden_states = self._add(hidden_states, attended, self.output_norm)
         transformed = self.mlp(hidden_states, is_first_microbatch=self.is_first_microbatch)
@@ -579,9 +602,10 @@ class TEDecoderLayer(GradientCheckpointingLayer):
     def _split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split `fused`, the QKV projection's output, into views q, k, v [..., heads, d]. Apply the QK norm, if any."""
         spec = self.spec
-        q, k, v = fused.unflatten(-1, (-1, spec.head_dim)).split(
-            (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=-2
-        )
+        heads = (spec.num_heads * (1 + spec.output_gate), spec.num_kv_heads, spec.num_kv_heads)
+        q, k, v = fused.unflatten(-1, (-1, spec.head_dim)).split(heads, dim=-2)
+        if spec.output_gate:
+            q = q[..., ::2, :]
         if spec.joint_qk_norm:
             return self.q_norm(q.flatten(-2)).view_as(q), self.k_norm(k.flatten(-2)).view_as(k), v
         return (self.q_norm(q), self.k_norm(k), v) if spec.qk_norm else (q, k, v)

@@ -23,7 +23,8 @@ AUTO_BATCH_SIZE = 0  # means --batch_size auto until the run chooses a size
 ALL_LINEAR = "all-linear"  # value of --lora_targets: all linear layers but the lm_head
 EXPERTS = "experts"  # entry of --lora_targets: the weights of routed experts
 TE_LINEARS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
-"""Hugging Face's names of linear layers in TE decoder layers, in the order of computation."""
+DELTA_NET_LINEARS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+"""Hugging Face's names of linear layers in TE decoder layers, and of those in gated delta nets."""
 
 COLUMN_NAMES = (  # columns that training reads (`llm_fp8.data.rows`); --columns maps them to the dataset's names
     "problem", "generated_solution", "messages", "tools", "conversations", "instruction", "input",

@@ -95,7 +95,7 @@ def _check_names(config: Config) -> None:
     dataset_columns = set(data.column_names.values())
     if data.columns is not None and ("" in dataset_columns or len(dataset_columns) != len(data.columns.split(","))):
         raise UserError(f"--columns '{data.columns}' must be pairs, as in problem=question,generated_solution=answer.")
-    layers = (*options.TE_LINEARS, ALL_LINEAR) if config.model.use_te else ()  # else checked with the model
+    layers = (*options.TE_LINEARS, *options.DELTA_NET_LINEARS, ALL_LINEAR) if config.model.use_te else ()
     settings = dict.fromkeys([*options.SETTINGS, *options.SETTINGS.values()])
     for flag, names, choices in (
         ("--columns", data.column_names, options.COLUMN_NAMES),

@@ -169,10 +169,10 @@ class RunSize:
 
     @property
     def spec(self) -> te_llama.DecoderSizes | None:
-        """Sizes of the TE decoder, or None if the run has none or if the memory of activations cannot be estimated."""
+        """Sizes of the TE decoder. None if the run has none or its activations are not counted (gated delta nets)."""
         counted = self.recipe in ("bf16", *RECIPES_COUNTED) and self.mode in MODES_COUNTED
-        counted = counted and self.config.model.use_te and self.config.num_slices == 1
-        return self.sizes if counted and not (self.sharded and self.num_gpus == 1) else None
+        in_te = self.config.model.use_te and self.config.num_slices == 1 and self.sizes and not self.sizes.delta_net
+        return self.sizes if counted and in_te and not (self.sharded and self.num_gpus == 1) else None
 
     @property
     def optimizer(self) -> OptimizerKind:
@@ -199,12 +199,12 @@ class RunSize:
             return False
         if config.parallel.fp8_params:
             return True
-        splits = all(rows % self.num_gpus == 0 for rows, _ in te_llama.layer_weight_shapes(sizes))
+        splits = all(rows % self.num_gpus == 0 for rows in te_llama.linear_rows(sizes))
         return splits and not self.may_be_bf16 and holds_frozen_in_fp8(config, self.mode, self.recipe)
 
     def num_adapter_parameters(self, spec: te_llama.DecoderSizes) -> int:
         shapes = te_llama.linear_shapes(spec)
-        return self.config.lora.lora_rank * spec.num_layers * sum(sum(shapes[name]) for name in self.adapted)
+        return self.config.lora.lora_rank * len(spec.layers) * sum(sum(shapes[name]) for name in self.adapted)
 
     def changed(self, **options: Any) -> RunSize:
         """Return a copy with changed options (name=value)."""
@@ -220,7 +220,7 @@ class RunSize:
         state = state_bytes(mode, self.optimizer, num_gpus, config) * self.num_parameters
         if spec is None:
             return MemoryEstimate({STATE: state / GIB}, is_whole=False)
-        h, vocabulary, layers = spec.hidden_size, spec.vocab_size, spec.num_layers
+        h, vocabulary, layers = spec.hidden_size, spec.vocab_size, len(spec.layers)
         layer_linear = h * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
         tokens = max(1, config.data.batch_size * config.data.max_seq_length)
         outermost = _BF16 * h * vocabulary * (1 if spec.tied_embeddings else 2)  # FSDP's unit of embedding and lm_head
@@ -332,8 +332,8 @@ class RunSize:
         in_fp32 = OPTIMIZERS[self.optimizer].parameter_dtype == torch.float32
         casts = in_fp32 and not self.sharded and not self.config.model.use_te
         eager = self.config.model.attn_implementation == "eager"
-        if self.sizes is not None and self.sizes.zero_centered_gain and not self.config.model.use_te:
-            return False  # transformers computes these norms in fp32 and saves the results
+        if (sizes := self.sizes) and (sizes.delta_net or (sizes.zero_centered_gain and not self.config.model.use_te)):
+            return False  # not counted; and transformers computes norms with gain 1 + w in fp32 and saves the results
         return not (casts or eager or self.recipe in ("no", "fp16") or MODES[self.mode].holds_masters)
 
     @property

@@ -24,7 +24,6 @@ from llm_fp8.settle.settle import Settled, settle
 from llm_fp8.step.loss_model import PackedForm
 from llm_fp8.utils.output import say as print_line
 from llm_fp8.utils.ranks import LaunchRanks
-from te_llama import layer_specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +71,8 @@ class RunPlan(Settled):
 
 def probe_hf_layers(settled: Settled, device: torch.device) -> PackedForm | None:
     """Return the result of `probe` for transformers' decoder layers, or None if all layers are Transformer Engine's."""
-    uses_te = settled.config.model.use_te
-    if uses_te and (settled.size.sizes is None or None not in layer_specs(settled.hf_config)):
+    sizes = settled.size.sizes
+    if settled.config.model.use_te and (sizes is None or None not in sizes.layers):
         return None
     return probe(settled.config, settled.hf_config, device, settled.precision.compute_dtype)
 

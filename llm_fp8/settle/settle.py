@@ -77,7 +77,8 @@ class Settled:
             return False  # idle time is measured in the recorded step only
         if MODES[self.mode].engine != "fsdp" and self.parameter_dtype != torch.bfloat16:
             return False
-        if self.size.sizes is None or self.size.sizes.attention_dropout > 0 or self.size.sizes.residual_dropout > 0:
+        sizes = self.size.sizes
+        if sizes is None or sizes.attention_dropout > 0 or sizes.residual_dropout > 0 or sizes.delta_net:
             return False
         # With 'auto', fp8 options are allowed in a bf16 run, which ignores them.
         requested = self.config.with_options(cuda_graphs=True, mixed_precision="auto")
@@ -245,8 +246,10 @@ def check_machine(config: Config, machine: Machine, mode: str, precision: Precis
 
 def check_te_decoder(config: Config, spec: te_llama.DecoderSizes, num_shards: int) -> None:
     """Raise `UserError` if a TE decoder of the sizes `spec`, on `num_shards` GPUs, does not support the options."""
-    if config.parallel.context_parallel_size > 1 and any(window is not None for window in spec.windows):
+    if config.parallel.context_parallel_size > 1 and any(layer is not None and layer.window for layer in spec.layers):
         raise UserError("--context_parallel_size does not support sliding-window attention (config.json); drop it.")
+    if spec.delta_net and (config.parallel.context_parallel_size > 1 or config.model.cuda_graphs):
+        raise UserError("--context_parallel_size and --cuda_graphs do not support gated delta nets; drop them.")
     if config.parallel.fp8_params:
-        if rows := [rows for rows, _ in te_llama.layer_weight_shapes(spec) if rows % num_shards != 0]:
+        if rows := [rows for rows in te_llama.linear_rows(spec) if rows % num_shards != 0]:
             raise UserError(f"--fp8_params cannot split {rows[0]} rows of a weight over {num_shards} GPUs; drop it.")

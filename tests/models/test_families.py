@@ -46,22 +46,24 @@ OPTIONS = ("--max_steps=2", "--max_seq_length=256", "--batch_size=2", "--mixed_p
 
 
 @pytest.mark.parametrize(
-    ("family", "decoder"), [("Gemma 3", "--packing"), ("Gemma 3", "--use_te"), ("Mistral 3", "--use_te")]
+    ("family", "decoder"),
+    [("Gemma 3", "--packing"), ("Gemma 3", "--use_te"), ("Mistral 3", "--use_te"), ("Qwen3.5", "--use_te")],
 )
 def test_export_copies_towers_unchanged(tmp_path, rows, capsys, family, decoder, monkeypatch):
     """The source model is stored with its vision tower in bf16 and its language model in fp32."""
     install_stand_in(monkeypatch)
     source, run = write_hub_model(tmp_path / "source", family), tmp_path / "run"
     model = AutoModelForMultimodalLM.from_pretrained(source)
-    model.model.vision_tower.bfloat16()
+    tower = "visual" if family == "Qwen3.5" else "vision_tower"
+    getattr(model.model, tower).bfloat16()
     model.save_pretrained(source)
     train(f"--model_name={source}", f"--dataset_name={rows}", f"--output_dir={run}", decoder, *OPTIONS)
-    assert "model.vision_tower" in capsys.readouterr().out
+    assert f"model.{tower}" in capsys.readouterr().out
     before, after = stored_weights(source), stored_weights(run / "final")
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         unchanged = tensor.dtype == after[name].dtype and torch.equal(tensor, after[name])
-        assert unchanged == (not name.startswith("language_model")), name
+        assert unchanged != ("language_model" in name or "lm_head" in name), name
     for name in ("config.json", "preprocessor_config.json"):
         before_entries, after_entries = (json.loads((folder / name).read_text()) for folder in (source, run / "final"))
         for entry in ("architectures", "vision_config", "image_processor_type"):

@@ -73,6 +73,19 @@ def test_filled_shards_equal_slices_of_unsharded_parameters(num_blocks):
     assert all(torch.equal(in_blocks[name], parameter) for name, parameter in unsharded.items())
 
 
+PUBLISHED_COUNTS = {
+    "Llama-3.2-1B": 1_235_814_400,
+    "Llama-3.2-3B": 3_212_749_824,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-14B": 14_770_033_664,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-32B": 32_762_123_264,
+    "Llama-3.1-70B": 70_553_706_496,
+}
+
+
 @pytest.mark.parametrize("name", BUNDLED)
 def test_map_covers_bundled_architectures(name):
     config = AutoConfig.from_pretrained(BUNDLED[name])
@@ -81,24 +94,8 @@ def test_map_covers_bundled_architectures(name):
     expected = {key: tuple(p.shape) for key, p in model.named_parameters()}
     mapped = {part.hf_name: part.shape for parts in te_parameter_map(config).values() for part in parts}
     assert mapped == expected
-
-
-def test_parameter_counts_equal_published_counts():
-    counts = {
-        "Llama-3.2-1B": 1_235_814_400,
-        "Llama-3.2-3B": 3_212_749_824,
-        "Llama-3.1-8B": 8_030_261_248,
-        "Qwen2.5-1.5B": 1_543_714_304,
-        "Qwen2.5-7B": 7_615_616_512,
-        "Qwen2.5-14B": 14_770_033_664,
-        "Qwen3-8B": 8_190_735_360,
-        "Qwen3-32B": 32_762_123_264,
-        "Llama-3.1-70B": 70_553_706_496,
-    }
-    for name, count in counts.items():
-        entries = te_parameter_map(AutoConfig.from_pretrained(BUNDLED[name]))
-        shapes = [part.shape for parts in entries.values() for part in parts]
-        assert sum(torch.Size(shape).numel() for shape in shapes) == count, name
+    count = sum(torch.Size(shape).numel() for shape in mapped.values())
+    assert count == PUBLISHED_COUNTS.get(name, count)
 
 
 def test_windows_are_read_per_layer():
@@ -109,7 +106,7 @@ def test_windows_are_read_per_layer():
         "gemma3_text": (24, 24, None),
     }
     for family, expected in windows.items():
-        assert te_llama.decoder_sizes(family_config(family)).windows == expected
+        assert tuple(spec and spec.window for spec in layer_specs(family_config(family))) == expected
 
 
 @pytest.mark.parametrize(
@@ -143,8 +140,10 @@ def te_and_hf(folder, family, **layers):
     hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in hf.parameters():
+        for name, parameter in hf.named_parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2 if parameter.ndim == 1 else 0.1)
+            if name.endswith("A_log"):  # long memory, since gradients of fast decays are mostly rounding errors
+                parameter.sub_(4)
     hf.save_pretrained(folder)
     model = te_model(folder, **layers)
     return model.module, hf, model
@@ -180,8 +179,8 @@ def test_packed_documents_match_hugging_face_and_saved_model_loads_there(tmp_pat
 
     check_parity(stored, te.model.layers, packed_batch("cpu"), S, torch.float32)
     te_loss, hf_loss = (TrainingModel(model, length_config(S), torch.float32, "rows") for model in (te, hf))
-    for batch in (packed_batch("cpu"), padded_batch("cpu")):
-        torch.testing.assert_close(te_loss(batch)[0], hf_loss(batch)[0], rtol=1e-5, atol=0)
+    losses = [te_loss(batch)[0] for batch in (packed_batch("cpu"), padded_batch("cpu"))]
+    torch.testing.assert_close(losses, [hf_loss(padded_batch("cpu"))[0]] * 2, rtol=1e-5, atol=0)
     mask = torch.ones(1, 40, dtype=torch.long)
     prompt = dict(input_ids=ids[:, 30:70], attention_mask=mask, max_new_tokens=4, do_sample=False)
     assert torch.equal(te.generate(**prompt), hf.generate(**prompt))
@@ -220,4 +219,5 @@ def test_initial_norms_and_biases_equal_hugging_faces():
         fill_weights(Model(te))
         weights = in_hf_layout(parameter_map(te), dict(te.named_parameters()))
         for name, parameter in hf.named_parameters():
-            assert parameter.ndim > 1 or torch.equal(weights[name], parameter), f"{family} {name}"
+            is_drawn = parameter.ndim > 1 or name.endswith("A_log")
+            assert is_drawn or torch.equal(weights[name], parameter), f"{family} {name}"

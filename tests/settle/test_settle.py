@@ -8,6 +8,7 @@ import pytest
 from transformers import LlamaConfig
 
 from llm_fp8.config.parser import parse_config
+from llm_fp8.mixers.delta_net import DeltaNetSizes
 from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.settle.machine import Machine, assumed_machine
 from llm_fp8.settle.settle import Settled, check_te_decoder, choose_mode, settle
@@ -26,6 +27,9 @@ ONE, FOUR, CPU = assumed_machine(LaunchRanks()), assumed_machine(TWO_HOSTS), Mac
 LLAMA = LlamaConfig(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_hidden_layers=2, vocab_size=256)
 
 
+WINDOWED, DELTA_NET = dataclasses.replace(decoder_sizes(LLAMA), window=64), DeltaNetSizes(2, 8, 16, 16, 4)
+
+
 def settled(options: str, machine: Machine = ONE, model: LlamaConfig = LLAMA) -> Settled:
     return settle(parse_config(options.split(), parallel=True), model, machine)
 
@@ -33,7 +37,9 @@ def settled(options: str, machine: Machine = ONE, model: LlamaConfig = LLAMA) ->
 @pytest.mark.parametrize(
     ("options", "decoder", "num_shards", "message"),
     [
-        ("--use_te --context_parallel_size 2", {"windows": (None, 64)}, 4, "--context_parallel_size"),
+        ("--use_te --context_parallel_size 2", {"layers": (None, WINDOWED)}, 4, "--context_parallel_size"),
+        ("--use_te --context_parallel_size 2", {"delta_net": DELTA_NET}, 4, "--context_parallel_size"),
+        ("--use_te --cuda_graphs", {"delta_net": DELTA_NET}, 4, "--cuda_graphs"),
         (FP8_PARAMS, {}, 7, "--fp8_params"),
     ],
 )

@@ -17,6 +17,8 @@ _LONGROPE = LONGROPE | dict(short_factor=[1.5] * 32, long_factor=[4.0] * 32, ori
 _YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=128)
 _YARN |= dict(mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)
 _MULTIPLIERS = dict(residual_multiplier=0.6, embedding_multiplier=2.0)
+_DELTA_NET = dict(full_attention_interval=2, linear_num_key_heads=4, linear_num_value_heads=8)
+_DELTA_NET |= dict(linear_key_head_dim=16, linear_value_head_dim=32)
 FAMILIES = {
     "llama2": dict(model_type="llama", num_key_value_heads=8, rope_theta=10000.0),
     "llama3_rope_gqa": dict(
@@ -67,6 +69,7 @@ FAMILIES = {
         rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64),
     ),
     "exaone4_windows": dict(model_type="exaone4", sliding_window=24, sliding_window_pattern=2),
+    "qwen3_5_text": dict(model_type="qwen3_5_text", head_dim=64, **_DELTA_NET),
 }
 """Name -> changes to the config of `family_config`, which has 3 layers and, by default, head_dim 64."""
 

@@ -49,7 +49,7 @@ _EXPERTS: dict[str, Any] = dict(
     moe_intermediate_size=32, shared_expert_intermediate_size=32, norm_topk_prob=True,
 )  # fmt: skip
 _LINEAR: dict[str, Any] = dict(
-    layer_types=["linear_attention", "full_attention"], linear_num_value_heads=4, linear_num_key_heads=2,
+    layer_types=["linear_attention", "full_attention"], linear_num_value_heads=8, linear_num_key_heads=2,
     linear_key_head_dim=16, linear_value_head_dim=16,
 )  # fmt: skip
 _WINDOWS = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=8)

@@ -66,21 +66,22 @@ def write_model(folder: Path, dtype: torch.dtype = torch.float32, max_shard_size
 
 def built_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 3, **options: Any) -> Model:
     """Return the model of --model_name `name`, built as in a run of one process. `options` are `ModelConfig` fields."""
-    config = ModelConfig(model_name=name, **options)
-    source = resolve_source(config)
-    hf_config = load_config(source)
-    dtypes: dict[str, Any] = {"parameter_dtype": dtype, "compute_dtype": torch.float32}
-    device = torch.device("cpu")
-    return build_model(config, hf_config, checkpoint_of(source, hf_config), **dtypes, device=device, seed=seed)
+    arguments, dtypes = _model_arguments(name, dtype, options)
+    return build_model(*arguments, **dtypes, device=torch.device("cpu"), seed=seed)
 
 
 def model_structure(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
     """Return the model of --model_name `name` on the meta device, without weights, as a sharded run first builds it."""
+    arguments, dtypes = _model_arguments(name, dtype, options)
+    return build_structure(*arguments, **dtypes, device=torch.device("cpu"))
+
+
+def _model_arguments(name: str, dtype: torch.dtype, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     config = ModelConfig(model_name=name, **options)
     source = resolve_source(config)
     hf_config = load_config(source)
-    dtypes: dict[str, Any] = {"parameter_dtype": dtype, "compute_dtype": torch.float32}
-    return build_structure(config, hf_config, checkpoint_of(source, hf_config), **dtypes, device=torch.device("cpu"))
+    dtypes = {"parameter_dtype": dtype, "compute_dtype": torch.float32}
+    return (config, hf_config, checkpoint_of(source, hf_config)), dtypes
 
 
 def precision_on(options: PrecisionConfig, device: torch.device) -> PrecisionPlan:
