@@ -460,7 +460,6 @@ class RotaryTable(nn.Module):
             self.attention_scaling[layer_type] = float(getattr(reference, f"{prefix}attention_scaling"))
             angles = torch.outer(positions, getattr(reference, f"{prefix}inv_freq").float())
             self.angles[layer_type] = torch.cat((angles, angles), dim=-1)[:, None, None, :].to(device)
-        self.attention_scaling[NO_ROPE], self.angles[NO_ROPE] = 1.0, torch.zeros(len(positions), 1, 1, 2, device=device)
 
     def forward(self, *_: object, **__: object) -> None:
         """Return no cos and sin to Hugging Face's model, since TE layers have their own `angles`."""
@@ -740,6 +739,8 @@ def build_te_model(
     if all(spec and not spec.zero_centered_gain for spec in specs):  # otherwise Hugging Face's norm is not replaced
         eps = decoder.config.rms_norm_eps
         decoder.norm = te.RMSNorm(decoder.config.hidden_size, eps=eps, dtype=dtype, device=device)
+    if any(spec and spec.rope == NO_ROPE for spec in specs):
+        rotary.attention_scaling[NO_ROPE], rotary.angles[NO_ROPE] = 1.0, torch.zeros_like(rotary.angles[None])
     for layer, spec in enumerate(specs):
         if spec is not None:
             softmax_scale = rotary.attention_scaling[spec.rope] ** 2 * spec.attention_scale
