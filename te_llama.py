@@ -232,15 +232,11 @@ def _llama(config: Any, **features: Any) -> tuple[LayerSpec, ...]:
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
     )
     common |= features
-    window, tables = getattr(config, "sliding_window", None), getattr(config, "rope_parameters", None) or {}
+    tables = getattr(config, "rope_parameters", None) or {}
+    windows = {"sliding_attention": getattr(config, "sliding_window", None)}
     # A config without layer types (Mistral) has one window for all layers.
-    layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return tuple(
-        LayerSpec(
-            window=window if kind == "sliding_attention" else None, rope=kind if kind in tables else None, **common
-        )
-        for kind in layer_types
-    )
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return tuple(LayerSpec(window=windows.get(kind), rope=kind if kind in tables else None, **common) for kind in types)
 
 
 def _smollm3(config: Any) -> LayerSpecs:
@@ -339,7 +335,7 @@ def layer_specs(config: PretrainedConfig, unfused_mlp: bool = False, num_tokens:
             raise UnsupportedArchitecture(f"rope_type '{rope_type}' depends on the sequence length at run time")
         changes = rope_type == "longrope" or table.get("llama_4_scaling_beta")
         if changes and num_tokens > (limit := table["original_max_position_embeddings"]):
-            raise UnsupportedArchitecture(f"its attention changes for documents of more than {limit} tokens")
+            raise UnsupportedArchitecture(f"its attention changes for documents of more than {limit} tokens (--max_seq_length)")
     specs = FAMILIES[config.model_type](decoder)
     return tuple(spec and replace(spec, unfused_mlp=unfused_mlp or spec.mlp_norms[0] is None) for spec in specs)
 

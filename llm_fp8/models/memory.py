@@ -203,8 +203,8 @@ class RunSize:
         return splits and not self.may_be_bf16 and holds_frozen_in_fp8(config, self.mode, self.recipe)
 
     def num_adapter_parameters(self, spec: te_llama.DecoderSizes) -> int:
-        shapes = te_llama.linear_shapes(spec)
-        return self.config.lora.lora_rank * len(spec.layers) * sum(sum(shapes[name]) for name in self.adapted)
+        sizes = (sum(shape) for name, shape in te_llama.linear_shapes(spec).items() if name in self.adapted)
+        return self.config.lora.lora_rank * len(spec.layers) * sum(sizes)
 
     def changed(self, **options: Any) -> RunSize:
         """Return a copy with changed options (name=value)."""
