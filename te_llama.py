@@ -335,7 +335,7 @@ def layer_specs(config: PretrainedConfig, unfused_mlp: bool = False, num_tokens:
             raise UnsupportedArchitecture(f"rope_type '{rope_type}' depends on the sequence length at run time")
         changes = rope_type == "longrope" or table.get("llama_4_scaling_beta")
         if changes and num_tokens > (limit := table["original_max_position_embeddings"]):
-            raise UnsupportedArchitecture(f"its attention changes for documents of more than {limit} tokens (--max_seq_length)")
+            raise UnsupportedArchitecture(f"--max_seq_length above {limit} would change its RoPE or attention scores")
     specs = FAMILIES[config.model_type](decoder)
     return tuple(spec and replace(spec, unfused_mlp=unfused_mlp or spec.mlp_norms[0] is None) for spec in specs)
 

@@ -118,7 +118,7 @@ def test_windows_are_read_per_layer():
         ("gemma3_text", dict(hidden_activation="gelu"), "hidden_act"),
         ("gemma3_text", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
         ("gemma3_text", dict(attn_logit_softcapping=50.0), "attn_logit_softcapping"),
-        ("ministral3_scores", dict(rope_parameters=LONGROPE), "more than 64 tokens"),
+        ("ministral3_scores", dict(rope_parameters=LONGROPE), "above 64"),
         ("ministral3_scores", dict(rope_parameters=dict(LONGROPE, rope_type="yarn", llama_4_scaling_beta=0.1)), "64"),
     ],
 )
