@@ -98,17 +98,6 @@ def test_map_covers_bundled_architectures(name):
     assert count == PUBLISHED_COUNTS.get(name, count)
 
 
-def test_windows_are_read_per_layer():
-    windows = {
-        "mistral_window": (24, 24, 24),
-        "qwen2_window": (None, 24, 24),
-        "qwen2_qkv_bias_tied": (None, None, None),
-        "gemma3_text": (24, 24, None),
-    }
-    for family, expected in windows.items():
-        assert tuple(spec and spec.window for spec in layer_specs(family_config(family))) == expected
-
-
 @pytest.mark.parametrize(
     ("family", "entries", "message"),
     [
@@ -210,6 +199,19 @@ def test_layer_without_spec_remains_hugging_faces(tmp_path, family, monkeypatch)
     assert weights.keys() == dict(hf.named_parameters()).keys()
     report = check_parity(stored, te.model.layers, packed_batch("cpu"), S, torch.float32)
     assert f"{len(weights)} stored tensors" in report and "of 2 layers" in report
+
+
+DROPOUTS = [("seed_oss_biases", "residual_dropout"), ("phi3_partial_rope", "resid_pdrop")]
+
+
+@pytest.mark.parametrize(("family", "entry"), DROPOUTS)
+def test_residual_dropout_equals_hugging_faces(tmp_path, family, entry, monkeypatch):
+    monkeypatch.setitem(FAMILIES, family, FAMILIES[family] | {entry: 0.3})
+    logits = []
+    for model in te_and_hf(tmp_path, family)[:2]:
+        torch.manual_seed(0)
+        logits.append(model.train()(torch.arange(3, 43)[None]).logits)
+    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
 
 
 def test_initial_norms_and_biases_equal_hugging_faces():
