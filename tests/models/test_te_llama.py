@@ -201,7 +201,7 @@ def test_layer_without_spec_remains_hugging_faces(tmp_path, family, monkeypatch)
     assert f"{len(weights)} stored tensors" in report and "of 2 layers" in report
 
 
-DROPOUTS = [("seed_oss_biases", "residual_dropout"), ("phi3_partial_rope", "resid_pdrop")]
+DROPOUTS = [("seed_oss", "residual_dropout"), ("phi3_partial_rope", "resid_pdrop")]
 
 
 @pytest.mark.parametrize(("family", "entry"), DROPOUTS)

@@ -55,9 +55,7 @@ FAMILIES = {
         tie_word_embeddings=True,
     ),
     "smollm3_no_rope": dict(model_type="smollm3", no_rope_layers=[1, 0, 1, 0]),
-    "seed_oss_biases": dict(
-        model_type="seed_oss", attention_dropout=0.0, residual_dropout=0.0, attention_out_bias=True
-    ),
+    "seed_oss": dict(model_type="seed_oss", attention_dropout=0.0, residual_dropout=0.0, attention_out_bias=True),
     "granite_multipliers": dict(model_type="granite", attention_multiplier=0.2, logits_scaling=0.5, **_MULTIPLIERS),
     "llama_longrope": dict(model_type="llama", head_dim=64, rope_scaling=_LONGROPE),
     "ministral3_scores": dict(model_type="ministral3", head_dim=64, rope_parameters=_YARN),
