@@ -29,6 +29,7 @@ from llm_fp8.observability.kernel_trace import (
     attention_library,
     gemm_kernels,
     time_by_class,
+    unrecognised_kernels,
 )
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import Fp8Coverage, ModuleState, linear_weights
@@ -98,7 +99,7 @@ class Certificate:
     gemm_kernels_by_type: dict[str, int]
     unknown_gemm_names: list[str]
     other_kernel_names: list[str]
-    """Kernels that match no rule of `kernel_trace`, sorted by decreasing time."""
+    """Kernels that match no rule of `kernel_trace` and may be in fp8, sorted by decreasing time."""
     unrecognised_time_share: float | None
     """Time of unknown GEMMs and other kernels / time of all GEMMs and other kernels; None if there are none."""
     fp8_gemm_time_share: float | None
@@ -148,7 +149,7 @@ def certify(
     `attention` is the name of the model's attention implementation.
     """
     by_class, gemms = time_by_class(kernels), gemm_kernels(kernels)
-    unknown, other = gemms.get("unknown", KernelTime()), by_class.get("other", KernelTime())
+    unknown, other = gemms.get("unknown", KernelTime()), unrecognised_kernels(kernels)
     possible_s = sum(gemm.time_s for gemm in gemms.values()) + other.time_s
     figures: Any = {"fp8_gemm_time_share": None} | StepProfile(kernels=kernels).figures()
     step = Certificate(
