@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -90,6 +89,15 @@ class ModelConfig:
             f"optimizer=adamw_fp32 and {WHOLE_MODEL}": "graphs need bf16 parameters",
         },
     )
+    compile: bool | None = option(
+        None,
+        "Compile the decoder layers of transformers' models (default: on a GPU where it works).",
+        excludes={
+            "use_te": "its kernels are fused already",
+            "fp8_backend=te or mixed_precision=auto": "Transformer Engine's modules break the graph of a layer",
+            "sharding_mode=deepspeed_*": "DeepSpeed moves parameters of compiled modules",
+        },
+    )
 
 
 @dataclass(frozen=True)
@@ -101,17 +109,16 @@ class PrecisionConfig:
         "no (fp32), bf16, fp16, fp8, or auto: bf16 or fp8, as measured (default: bf16 on a GPU, else fp32).",
         excludes={"mixed_precision=fp16 and sharding_mode=fsdp_*|deepspeed_*": "use bf16"},
     )
-    fp8_backend: Literal["te", "torchao"] = option(
-        "te",
-        "Transformer Engine, or torchao without --use_te (emulated on a CPU).",
+    fp8_backend: Literal["auto", "te", "torchao"] = option(  # a resumed run has the recipe, which implies the back end
+        "auto",
+        "te (Transformer Engine), torchao (emulated on a CPU), or auto: torchao if it is possible, and faster.",
         needs=(IN_FP8,),
         excludes={
-            "use_te": "its layers are Transformer Engine's",
-            "sharding_mode=deepspeed_*": "DeepSpeed moves parameters of compiled modules",
-            "lora_rank": "torchao computes gradients of frozen weights too",
-            "mixed_precision=auto": "auto measures Transformer Engine's modules",
+            "fp8_backend=torchao and use_te": "its layers are Transformer Engine's",
+            "fp8_backend=torchao and sharding_mode=deepspeed_*": "DeepSpeed moves parameters of compiled modules",
+            "fp8_backend=torchao and lora_rank": "torchao computes gradients of frozen weights too",
+            "fp8_backend=torchao and mixed_precision=auto": "auto measures Transformer Engine's modules",
         },
-        resume="same",
     )
     fp8_scenario: str = option(  # the parser adds choices and help from the table of recipes
         "default", "A recipe that this GPU lacks falls back to 'default' with a warning.", needs=(IN_FP8,)
@@ -281,11 +288,6 @@ class RunConfig:
         names = names_in(f"wandb,{self.report_to}" if self.use_wandb else self.report_to)
         return tuple(name for name in names if name != "none")
 
-    @property
-    def project(self) -> str:
-        """The name of the project to which the run belongs in its trackers."""
-        return self.wandb_project or os.environ.get("WANDB_PROJECT", "llm-fp8")
-
 
 @dataclass(frozen=True)
 class LoraConfig:
@@ -327,8 +329,7 @@ ShardingMode = Literal[
 class Mode:
     """Properties of a sharding mode, which distributes a model over N GPUs. `unsharded_bytes` and `sharded_bytes` count
     weights, gradients and optimizer state per parameter between micro-batches. For example, `adamw_master` needs 12
-    bytes on each GPU in ddp, 12 / N + 2 (for unsharded bf16 weights) in fsdp_grad and 12 / N in fsdp_full. The fsdp
-    modes need 4 bytes more while gradients accumulate, unless --sync_every_micro_batch reduces them immediately.
+    bytes on each GPU in ddp, 12 / N + 2 (for unsharded bf16 weights) in fsdp_grad and 12 / N in fsdp_full.
     """
 
     engine: Literal["copies", "fsdp", "deepspeed"]  # copies: every GPU has the whole model
@@ -371,7 +372,7 @@ class ParallelConfig:
     fp8_params: bool = option(
         False,
         "Gather decoder weights in fp8, half the bytes of bf16; with --use_te, modules hold them in fp8.",
-        needs=(IN_FP8, "use_te or fp8_backend=torchao", "sharding_mode=fsdp_grad|fsdp_full|fsdp_hybrid"),
+        needs=(IN_FP8, "use_te or fp8_backend=torchao|auto", "sharding_mode=fsdp_grad|fsdp_full|fsdp_hybrid"),
         excludes={
             "fp8_backend=torchao and sharding_mode=fsdp_hybrid": "use fsdp_grad or fsdp_full",
             "optimizer=adamw_master|adamw_8bit": "--fp8_params keeps fp32 weights",
@@ -428,10 +429,6 @@ class Config:
         return Config(**sections)
 
     @property
-    def num_slices(self) -> int:
-        return self.parallel.context_parallel_size  # slices of a sequence, one for each GPU that shares it
-
-    @property
     def packing(self) -> bool:
         """True if rows are packed: the value of --packing or, without it, of --use_te."""
         return self.model.use_te if self.data.packing is None else self.data.packing
@@ -473,7 +470,6 @@ SETTINGS = {name: name if kind in ("same", "scales") else kind for name, kind in
 """Option -> setting that a resumed run compares, which is the option itself or one that it helps to decide."""
 
 OTHER_NAMES = {  # other trainers' options that do not resemble ours, or mean something else -> advice
-    "accumulate_grad_batches grad_accum grad_accum_steps": "use --gradient_accumulation_steps",
     "activation_checkpointing recompute use_gradient_checkpointing": "use --gradient_checkpointing",
     "adam_beta1": "it is always 0.9",
     "adapter lora lora_r peft r use_lora use_peft": "use --lora_rank",

@@ -12,7 +12,6 @@ Backend = Literal["te", "torchao"]
 
 DEFAULT = "default"  # value of --fp8_scenario that selects the back end's entry in `DEFAULTS`
 DEFAULTS: Mapping[Backend, str] = {"te": "delayed", "torchao": "tensorwise"}
-EMULATING: tuple[Backend, ...] = ("torchao",)  # back ends that emulate fp8 without a GPU
 GEMMS = ("fprop", "dgrad", "wgrad")  # of a linear layer, in their order; frozen weights need no wgrad
 FP8_SIZE_MULTIPLE = 16  # each dimension of an fp8 GEMM must be a multiple of this
 

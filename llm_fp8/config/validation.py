@@ -42,6 +42,16 @@ def check_declared(config: Config, mode: str | None = None) -> None:
                 raise UserError(f"{flag} cannot be combined with {other}: {reason}; drop one of them.")
 
 
+def refusal(config: Config, mode: str | None = None) -> str | None:
+    """Return why the options exclude each other (see `check_declared`) or the fp8 recipe, or None if they do not."""
+    try:
+        check_declared(config, mode)
+        _check_recipe(config)
+    except UserError as error:
+        return str(error).partition(";")[0]
+    return None
+
+
 def _flags(condition: str, name: str) -> str:
     """Write `condition` as flags: 'a=x|y or b' becomes '--a x or y or --b'. Leave out parts about the option `name`."""
     parts = [f"--{part}" for part in condition.split(" and ") if not part.startswith(f"{name}=")]
@@ -67,8 +77,9 @@ def check_options(config: Config) -> None:
 
 def _check_recipe(config: Config) -> None:
     """Check that the back end has the chosen recipe, and that the recipe accepts the options that are set."""
-    precision = config.precision
-    backend, scenario = precision.fp8_backend, precision.fp8_scenario
+    precision, scenario = config.precision, config.precision.fp8_scenario
+    if (backend := precision.fp8_backend) == "auto":  # the machine may allow both for the default recipe
+        backend = "te" if scenario == DEFAULT or config.model.use_te else RECIPES[scenario].backend
     if scenario not in (DEFAULT, *recipe_names(backend)):
         available = " or ".join(recipe_names(backend))
         raise UserError(f"--fp8_scenario {scenario} is not available with --fp8_backend {backend}; use {available}.")

@@ -89,11 +89,11 @@ def prepare_data(
 ) -> PreparedData:
     """Load, tokenise, split and pack a run's data. Raise `UserError` if a dataset cannot be found, read or used.
 
-    If `config.num_slices` is n, n consecutive ranks get the same sequences, and `split_batch` returns a rank's slice of
+    With --context_parallel_size n, n ranks in a row get the same sequences, and `split_batch` returns a rank's slice of
     a batch. --eval_batches counts batches of `eval_batch_size` (default: --batch_size), so that merging micro-batches
     does not change the evaluated rows. `main_process_first()` makes other processes wait until the cache is filled.
     """
-    data, num_slices = config.data, config.num_slices
+    data, num_slices = config.data, config.parallel.context_parallel_size
     data_rank = DataRank(rank // num_slices, world_size // num_slices)
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if isinstance(i, int)), 0)
     layout = (data.batch_size, data.max_seq_length, pad, config.packing, num_slices, split_batch, pin_memory)

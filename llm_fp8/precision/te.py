@@ -167,9 +167,6 @@ class TEBackend:
                     state |= {f"{prefix}.scale": meta.scale, f"{prefix}.amax_history": meta.amax_history}
         return state
 
-    def compile_layers(self, layers: Iterable[nn.Module], recomputed: bool) -> None:
-        """Do nothing, since TE's kernels do not need a compiler."""
-
     def unwrapped_shard(self, parameter: Tensor) -> Tensor:
         """Return `parameter` unchanged, since Transformer Engine does not wrap parameters."""
         return parameter

@@ -150,6 +150,11 @@ def _lost_peer(error: BaseException) -> bool:
     return is_raised_by_torch and re.search(_LOST_PEER, str(error), re.IGNORECASE) is not None
 
 
+def _failed_to_compile(error: BaseException) -> bool:
+    """Return True if `error` is one of torch.compile's, or of Triton's when it compiles a kernel."""
+    return any(each.__module__.startswith(("torch._dynamo", "triton")) for each in type(error).__mro__)
+
+
 @contextlib.contextmanager
 def explained_failures(folder_of_run: Callable[[], Path]) -> Iterator[None]:
     """Convert errors that the block raises about unwritable files or lost processes to a `UserError` with advice."""
@@ -161,6 +166,11 @@ def explained_failures(folder_of_run: Callable[[], Path]) -> Iterator[None]:
             problem = f"{error.filename if named else folder_of_run()} (--output_dir, HF_HOME or TMPDIR): {reason}"
         elif _lost_peer(error) and not errors.is_out_of_memory(error):
             problem = f"another process of this run is gone (see its output): {str(error).splitlines()[0][:200]}"
+        elif _failed_to_compile(error) and not errors.is_out_of_memory(error):
+            text = " ".join(str(error).split())[:300]
+            raise UserError(
+                f"torch.compile failed on the model's decoder layers; add --no_compile ({text})."
+            ) from error
         elif reason := errors.lost_worker(error):
             raise UserError(f"{reason}.") from error
         else:

@@ -20,6 +20,7 @@ from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import Fp8Coverage, gemms_per_weight, measure_coverage
 from llm_fp8.settle.plan import RunPlan
 from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.step.compiled import compile_layers
 from llm_fp8.step.loss_model import TrainingModel
 from llm_fp8.step.stepper import Stepper
 from llm_fp8.utils.hf_internals import chosen_attention
@@ -95,7 +96,8 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
     plan.say(built.describe_left_out())
     if plan.stored is not None and (plan.rounds_weights or plan.stored.fp8 is not None):
         plan.say(_describe_rounding(plan, plan.stored.fp8))
-    precision.backend.compile_layers(layers, recomputed=bool(recomputed))
+    if plan.eager_reason is None:
+        compile_layers(layers, recomputed=bool(recomputed))
     num_parameters = sum(parameter.numel() for parameter in training_model.parameters())
     num_trained = sum(parameter.numel() for parameter in training_model.parameters() if parameter.requires_grad)
     num_adapter = sum(parameter.numel() for name, parameter in model.named_parameters() if is_adapter(name))
@@ -185,7 +187,8 @@ def _load_weights(plan: RunPlan, model: Model, precision: Precision, batch: Batc
 
         dtype = plan.precision.compute_dtype if shards_parameters else plan.weight_dtype
         first, width = batch.to(plan.device), plan.config.data.max_seq_length
-        plan.say(check_parity(model, full_layers, first, width, dtype, plan.config.num_slices))
+        num_slices = plan.config.parallel.context_parallel_size
+        plan.say(check_parity(model, full_layers, first, width, dtype, num_slices))
     if not holds_in_fp8:
         return
     dropped = 0

@@ -6,9 +6,9 @@ import itertools
 import math
 from typing import Any
 
-from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
+from llm_fp8.config.options import AUTO_BATCH_SIZE
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE, row_of
-from llm_fp8.config.validation import check_declared
+from llm_fp8.config.validation import refusal
 from llm_fp8.models.memory import CASTS, MODES_COUNTED, RECIPES_COUNTED, STATE, RunSize, recomputed_layers, state_bytes
 from llm_fp8.models.source import text_config
 from llm_fp8.observability.metrics import GIB, RESERVE_GIB
@@ -136,12 +136,12 @@ def _suggestions(run: RunSize, gpu_gib: float) -> str:
     if not run.sharded and not run.adapted:
         changes += [EIGHT_BIT, OFFLOADED, EIGHT_BIT | RECOMPUTED, OFFLOADED | RECOMPUTED]
     # If --mixed_precision auto chose bf16, options for fp8 make the run inconsistent, but do not forbid a change.
-    is_judged, suggestions = is_consistent(run.config, run.mode), []
+    is_judged, suggestions = refusal(run.config, run.mode) is None, []
     for change in changes:
         if "gradient_checkpointing" in change and (run.spec is None or run.config.model.gradient_checkpointing == 1):
             continue  # activations are not estimated, or all layers are already recomputed
         changed = run.changed(**change)
-        if is_judged and not is_consistent(changed.config, changed.mode):
+        if is_judged and refusal(changed.config, changed.mode):
             continue  # these options would be an error
         fitted = largest_fitting(changed, gpu_gib)
         if fitted is not None and (fitted.spec is None) == (run.spec is None):
@@ -153,12 +153,3 @@ def _suggestions(run: RunSize, gpu_gib: float) -> str:
             suggestions.append(f"{' '.join(flags)} ({fitted.estimate().total_gib:.1f} GiB{without})")
     suggestions = [*suggestions[:3], "more GPUs with train_multi_gpu.py --sharding_mode fsdp_full"]
     return f" What would fit: {'; '.join(suggestions)}."
-
-
-def is_consistent(config: Config, mode: str) -> bool:
-    """Return True if `check_declared` accepts the options in the sharding `mode`."""
-    try:
-        check_declared(config, mode)
-    except UserError:
-        return False
-    return True

@@ -84,7 +84,7 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Mapping[str, Any] | No
     device = device_of_process()
     source = sources.resolve_source(config.model)
     hf_config = sources.load_config(source)
-    machine = detect_machine(config.precision, ranks)
+    machine = detect_machine(config, ranks)
     settled = settle(config, hf_config, machine, resumed)
     precision = with_recipe(settled.precision, settled.config.precision, device)
     if ranks.rank == 0 and config.run.trackers:  # only this process uses trackers

@@ -17,15 +17,16 @@ from transformers import PretrainedConfig
 
 import te_llama
 from llm_fp8.config.options import AUTO_BATCH_SIZE, MODES, Config, OptimizerKind
-from llm_fp8.config.recipes import DEFAULTS, EMULATING, recipe_for, recipe_names, row_of
-from llm_fp8.config.validation import check_declared, check_tokens
+from llm_fp8.config.recipes import DEFAULTS, Backend, recipe_for, recipe_names, row_of
+from llm_fp8.config.validation import check_declared, check_options, check_tokens, refusal
 from llm_fp8.models.build import count_parameters
 from llm_fp8.models.memory import RunSize, holds_frozen_in_fp8, resolve_optimizer, state_bytes
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import OPTIMIZERS
-from llm_fp8.precision.plan import PrecisionPlan
+from llm_fp8.precision.plan import PrecisionPlan, choose_backend
 from llm_fp8.settle.machine import Machine
-from llm_fp8.settle.memory import is_consistent, settle_memory
+from llm_fp8.settle.memory import settle_memory
+from llm_fp8.step.compiled import why_eager
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -44,6 +45,7 @@ class Settled:
     optimizer_kind: OptimizerKind
     size: RunSize
     num_requested_micro_batches: int  # per step, before merging; `config` has the merged number
+    eager_reason: str | None  # why transformers' decoder layers are not compiled, or None if they are
     measures_precision: bool = False  # True if --mixed_precision auto must still measure; until then `precision` is fp8
     notes: tuple[str, ...] = ()  # sentences to print: memory, merged micro-batches, sharding, fallback of fp8
 
@@ -82,7 +84,7 @@ class Settled:
             return False
         # With 'auto', fp8 options are allowed in a bf16 run, which ignores them.
         requested = self.config.with_options(cuda_graphs=True, mixed_precision="auto")
-        return None if is_consistent(requested, self.mode) else False
+        return False if refusal(requested, self.mode) else None
 
     @property
     def holds_frozen_in_fp8(self) -> bool:
@@ -111,7 +113,12 @@ def settle(
     config, ranks, notes = requested, machine.ranks, list[str]()
     num_parameters = num_parameters or count_parameters(hf_config)
     mode, reason = choose_mode(config, ranks, num_parameters, machine.gpu_gib)
+    saved, backend_reason = "" if resumed is None else resumed["fingerprint"]["precision"], None
+    if config.precision.mixed_precision == "fp8":
+        backend, backend_reason = choose_backend(config, machine.no_torchao, saved.partition("fp8 ")[2])
+        check_options(config := config.with_options(fp8_backend=backend))
     check_declared(config, mode)  # before 'auto' is replaced by bf16 on a machine without fp8
+    eager_reason = why_eager(config, mode, machine.no_compiler)
     is_auto = config.precision.mixed_precision == "auto"
     may_be_either = is_auto and machine.has_fp8
     if is_auto:
@@ -131,12 +138,11 @@ def settle(
     elif config.model.gradient_checkpointing == "auto":
         size = size.changed(gradient_checkpointing=0)
         notes.append("--gradient_checkpointing auto: without a GPU no layer is recomputed")
-    was_bf16 = resumed is not None and not resumed["fingerprint"]["precision"].startswith("fp8")
-    if may_be_either and (measured == "bf16" or was_bf16):
+    if may_be_either and (measured == "bf16" or not saved.startswith("fp8") and resumed is not None):
         size = size.changed(mixed_precision="bf16")
         precision = resolve_precision(size.config, machine)
-    if is_auto:
-        precision = dataclasses.replace(precision, requested="auto")
+    requested_precision = "auto" if is_auto else precision.requested
+    precision = dataclasses.replace(precision, requested=requested_precision, backend_reason=backend_reason)
     config = size.config
     check_machine(config, machine, mode, precision, size)
     if config.model.use_te and size.sizes is not None:  # `check_model` raises for unsupported models
@@ -155,6 +161,7 @@ def settle(
         optimizer_kind=optimizer_kind,
         size=size,
         num_requested_micro_batches=requested.optim.gradient_accumulation_steps,
+        eager_reason=eager_reason,
         measures_precision=may_be_either and resumed is None and measured is None,
         notes=tuple(notes),
     )
@@ -194,19 +201,21 @@ def resolve_precision(config: Config, machine: Machine) -> PrecisionPlan:
         if requested == "fp16" and machine.gpu is None:
             raise UserError("--mixed_precision fp16 needs a CUDA GPU; use bf16 or no (fp32) on the CPU.")
         return PrecisionPlan(requested=requested, effective=requested)
-    wanted, fallback = recipe_for(options.fp8_scenario, options.fp8_backend), None
-    if not machine.has_fp8 and (machine.gpu is not None or options.fp8_backend not in EMULATING):
+    # --mixed_precision auto measures Transformer Engine's modules. torchao's are emulated on a CPU.
+    backend: Backend = "torchao" if options.fp8_backend == "torchao" else "te"
+    wanted, fallback = recipe_for(options.fp8_scenario, backend), None
+    if not machine.has_fp8 and (machine.gpu is not None or backend == "te"):
         needs = f"a GPU of compute capability 8.9 or later; found {machine.gpu or 'no CUDA GPU'}"
         raise UserError(f"--mixed_precision fp8 needs {needs}. Use bf16.")
     effective = wanted
     if wanted in machine.lacking:
-        others = ", ".join(name for name in recipe_names(options.fp8_backend) if name not in machine.lacking)
+        others = ", ".join(name for name in recipe_names(backend) if name not in machine.lacking)
         gpu = f"{machine.gpu}{', assumed' if machine.is_assumed else ''}"
         fallback = f"{wanted} is not available on {gpu}: {machine.lacking[wanted]} Available here: {others}."
         if options.fp8_strict:
             raise UserError(f"--fp8_scenario {wanted} with --fp8_strict: {fallback}")
-        effective = DEFAULTS[options.fp8_backend]
-    return PrecisionPlan("fp8", "fp8", options.fp8_scenario, effective, fallback, backend=options.fp8_backend)
+        effective = DEFAULTS[backend]
+    return PrecisionPlan("fp8", "fp8", options.fp8_scenario, effective, fallback, backend=backend)
 
 
 def check_machine(config: Config, machine: Machine, mode: str, precision: PrecisionPlan, size: RunSize) -> None:

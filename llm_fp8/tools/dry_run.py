@@ -30,7 +30,7 @@ def dry_run(config: Config) -> int:
     start_process_group(ranks)
     source = resolve_source(config.model)
     hf_config = load_config(source)
-    machine = detect_machine(config.precision, ranks, asks_te=False)
+    machine = detect_machine(config, ranks, asks_te=False)
     asks_for_gpu = config.model.use_te or config.data.batch_size == AUTO_BATCH_SIZE
     if machine.gpu is None and (asks_for_gpu or config.precision.mixed_precision in ("bf16", "fp8", "auto")):
         machine = assumed_machine(ranks)

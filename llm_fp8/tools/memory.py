@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.table import Column, Table
 
-from llm_fp8.config.options import EMBEDDED, Config, ModelConfig, PrecisionConfig
+from llm_fp8.config.options import EMBEDDED, Config, ModelConfig
 from llm_fp8.config.recipes import DEFAULTS
 from llm_fp8.models import BUNDLED
 from llm_fp8.tools.programs import wide_console
@@ -95,7 +95,7 @@ def assumed_machine(gpu: str | None, num_gpus: int) -> Machine:
 
     ranks = LaunchRanks(world_size=num_gpus, local_world_size=num_gpus)
     if gpu is None:
-        here = detect_machine(PrecisionConfig(), LaunchRanks(), asks_te=False)
+        here = detect_machine(Config(), LaunchRanks(), asks_te=False)
         if here.gpu is None or here.gpu_gib is None:
             raise UserError(f"--gpu: this machine has no GPU; name one ({', '.join(GPUS)}) or give its memory in GiB.")
         return assumed_machine(ranks, here.gpu, here.gpu_gib, here.capability)
@@ -130,9 +130,10 @@ def find_model(name: str) -> tuple[PretrainedConfig, list[str]]:
 
 def rows_of(config: Config, hf_config: PretrainedConfig, machine: Machine) -> list[Row]:
     """Return a table row for each of `WAYS` in each sharding mode. The cheapest way that fits comes first."""
+    from llm_fp8.config.validation import refusal
     from llm_fp8.models.build import count_parameters
     from llm_fp8.models.memory import RunSize
-    from llm_fp8.settle.memory import is_consistent, largest_fitting
+    from llm_fp8.settle.memory import largest_fitting
     from llm_fp8.settle.settle import settle
 
     recipe = DEFAULTS["te"] if config.precision.mixed_precision == "fp8" else "bf16"
@@ -141,7 +142,7 @@ def rows_of(config: Config, hf_config: PretrainedConfig, machine: Machine) -> li
     num_parameters, rows = count_parameters(hf_config), []
     for (way, changes), mode in itertools.product(WAYS.items(), modes):
         run = RunSize(config, hf_config, recipe, mode, num_gpus, num_parameters).changed(**changes)
-        if not is_consistent(run.config, mode):  # for example --fp8_recast_weights in a bf16 run
+        if refusal(run.config, mode):  # for example --fp8_recast_weights in a bf16 run
             continue
         if run.spec is None:  # there is no TE decoder for this model, so its activations are not counted
             if "gradient_checkpointing" in changes:

@@ -38,7 +38,6 @@ class LaunchRanks:
         world_size = read("WORLD_SIZE", 1, least=1)
         local_world_size = read("LOCAL_WORLD_SIZE", world_size, world_size, least=1)
         read("LOCAL_RANK", 0, world_size - 1)
-        read("MASTER_PORT", 0, 65535)
         restart_count = read("TORCHELASTIC_RESTART_COUNT", 0)
         return cls(read("RANK", 0, world_size - 1), world_size, local_world_size, restart_count, launched=True)
 

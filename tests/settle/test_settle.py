@@ -70,6 +70,8 @@ REFUSED: list[tuple[str, Machine, str]] = [
     (FP8 + "--fp8_scenario block --max_seq_length 144 --batch_size 1", ONE, "--fp8_scenario block"),
     ("--sync_every_micro_batch", ONE, "--sync_every_micro_batch"),
     ("--sharding_mode fsdp_hybrid", assumed_machine(ONE_HOST), "fsdp_hybrid"),
+    ("--mixed_precision fp8 --fp8_scenario rowwise --lora_rank 4", ONE, "--fp8_backend torchao"),
+    ("--mixed_precision fp8 --fp8_scenario current --fp8_params --sharding_mode fsdp_full", FOUR, "current"),
     ("--use_te --context_parallel_size 3 --max_seq_length 1152 --sharding_mode fsdp_full", FOUR, "3"),
     ("--use_te --context_parallel_size 2 --sharding_mode fsdp_full --mixed_precision no", FOUR, "bf16"),
 ]
@@ -106,6 +108,53 @@ def test_settled_precision_mode_and_optimizer(options, machine, precision, mode,
     run = settled(options, machine)
     assert (run.precision.name.replace("fp32", "no"), run.mode, run.optimizer_kind) == (precision, mode, optimizer)
     assert bool(run.precision.fallback_reason) == (machine is ONE and "mxfp8" in options)
+
+
+FP8_HF = "--mixed_precision fp8 "
+NO_TORCHAO = dataclasses.replace(ONE, no_torchao="torchao is not installed")
+NO_COMPILER = dataclasses.replace(ONE, no_torchao="no gcc", no_compiler="no gcc")
+
+
+@pytest.mark.parametrize(
+    ("options", "machine", "precision", "reason", "eager_reason"),
+    [
+        # options, machine, precision, words in the reason for the back end and in that for eager layers
+        ("", ONE, "bf16", None, None),
+        ("--compile", CPU, "fp32", None, None),
+        ("", CPU, "fp32", None, "no GPU"),
+        ("--no_compile", ONE, "bf16", None, "--no_compile"),
+        ("--sharding_mode deepspeed_2", FOUR, "bf16", None, "DeepSpeed"),
+        ("--lora_rank 4", ONE, "bf16", None, None),
+        ("--mixed_precision auto", ONE, "fp8 delayed", None, "--mixed_precision auto"),
+        (FP8, ONE, "fp8 delayed", "--use_te", "--use_te"),
+        (FP8_HF, ONE, "fp8 tensorwise", "faster", None),
+        (FP8_HF + "--fp8_backend te", ONE, "fp8 delayed", None, "--fp8_backend te"),
+        (FP8_HF + "--no_compile", ONE, "fp8 delayed", "--no_compile", "--fp8_backend te"),
+        (FP8_HF, NO_TORCHAO, "fp8 delayed", "not installed", "--fp8_backend te"),
+        (FP8_HF, NO_COMPILER, "fp8 delayed", "no gcc", "--fp8_backend te"),
+        (FP8_HF + "--fp8_backend torchao", NO_COMPILER, "fp8 tensorwise", None, "no gcc"),
+        (FP8_HF + "--lora_rank 4", ONE, "fp8 delayed", "--lora_rank", "--fp8_backend te"),
+        (FP8_HF + "--sharding_mode deepspeed_2", FOUR, "fp8 delayed", "deepspeed", "--fp8_backend te"),
+        (FP8_HF + "--fp8_scenario current", ONE, "fp8 current", "--fp8_scenario current", "--fp8_backend te"),
+        (FP8_HF + "--fp8_format E4M3", ONE, "fp8 delayed", "--fp8_format", "--fp8_backend te"),
+        (FP8_HF + "--fp8_scenario rowwise", NO_TORCHAO, "fp8 rowwise", "--fp8_scenario rowwise", None),
+        (FP8_HF + "--fp8_params --sharding_mode fsdp_full", FOUR, "fp8 tensorwise", "--fp8_params", None),
+    ],
+)
+def test_settled_back_end_and_compilation(options, machine, precision, reason, eager_reason):
+    run = settled(options, machine)
+    assert run.precision.name == precision
+    for actual, expected in ((run.precision.backend_reason, reason), (run.eager_reason, eager_reason)):
+        assert actual is None if expected is None else expected in actual, actual
+    if run.precision.requested == "fp8":
+        assert run.config.precision.fp8_backend == run.precision.backend
+
+
+def test_resumed_run_keeps_the_back_end_of_its_checkpoint():
+    for machine, recipe, backend in ((ONE, "delayed", "te"), (NO_TORCHAO, "tensorwise", "torchao")):
+        resumed = {"fingerprint": {"precision": f"fp8 {recipe}"}, "options": {"batch_size": 8}}
+        run = settle(parse_config(FP8_HF.split()), LLAMA, machine, resumed)
+        assert (run.precision.backend, run.precision.effective_scenario) == (backend, recipe)
 
 
 def test_auto_precision_keeps_micro_batches_after_measurement_and_resume():

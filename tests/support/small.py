@@ -85,7 +85,7 @@ def _model_arguments(name: str, dtype: torch.dtype, options: dict[str, Any]) -> 
 
 
 def precision_on(options: PrecisionConfig, device: torch.device) -> PrecisionPlan:
-    machine = detect_machine(options, LaunchRanks()) if device.type == "cuda" else Machine()
+    machine = detect_machine(Config(precision=options), LaunchRanks()) if device.type == "cuda" else Machine()
     return with_recipe(resolve_precision(Config(precision=options), machine), options, device)
 
 

@@ -1,0 +1,46 @@
+"""Compile the decoder layers of transformers' models by torch.compile, in place and one by one.
+
+Layers of one kind share their compiled code. Measured on an H200 with Gemma 3 4B: 1.43 times eager layers in bf16. A
+compiled torchao layer in fp8 reaches 1.58 times TE's modules in eager layers (benchmarks/LOG.md). A layer with TE's
+modules is not compiled: torch.compile cannot trace their calls into C++, so it would cut the graph at each of them and
+fuse nothing across a GEMM.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterable
+
+from torch import nn
+
+from llm_fp8.config.options import Config
+from llm_fp8.config.validation import refusal
+from llm_fp8.utils.torch_internals import compile_all_kinds, recompilation_reasons
+
+
+def missing_for_compiler() -> str | None:
+    """Return what torch.compile lacks to compile for this machine's GPU, or None if nothing is missing."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if not any(map(shutil.which, (os.environ.get("CC") or "gcc", "clang", "cc"))):
+        return "Triton finds no C compiler (install gcc, or set CC to one)"
+    return None
+
+
+def why_eager(config: Config, mode: str, no_compiler: str | None) -> str | None:
+    """Return why decoder layers are not compiled in the sharding `mode`, or None if they are. `no_compiler` is the
+    reason why torch.compile does not work here, which --compile ignores.
+    """
+    wanted = config.model.compile
+    reason = "--no_compile" if wanted is False else None if wanted else no_compiler
+    return refusal(config.with_options(compile=True), mode) or reason
+
+
+def compile_layers(layers: Iterable[nn.Module], recomputed: bool) -> None:
+    """Compile each layer at its first call. `recomputed` says that layers recompute activations."""
+    recompilation_reasons()  # forget those of an earlier run in this process
+    compile_all_kinds(without_ddp_cuts=recomputed)
+    for layer in layers:
+        layer.compile()
