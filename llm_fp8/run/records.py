@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -188,7 +189,9 @@ def summary_of(timeline: Timeline, exported: Path | None) -> dict[str, Any]:
 
 
 def _compile_record(plan: RunPlan) -> dict[str, Any]:
-    reasons = recompilation_reasons() if plan.eager_reason is None else []
+    reasons = list[str]()
+    with contextlib.suppress(AttributeError):  # another torch may rename what counts recompilations
+        reasons = recompilation_reasons() if plan.eager_reason is None else []
     last_reason = reasons[-1] if reasons else None
     return {"eager_reason": plan.eager_reason, "num_recompilations": len(reasons), "last_reason": last_reason}
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gsm8k_curves import VARIANTS, compare_to_one_gpu, parse_variants, plan
+from benchmarks.gsm8k_curves import VARIANTS, compare_to_one_gpu, plan
 from llm_fp8.config.parser import parse_config
-from llm_fp8.utils.errors import FailedCheck, UserError
+from llm_fp8.utils.errors import FailedCheck
 
 
 def settings(num_gpus: int) -> argparse.Namespace:
@@ -24,12 +24,6 @@ def test_plan_on_one_gpu_has_every_precision_with_every_seed():
     for job in jobs:
         config = parse_config(job.options(Path("out"), settings(1)))
         assert config.data.batch_size == 8 and config.optim.optimizer == "auto"
-
-
-@pytest.mark.parametrize("variants", ["bf16,fp16", "delayed", "bf16,delayed,delayed"])
-def test_variants_that_cannot_be_compared_are_refused(variants):
-    with pytest.raises(UserError, match="--variants"):
-        parse_variants(variants)
 
 
 @pytest.mark.parametrize("num_gpus", [2, 8])

@@ -119,7 +119,8 @@ def test_plain_run_survives_renamed_private_names(tmp_path, tiny_model, rows, mo
         hf_internals: "supports_flash_attention grouped_linear gated renaming_on_load fresh_accelerate",
         te_internals: "keep_weight_casts add_activation defer_scale_updates update_scales attention_backend "
         " make_rowwise_only",
-        torch_internals: "compile_without_ddp_cuts ignore_in_ddp unwrapped_by_torchao fsdp_entries gathered_parameter",
+        torch_internals: "compile_all_kinds recompilation_reasons ignore_in_ddp unwrapped_by_torchao fsdp_entries "
+        "gathered_parameter",
     }
     for names, module in ((names.split(), module) for module, names in internals.items()):
         for function in (getattr(module, name) for name in names):

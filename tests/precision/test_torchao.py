@@ -226,13 +226,9 @@ def test_certificate_expects_the_gemms_of_the_recipe(scenario, num_gemms):
     assert verdict(num_expected, "some_new_gemm").verdict == "failed"
 
 
-def test_wrong_recipe_and_torchao_in_a_bf16_run_fail():
-    model, precision = convert_model("rowwise")
+def test_torchao_in_a_bf16_run_fails():
+    model, _ = convert_model("rowwise")
     pretend_hardware(model, "rowwise")
-    kernels = {FP8_KERNEL: (42, 0.1), BF16_KERNEL: (3, 0.1)}
-    expected = ExpectedKernels("fp8 tensorwise", "bf16", "tensorwise", num_fp8_gemms=3 * 14)
-    certificate = certify(expected, kernels, precision.module_state(), num_micro_batches=1)
-    assert certificate.verdict == "failed" and "rowwise" in certificate.reasons[0]
     options = PrecisionConfig(mixed_precision="bf16")
     bf16 = Precision(precision_on(options, CPU), options, CPU, torch.bfloat16)
     bf16.attach(model, decoder_layers(model))

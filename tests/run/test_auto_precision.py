@@ -15,7 +15,6 @@ from llm_fp8.run.auto_precision import choose_precision, measure_precisions
 from llm_fp8.run.run import load_data
 from llm_fp8.settle.machine import assumed_machine
 from llm_fp8.settle.plan import plan_run
-from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 from tests.support.small import run_json, steps, train
 
@@ -39,11 +38,6 @@ def test_run_without_fp8_gpu_is_in_bf16(options, tmp_path):
     train(*options, "--mixed_precision=bf16", f"--output_dir={tmp_path / 'bf16'}")
     losses, expected = ([step["loss"] for step in steps(tmp_path / name)] for name in ("run", "bf16"))
     assert losses == expected
-
-
-def test_auto_refuses_torchao(options):
-    with pytest.raises(UserError, match="--mixed_precision auto"):
-        train(*options, "--fp8_backend=torchao")
 
 
 @pytest.fixture

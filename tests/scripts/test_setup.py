@@ -66,11 +66,6 @@ def test_requirements_are_pinned_with_a_reason_and_cover_every_import() -> None:
     assert names - required - optional == set()
 
 
-def test_pip_constraints_of_an_image_are_ignored() -> None:
-    """NVIDIA's images restrict pip to their own torch, which contradicts the pins of the new environment."""
-    assert run_bash('printf "%s" "${PIP_CONSTRAINT-unset}"', PIP_CONSTRAINT="/etc/pip/constraint.txt").stdout == "unset"
-
-
 def test_unusable_python_is_refused_in_one_sentence(tmp_path: Path) -> None:
     done = run_bash("make_venv", PYTHON="/no/such/python", VENV_DIR=str(tmp_path / "venv"))
     assert done.returncode == 2 and done.stderr.startswith("error: PYTHON=/no/such/python is not")

@@ -118,13 +118,11 @@ NO_COMPILER = dataclasses.replace(ONE, no_torchao="no gcc", no_compiler="no gcc"
 @pytest.mark.parametrize(
     ("options", "machine", "precision", "reason", "eager_reason"),
     [
-        # options, machine, precision, words in the reason for the back end and in that for eager layers
         ("", ONE, "bf16", None, None),
         ("--compile", CPU, "fp32", None, None),
         ("", CPU, "fp32", None, "no GPU"),
         ("--no_compile", ONE, "bf16", None, "--no_compile"),
         ("--sharding_mode deepspeed_2", FOUR, "bf16", None, "DeepSpeed"),
-        ("--lora_rank 4", ONE, "bf16", None, None),
         ("--mixed_precision auto", ONE, "fp8 delayed", None, "--mixed_precision auto"),
         (FP8, ONE, "fp8 delayed", "--use_te", "--use_te"),
         (FP8_HF, ONE, "fp8 tensorwise", "faster", None),
@@ -134,7 +132,6 @@ NO_COMPILER = dataclasses.replace(ONE, no_torchao="no gcc", no_compiler="no gcc"
         (FP8_HF, NO_COMPILER, "fp8 delayed", "no gcc", "--fp8_backend te"),
         (FP8_HF + "--fp8_backend torchao", NO_COMPILER, "fp8 tensorwise", None, "no gcc"),
         (FP8_HF + "--lora_rank 4", ONE, "fp8 delayed", "--lora_rank", "--fp8_backend te"),
-        (FP8_HF + "--sharding_mode deepspeed_2", FOUR, "fp8 delayed", "deepspeed", "--fp8_backend te"),
         (FP8_HF + "--fp8_scenario current", ONE, "fp8 current", "--fp8_scenario current", "--fp8_backend te"),
         (FP8_HF + "--fp8_format E4M3", ONE, "fp8 delayed", "--fp8_format", "--fp8_backend te"),
         (FP8_HF + "--fp8_scenario rowwise", NO_TORCHAO, "fp8 rowwise", "--fp8_scenario rowwise", None),
@@ -142,6 +139,7 @@ NO_COMPILER = dataclasses.replace(ONE, no_torchao="no gcc", no_compiler="no gcc"
     ],
 )
 def test_settled_back_end_and_compilation(options, machine, precision, reason, eager_reason):
+    """`reason` and `eager_reason` are words in the reasons for the back end and for layers that are not compiled."""
     run = settled(options, machine)
     assert run.precision.name == precision
     for actual, expected in ((run.precision.backend_reason, reason), (run.eager_reason, eager_reason)):

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 PRECISIONS = {
     "bf16": ["--mixed_precision", "bf16"],
-    "delayed": ["--mixed_precision", "fp8"],
+    "delayed": ["--mixed_precision", "fp8", "--fp8_scenario", "delayed"],
     "current": ["--mixed_precision", "fp8", "--fp8_scenario", "current"],
     "backward": ["--mixed_precision", "fp8", "--fp8_scenario", "backward"],
     "block": ["--mixed_precision", "fp8", "--fp8_scenario", "block"],
