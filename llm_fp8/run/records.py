@@ -41,9 +41,9 @@ def announce(plan: RunPlan) -> None:
         reason = f", since {precision.backend_reason}" if precision.backend_reason else ""
         say(f"fp8 by {library}{', EMULATED on the CPU in higher precision' if precision.emulated else reason}")
     if plan.machine.gpu is not None and not plan.config.model.use_te:
-        warning = "WARNING: " if plan.eager_reason == plan.machine.no_compiler is not None else ""
-        state = "compiled" if plan.eager_reason is None else f"eager, since {plan.eager_reason}"
-        say(f"{warning}decoder layers: {state}")
+        eager = plan.eager_reason and (plan.machine.no_compiler or plan.eager_reason)
+        warning = "WARNING: " if eager and eager == plan.machine.no_compiler else ""
+        say(f"{warning}decoder layers: {f'eager, since {eager}' if eager else 'compiled'}")
     trained, frozen = (str(dtype).removeprefix("torch.") for dtype in (plan.parameter_dtype, plan.weight_dtype))
     rank = plan.config.lora.lora_rank
     adapters = f"adapters of rank {rank} in {trained}, frozen model in {frozen}"

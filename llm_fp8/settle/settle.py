@@ -201,10 +201,9 @@ def resolve_precision(config: Config, machine: Machine) -> PrecisionPlan:
         if requested == "fp16" and machine.gpu is None:
             raise UserError("--mixed_precision fp16 needs a CUDA GPU; use bf16 or no (fp32) on the CPU.")
         return PrecisionPlan(requested=requested, effective=requested)
-    # --mixed_precision auto measures Transformer Engine's modules. torchao's are emulated on a CPU.
-    backend: Backend = "torchao" if options.fp8_backend == "torchao" else "te"
+    backend: Backend = "torchao" if options.fp8_backend == "torchao" else "te"  # --mixed_precision auto: te
     wanted, fallback = recipe_for(options.fp8_scenario, backend), None
-    if not machine.has_fp8 and (machine.gpu is not None or backend == "te"):
+    if not machine.has_fp8 and (machine.gpu is not None or backend == "te"):  # torchao's modules can be emulated
         needs = f"a GPU of compute capability 8.9 or later; found {machine.gpu or 'no CUDA GPU'}"
         raise UserError(f"--mixed_precision fp8 needs {needs}. Use bf16.")
     effective = wanted
@@ -240,8 +239,7 @@ def check_machine(config: Config, machine: Machine, mode: str, precision: Precis
     if config.model.cuda_graphs:
         from llm_fp8.step.micro_batch_graphs import check_graphs
 
-        sizes = size.sizes
-        dropout = 0.0 if sizes is None else max(sizes.attention_dropout, sizes.residual_dropout)
+        dropout = max(sizes.attention_dropout, sizes.residual_dropout) if (sizes := size.sizes) else 0.0
         check_graphs(config, mode, compute, dropout)
     if mode == "fsdp_hybrid" and ranks.local_world_size >= ranks.world_size:
         raise UserError("--sharding_mode fsdp_hybrid replicates over hosts, and this launch has one; use fsdp_full.")
