@@ -51,7 +51,12 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
         plan = plan_run(config, ranks, None if resumed is None else resumed.meta)
         phase_ends("devices")
 
-        stack.enter_context(run_dir.explained_failures(lambda: folder))
+        is_compiled, timed = plan.eager_reason is None, results.clock.seconds
+
+        def in_compiled_step() -> bool:
+            return is_compiled and "records" in timed and "first_step" not in timed
+
+        stack.enter_context(run_dir.explained_failures(lambda: folder, in_compiled_step))
         set_seed(config.optim.seed)
         tokenizer, note = load_tokenizer(config.model, plan.source)
         plan.say(note)

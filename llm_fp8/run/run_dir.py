@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -151,26 +152,26 @@ def _lost_peer(error: BaseException) -> bool:
 
 
 def _failed_to_compile(error: BaseException) -> bool:
-    """Return True if `error` is one of torch.compile's, or of Triton's when it compiles a kernel."""
-    return any(each.__module__.startswith(("torch._dynamo", "triton")) for each in type(error).__mro__)
+    """Return True if torch.compile raised `error`."""
+    return any(each.__module__.startswith("torch._dynamo") for each in type(error).__mro__)
 
 
 @contextlib.contextmanager
-def explained_failures(folder_of_run: Callable[[], Path]) -> Iterator[None]:
-    """Convert errors that the block raises about unwritable files or lost processes to a `UserError` with advice."""
+def explained_failures(folder_of_run: Callable[[], Path], in_compiled_step: Callable[[], bool]) -> Iterator[None]:
+    """Convert errors that the block raises about unwritable files, lost processes or compiled layers to a `UserError`
+    with advice. In the first step of compiled layers, when `in_compiled_step()` is True, any error may be about them.
+    """
     try:
         yield
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         if isinstance(error, OSError) and (reason := errors.unwritable_reason(error)):
             named = isinstance(error.filename, str)  # errors in caches of libraries have no file name
             problem = f"{error.filename if named else folder_of_run()} (--output_dir, HF_HOME or TMPDIR): {reason}"
         elif _lost_peer(error) and not errors.is_out_of_memory(error):
             problem = f"another process of this run is gone (see its output): {str(error).splitlines()[0][:200]}"
-        elif _failed_to_compile(error) and not errors.is_out_of_memory(error):
-            text = " ".join(str(error).split())[:300]
-            raise UserError(
-                f"torch.compile failed on the model's decoder layers; add --no_compile ({text})."
-            ) from error
+        elif (_failed_to_compile(error) or in_compiled_step()) and not errors.is_out_of_memory(error):
+            text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise UserError(f"compiled decoder layers failed; train with --no_compile ({text}).") from error
         elif reason := errors.lost_worker(error):
             raise UserError(f"{reason}.") from error
         else:

@@ -166,6 +166,6 @@ def test_clock_of_main_rank_decides_when_to_save(tmp_path, options, rank, num_sa
 
 
 def test_full_disk_error_does_not_name_an_input(tmp_path):
-    with pytest.raises(UserError, match="^(?!.*--model_name).*No space"), explained_failures(lambda: tmp_path):
+    with pytest.raises(UserError, match="^(?!.*--model_name).*No space"), explained_failures(lambda: tmp_path, bool):
         with reading("--model_name", "a/b"):
             raise OSError(errno.ENOSPC, "No space left on device")
