@@ -489,7 +489,6 @@ OTHER_NAMES = {  # other trainers' options that do not resemble ours, or mean so
     "load_best_model_at_end": "use --keep_best",
     "load_in_4bit load_in_8bit quantization_bit": "--lora_rank with --use_te in fp8 keeps frozen weights in fp8",
     "lora_target_modules target_modules": "use --lora_targets",
-    "no_cuda use_cpu": "write CUDA_VISIBLE_DEVICES= before the command",
     "resume_from_checkpoint": "use --resume_from with 'latest' or a checkpoint folder",
     "train_on_inputs": "use --train_on_prompt",
     "warmup_ratio warmup_steps": "use --num_warmup_steps, in optimizer steps",

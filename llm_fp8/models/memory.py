@@ -170,10 +170,9 @@ class RunSize:
     @property
     def spec(self) -> te_llama.DecoderSizes | None:
         """Sizes of the TE decoder. None if the run has none or its activations are not counted (gated delta nets)."""
-        counted = self.recipe in ("bf16", *RECIPES_COUNTED) and self.mode in MODES_COUNTED
-        in_te = self.config.model.use_te and self.sizes and not self.sizes.delta_net
-        counted = counted and in_te and self.config.parallel.context_parallel_size == 1
-        return self.sizes if counted and not (self.sharded and self.num_gpus == 1) else None
+        counted = self.recipe in ("bf16", *RECIPES_COUNTED) and self.mode in MODES_COUNTED and self.config.model.use_te
+        uncounted = (self.sharded and self.num_gpus == 1) or self.config.parallel.context_parallel_size > 1
+        return self.sizes if counted and not uncounted and self.sizes and not self.sizes.delta_net else None
 
     @property
     def optimizer(self) -> OptimizerKind:

@@ -55,9 +55,8 @@ def detect_machine(config: Config, ranks: LaunchRanks, asks_te: bool = True) -> 
         te = require_te(f"--mixed_precision {config.precision.mixed_precision}")
         answers = {name: getattr(te, RECIPES[name].availability)(return_reason=True) for name in recipe_names("te")}
         lacking = {name: reason for name, (is_available, reason) in answers.items() if not is_available}
-    gpu_gib = min(gathered(torch.cuda.get_device_properties(device).total_memory / GIB))
-    described = torch.cuda.get_device_name(device), gpu_gib, capability
-    return Machine(ranks, *described, lacking, host_free_gib, False, no_compiler, no_torchao)
+    gpu = torch.cuda.get_device_name(device), min(gathered(torch.cuda.get_device_properties(device).total_memory / GIB))
+    return Machine(ranks, *gpu, capability, lacking, host_free_gib, False, no_compiler, no_torchao)
 
 
 def assumed_machine(

@@ -113,9 +113,9 @@ def settle(
     config, ranks, notes = requested, machine.ranks, list[str]()
     num_parameters = num_parameters or count_parameters(hf_config)
     mode, reason = choose_mode(config, ranks, num_parameters, machine.gpu_gib)
-    saved, backend_reason = "" if resumed is None else resumed["fingerprint"]["precision"], None
+    saved, why = "" if resumed is None else resumed["fingerprint"]["precision"], None
     if config.precision.mixed_precision == "fp8":
-        backend, backend_reason = choose_backend(config, machine.no_torchao, saved.partition("fp8 ")[2])
+        backend, why = choose_backend(config, machine.no_torchao, saved.partition("fp8 ")[2])
         check_options(config := config.with_options(fp8_backend=backend))
     check_declared(config, mode)  # before 'auto' is replaced by bf16 on a machine without fp8
     eager_reason = why_eager(config, mode, machine.no_compiler)
@@ -138,20 +138,19 @@ def settle(
     elif config.model.gradient_checkpointing == "auto":
         size = size.changed(gradient_checkpointing=0)
         notes.append("--gradient_checkpointing auto: without a GPU no layer is recomputed")
-    if may_be_either and (measured == "bf16" or not saved.startswith("fp8") and resumed is not None):
+    if may_be_either and (measured == "bf16" or (saved and not saved.startswith("fp8"))):
         size = size.changed(mixed_precision="bf16")
         precision = resolve_precision(size.config, machine)
-    requested_precision = "auto" if is_auto else precision.requested
-    precision = dataclasses.replace(precision, requested=requested_precision, backend_reason=backend_reason)
+    precision = dataclasses.replace(precision, requested="auto" if is_auto else precision.requested, backend_reason=why)
     config = size.config
     check_machine(config, machine, mode, precision, size)
     if config.model.use_te and size.sizes is not None:  # `check_model` raises for unsupported models
         check_te_decoder(config, size.sizes, num_shards(mode, ranks))
     if ranks.world_size > 1:
         notes.append(f"sharding: {mode}{f', because {reason}' if reason else ''}")
-    if why := precision.fallback_reason:
+    if precision.fallback_reason:
         names = f"{precision.requested_scenario} FELL BACK to {precision.effective_scenario}"
-        notes.append(f"WARNING: --fp8_scenario {names}: {why}")
+        notes.append(f"WARNING: --fp8_scenario {names}: {precision.fallback_reason}")
     return Settled(
         config=config,
         machine=machine,

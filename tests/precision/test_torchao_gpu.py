@@ -31,7 +31,6 @@ def hf_options(model: Path, folder: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def bf16_losses(model_folder, tmp_path_factory) -> list[float]:
-    """Train in bf16, with compiled and with eager layers. Return the losses with compiled ones."""
     by_flag = {}
     for flag in ("--no_compile", "--compile"):
         folder = tmp_path_factory.mktemp("bf16") / "run"

@@ -71,7 +71,6 @@ REFUSED: list[tuple[str, Machine, str]] = [
     ("--sync_every_micro_batch", ONE, "--sync_every_micro_batch"),
     ("--sharding_mode fsdp_hybrid", assumed_machine(ONE_HOST), "fsdp_hybrid"),
     ("--mixed_precision fp8 --fp8_scenario rowwise --lora_rank 4", ONE, "--fp8_backend torchao"),
-    ("--mixed_precision fp8 --fp8_scenario current --fp8_params --sharding_mode fsdp_full", FOUR, "current"),
     ("--use_te --context_parallel_size 3 --max_seq_length 1152 --sharding_mode fsdp_full", FOUR, "3"),
     ("--use_te --context_parallel_size 2 --sharding_mode fsdp_full --mixed_precision no", FOUR, "bf16"),
 ]
@@ -111,7 +110,7 @@ def test_settled_precision_mode_and_optimizer(options, machine, precision, mode,
 
 
 FP8_HF = "--mixed_precision fp8 "
-NO_TORCHAO = dataclasses.replace(ONE, no_torchao="torchao is not installed")
+NO_TORCHAO = dataclasses.replace(ONE, no_torchao="not installed")
 NO_COMPILER = dataclasses.replace(ONE, no_torchao="no gcc", no_compiler="no gcc")
 
 
@@ -130,7 +129,6 @@ NO_COMPILER = dataclasses.replace(ONE, no_torchao="no gcc", no_compiler="no gcc"
         (FP8_HF, NO_COMPILER, "fp8 delayed", "no gcc", "--fp8_backend te"),
         (FP8_HF + "--fp8_backend torchao", NO_COMPILER, "fp8 tensorwise", None, "no gcc"),
         (FP8_HF + "--lora_rank 4", ONE, "fp8 delayed", "--lora_rank", "--fp8_backend te"),
-        (FP8_HF + "--fp8_scenario current", ONE, "fp8 current", "--fp8_scenario current", "--fp8_backend te"),
         (FP8_HF + "--fp8_scenario rowwise", NO_TORCHAO, "fp8 rowwise", "--fp8_scenario rowwise", None),
         (FP8_HF + "--fp8_params --sharding_mode fsdp_full", FOUR, "fp8 tensorwise", "--fp8_params", None),
     ],
