@@ -29,7 +29,7 @@ from llm_fp8.run.checkpoint import Checkpoint
 from llm_fp8.utils.errors import UserError
 from tests.support.families import FAMILIES, te_model, write_family
 from tests.support.processes import exit_code, start_ranks
-from tests.support.reference import NUM_STEPS, OPTIONS, documents, learning_rate, mean_loss, reference_options
+from tests.support.reference import OPTIONS, documents, plain_steps, reference_options
 from tests.support.small import final_weights, steps, train
 from tests.support.stand_in_te import install_stand_in
 
@@ -57,16 +57,7 @@ def lora_reference(
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     betas = (0.9, OPTIONS["--adam_beta2"])
     optimizer = torch.optim.AdamW(trainable, weight_decay=OPTIONS["--weight_decay"], betas=betas)
-    losses, norms = [], []
-    for step in range(NUM_STEPS):
-        loss = mean_loss(model, documents(rows, model_folder, False))
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(trainable, OPTIONS["--max_grad_norm"])))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses, norms = plain_steps(model, optimizer, documents(rows, model_folder, False))
     return losses, norms, {name: tensor.clone() for name, tensor in peft.get_peft_model_state_dict(model).items()}
 
 

@@ -30,47 +30,19 @@ def te_parameter_map(config):
     return parameter_map(build_te_model(config, torch.float32, "meta", table_device="cpu"))
 
 
-def random_hf_model(config):
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_()
-    return model
-
-
-def hf_tensors(config):
-    return {name: p.detach() for name, p in random_hf_model(config).named_parameters()}
-
-
-def empty_te_parameters(entries):
-    return {name: torch.full((parts[-1].stop, *parts[0].shape[1:]), float("nan")) for name, parts in entries.items()}
-
-
-def fill_shards(entries, tensors, shards):
-    for name, parts in entries.items():
-        for part in reversed(parts):  # the order does not matter
-            shards[name].fill(part, tensors[part.hf_name])
-
-
-def in_one_shard(te_parameters):
-    return {name: LocalShard(parameter, 0) for name, parameter in te_parameters.items()}
-
-
 @pytest.mark.parametrize("num_blocks", [1, 3, 7])
-def test_filled_shards_equal_slices_of_unsharded_parameters(num_blocks):
+def test_filled_shards_equal_slices_of_stacked_tensors(num_blocks):
     """A shard of the fused q, k and v weight may span several of the three, lie inside one of them, or be empty."""
-    config = family_config("qwen2_qkv_bias_tied")
-    entries, tensors = te_parameter_map(config), hf_tensors(config)
-    unsharded, in_blocks = empty_te_parameters(entries), empty_te_parameters(entries)
-    fill_shards(entries, tensors, in_one_shard(unsharded))
-    for number in range(num_blocks):
-        blocks = {}
-        for name, parameter in in_blocks.items():
-            rows = parameter.shape[0]
+    entries = te_parameter_map(family_config("qwen2_qkv_bias_tied"))
+    tensors = {part.hf_name: torch.randn(part.shape) for parts in entries.values() for part in parts}
+    for parts in entries.values():
+        expected = torch.cat([tensors[part.hf_name] for part in parts])
+        filled, rows = torch.full_like(expected, float("nan")), len(expected)
+        for number in range(num_blocks):
             start, stop = (min(-(-rows // num_blocks) * border, rows) for border in (number, number + 1))
-            blocks[name] = LocalShard(parameter[start:stop], start)
-        fill_shards(entries, tensors, blocks)
-    assert all(torch.equal(in_blocks[name], parameter) for name, parameter in unsharded.items())
+            for part in reversed(parts):  # the order does not matter
+                LocalShard(filled[start:stop], start).fill(part, tensors[part.hf_name])
+        assert torch.equal(filled, expected)
 
 
 PUBLISHED_COUNTS = {

@@ -11,18 +11,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.support.gpu_training import (
-    DETERMINISTIC,
-    PRECISIONS,
-    certificate_of,
-    losses,
-    run_successfully,
-    train,
-    training_options,
-)
+from tests.support import gpu_training
+from tests.support.gpu_training import PRECISIONS, certificate_of, losses, run_successfully, train, training_options
 
 pytestmark = pytest.mark.gpu
 
+DETERMINISTIC = gpu_training.DETERMINISTIC
 RESUMED = [name for name in PRECISIONS if name != "block"]
 
 

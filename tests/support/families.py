@@ -18,7 +18,7 @@ _YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position
 _YARN |= dict(mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)
 _MULTIPLIERS = dict(residual_multiplier=0.6, embedding_multiplier=2.0)
 _DELTA_NET = dict(full_attention_interval=2, linear_num_key_heads=4, linear_num_value_heads=8)
-_DELTA_NET |= dict(linear_key_head_dim=16, linear_value_head_dim=32)
+_DELTA_NET |= dict(linear_key_head_dim=64, linear_value_head_dim=64)
 FAMILIES = {
     "llama2": dict(model_type="llama", num_key_value_heads=8, rope_theta=10000.0),
     "llama3_rope_gqa": dict(
