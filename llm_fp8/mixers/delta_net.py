@@ -9,7 +9,7 @@ document's first token:
     output = RMSNorm(q^T S) * SiLU(z)
 
 The recurrence runs in chunks of tokens, by the kernels of flash-linear-attention (0.6) or by transformers' torch code,
-which calls about a hundred kernels per document.
+document by document.
 """
 
 from __future__ import annotations

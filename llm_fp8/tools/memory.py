@@ -144,10 +144,10 @@ def rows_of(config: Config, hf_config: PretrainedConfig, machine: Machine) -> li
         run = RunSize(config, hf_config, recipe, mode, num_gpus, num_parameters).changed(**changes)
         if refusal(run.config, mode):  # for example --fp8_recast_weights in a bf16 run
             continue
-        if run.spec is None:  # there is no TE decoder for this model, so its activations are not counted
+        if run.spec is None:  # activations are not counted: there is no TE decoder, or it has gated delta nets
             if "gradient_checkpointing" in changes:
                 continue
-            run = run.changed(use_te=False)
+            run = run.changed(use_te=run.sizes is not None)
         fitted = largest_fitting(run, gpu_gib)
         if fitted is None and run.sharded:  # retry without whole gradients between micro-batches
             run = run.changed(sync_every_micro_batch=True)

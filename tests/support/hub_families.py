@@ -208,14 +208,15 @@ def check_family(name: str, folder: Path) -> SupportRow:
     if is_multimodal(hf_config):
         towers = [key for key, tensor in before.items() if torch.equal(tensor, after[key])]
         assert len(towers) >= len([key for key in before if "vision" in key or "visual" in key]) > 0
+    in_te = hf_config.model_type in te_llama.FAMILIES
     linears, experts = _linears(model), any("grouped" in module.reason for module in routed_modules(model).values())
     assert linears.keys() & linears_left(model, 1).keys() <= read_by_kernels(model).keys()
     assert built.layout  # raises if ranks could not load their shards
     return SupportRow(
         family=name,
-        te="yes" if hf_config.model_type in te_llama.FAMILIES else "no",
+        te="yes" if in_te else "no",
         fp8=_all_but(*(["out_proj"] if read_by_kernels(model) else []), *(["routed experts"] if experts else [])),
-        packing=packing,
+        packing="yes" if in_te else packing,
         lora=_check_adapter(options, folder),
         sharded="yes",
     )
