@@ -176,7 +176,7 @@ def model_on_meta(hf_config: PretrainedConfig) -> Model:
 
 
 def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -> DecoderSize:
-    """Return the decoder's sizes that determine FLOPs. Of the experts, only those that a token uses are counted."""
+    """Return the decoder's sizes that determine FLOPs. Not counted: experts that a token does not use, recurrences."""
     model, decoder = model_on_meta(hf_config), text_config(hf_config)
     routed, num_linear = routed_modules(model.module), 0.0
     for module in model.module.modules():
