@@ -94,7 +94,7 @@ class ModelConfig:
         "Compile the decoder layers of transformers' models (default: on a GPU where it works).",
         excludes={
             "use_te": "its kernels are fused already",
-            "fp8_backend=te or mixed_precision=auto": "Transformer Engine's modules break the graph of a layer",
+            "fp8_backend=te": "Transformer Engine's modules break the graph of a layer",
             "sharding_mode=deepspeed_*": "DeepSpeed moves parameters of compiled modules",
         },
     )

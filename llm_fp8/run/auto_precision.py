@@ -1,9 +1,10 @@
 """Choose between bf16 and fp8 for --mixed_precision auto: measure micro-batches of the first data in both precisions.
 
 Afterwards the measured model is deleted, and the random states and the position in the data are restored. Therefore
-losses are equal to those of a run that was started with the chosen precision. For bf16, the same model runs without
-Transformer Engine's autocast. The time does not include DDP's reductions. If the GPU idles and the run may replay CUDA
-graphs, only the time of the kernels counts.
+losses are equal to those of a run that was started with the chosen precision. For bf16, the same TE decoder runs
+without Transformer Engine's autocast. Transformers' layers are built for each precision, since they are compiled in
+bf16 only. The time does not include DDP's reductions. If the GPU idles and the run may replay CUDA graphs, only the
+time of the kernels counts.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+from collections.abc import Mapping
 
 import torch
 
@@ -35,25 +37,35 @@ def choose_precision(requested: Config, plan: RunPlan, data: PreparedData) -> tu
     """Measure bf16 and fp8, and choose the precision that was faster on rank 0. Return `plan` with the decisions that
     follow from `requested` and this precision, and a dict: precision -> tokens/s on rank 0. Collective.
     """
-    tokens_per_s = gathered(measure_precisions(plan, data))[0]
+    plans = {name: _settled_for(name, requested, plan) for name in ("fp8", "bf16")}
+    tokens_per_s = gathered(measure_precisions(plans, data))[0]
     fastest = max(tokens_per_s, key=tokens_per_s.__getitem__)
     figures = ", ".join(f"{name} {figure:,.0f} tokens/s" for name, figure in tokens_per_s.items())
     plan.say(f"auto: {figures}: {fastest}")
-    settled = settle(requested, plan.hf_config, plan.machine, None, fastest, plan.size.num_parameters)
+    return plans[fastest], tokens_per_s
+
+
+def _settled_for(precision_name: str, requested: Config, plan: RunPlan) -> RunPlan:
+    settled = settle(requested, plan.hf_config, plan.machine, None, precision_name, plan.size.num_parameters)
     precision = with_recipe(settled.precision, settled.config.precision, plan.device)
-    return dataclasses.replace(plan, **vars(settled) | {"precision": precision, "notes": plan.notes}), tokens_per_s
+    return dataclasses.replace(plan, **vars(settled) | {"precision": precision, "notes": plan.notes})
 
 
-def measure_precisions(plan: RunPlan, data: PreparedData) -> dict[str, float]:
-    """Measure forward and backward passes in bf16 and fp8. Return precision -> tokens/s of this process. Collective."""
+def measure_precisions(plans: Mapping[str, RunPlan], data: PreparedData) -> dict[str, float]:
+    """Measure forward and backward passes of the run in each precision of `plans`, bf16 and fp8. Return precision ->
+    tokens/s of this process. A TE decoder is built only once, for both. Collective.
+    """
+    plan = plans["fp8"]
     random_states = rng_state(plan.accelerator.process_index)
-    setup = build_setup(dataclasses.replace(plan, say=lambda text: None), in_bf16=True)
-    batches = data.train.first_step()
-    tokens_per_s = {name: _tokens_per_s(setup, batches, name) for name in ("fp8", "bf16")}
-    del setup
-    forget_delayed_scales()
-    gc.collect()
-    torch.cuda.empty_cache()
+    batches, tokens_per_s = data.train.first_step(), dict[str, float]()
+    for names in [("fp8", "bf16")] if plan.config.model.use_te else [("fp8",), ("bf16",)]:
+        setup = build_setup(dataclasses.replace(plans[names[0]], say=lambda text: None), in_bf16=True)
+        tokens_per_s |= {name: _tokens_per_s(setup, batches, name) for name in names}
+        del setup
+        forget_delayed_scales()
+        torch.compiler.reset()  # else compiled layers would hold the model, and count as compiled before
+        gc.collect()
+        torch.cuda.empty_cache()
     restore_rng_state(random_states)
     return tokens_per_s
 

@@ -118,7 +118,6 @@ def settle(
         backend, why = choose_backend(config, machine.no_torchao, saved.partition("fp8 ")[2])
         check_options(config := config.with_options(fp8_backend=backend))
     check_declared(config, mode)  # before 'auto' is replaced by bf16 on a machine without fp8
-    eager_reason = why_eager(config, mode, machine.no_compiler)
     is_auto = config.precision.mixed_precision == "auto"
     may_be_either = is_auto and machine.has_fp8
     if is_auto:
@@ -160,7 +159,7 @@ def settle(
         optimizer_kind=optimizer_kind,
         size=size,
         num_requested_micro_batches=requested.optim.gradient_accumulation_steps,
-        eager_reason=eager_reason,
+        eager_reason=why_eager(config, mode, precision, machine.no_compiler),
         measures_precision=may_be_either and resumed is None and measured is None,
         notes=tuple(notes),
     )

@@ -58,7 +58,7 @@ REFUSED = [
     ("fp8_params", FP8 + "--fp8_params --use_te --sharding_mode ddp"),
     ("fp8_params", FP8 + "--fp8_params --fp8_backend te --sharding_mode fsdp_full"),
     *(("compile", f"--compile {more}") for more in (
-        "--use_te", "--sharding_mode deepspeed_2", "--mixed_precision auto", FP8 + "--fp8_backend te",
+        "--use_te", "--sharding_mode deepspeed_2", FP8 + "--fp8_backend te",
     )),
     ("fp8_params", FP8 + "--fp8_params --use_te --sharding_mode fsdp_offload"),
     ("fp8_params", FP8 + "--fp8_params --use_te --fp8_scenario block"),

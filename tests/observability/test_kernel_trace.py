@@ -137,7 +137,6 @@ NO_GEMMS = {
     "void causal_conv1d_fwd_kernel<Causal_conv1d_fwd_kernel_traits<128, 4, true, c10::BFloat16, c10::BFloat16> >"
     "(ConvParamsBase)": "linear_attention",
     "l2norm_fwd_kernel": "norm",
-    "layer_norm_gated_bwd_kernel": "norm",
     "void splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, true, false, "
     "false>(cublasSplitKParams<float>)": "gemm",
 }

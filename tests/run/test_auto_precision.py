@@ -50,7 +50,7 @@ def plan(options):
 @pytest.mark.parametrize("faster", ["fp8", "bf16"])
 def test_faster_precision_is_chosen_and_both_speeds_are_printed(plan, options, monkeypatch, capsys, faster):
     measured = {"fp8": 30_500.0, "bf16": 30_500.0} | {faster: 41_000.0}
-    monkeypatch.setattr(auto_precision, "measure_precisions", lambda plan, data: measured)
+    monkeypatch.setattr(auto_precision, "measure_precisions", lambda plans, data: measured)
     monkeypatch.setattr(auto_precision, "with_recipe", lambda precision, *_: precision)
     plan = dataclasses.replace(plan, machine=assumed_machine(LaunchRanks()), notes=("--batch_size auto: 8",))
     chosen_plan, speeds = choose_precision(parse_config(options), plan, None)
@@ -65,7 +65,7 @@ def test_measurement_restores_random_state_and_data_position(plan, monkeypatch):
     monkeypatch.setattr(auto_precision, "forget_delayed_scales", lambda: None)
     position, state = data.train.state_dict(), torch.get_rng_state()
     before = data.train.first_step()[0].input_ids
-    speeds = measure_precisions(plan, data)
+    speeds = measure_precisions({"fp8": plan, "bf16": plan}, data)
     assert set(speeds) == {"fp8", "bf16"} and min(speeds.values()) > 0
     assert data.train.state_dict() == position and torch.equal(torch.get_rng_state(), state)
     assert torch.equal(data.train.first_step()[0].input_ids, before)
