@@ -124,56 +124,52 @@ class DeltaNet(modeling_qwen3_5.Qwen3_5GatedDeltaNet):
         bounds = cu_seqlens if len(cu_seqlens) - 1 != len(fused) else None
         qkv, z, b, a = fused.split(list(self.sizes.projections.values()), dim=-1)
         g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
-        z = z.unflatten(-1, (-1, self.sizes.head_dim))
-        inputs = self.sizes, qkv, self.conv1d.weight.squeeze(1), g, b.sigmoid(), bounds
-        if problem_of_kernels(self.sizes, fused.device, fused.dtype) is None:
-            from fla.modules.norm.fused_norm_gate import rms_norm_gated
-
-            output = rms_norm_gated(mix_by_kernels(*inputs), z, self.norm.weight, None, eps=self.norm.variance_epsilon)
-        else:
-            output = self.norm(mix_by_torch(*inputs), z)
+        usable = problem_of_kernels(self.sizes, fused.device, fused.dtype) is None
+        output = (mix_by_kernels if usable else mix_by_torch)(
+            self, qkv, z.unflatten(-1, (-1, self.sizes.head_dim)), g, b.sigmoid(), bounds
+        )
         return output.flatten(2)
 
 
-def mix_by_torch(
-    sizes: DeltaNetSizes, qkv: Tensor, weight: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None
-) -> Tensor:
-    """Return the gated delta rule's output [B, S, heads, d], in the dtype of `qkv`, by transformers' torch code.
+def mix_by_torch(net: DeltaNet, qkv: Tensor, z: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Return the output of the net's gated norm [B, S, heads, d], in the dtype of `qkv`, by transformers' torch code.
 
     Args:
         qkv: [B, S, size], the convolution's input.
-        weight: [size, conv_width], the convolution's weight.
+        z: [B, S, heads, d], the gate of the norm.
         g: fp32 [B, S, heads], the logarithm of the state's decay.
         beta: [B, S, heads], the fraction of the state's prediction that v replaces.
         cu_seqlens: int32 [n + 1], starts of packed documents and S, with B = 1. None if each row is a document.
     """
+    sizes, weight = net.sizes, net.conv1d.weight
+    delta_rule = inspect.unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)
     lengths = [qkv.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
     documents = zip(*(tensor.split(lengths, dim=1) for tensor in (qkv, g, beta)), strict=True)
-    delta_rule, repeats = inspect.unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule), sizes.num_heads
     outputs = []
     for inputs, decay, step in documents:
         if (length := inputs.shape[1]) == 0:
             continue
         columns, padding = inputs.transpose(1, 2), sizes.conv_width - 1
-        mixed = F.conv1d(columns, weight.unsqueeze(1), padding=padding, groups=len(weight))[..., :length]
+        mixed = F.conv1d(columns, weight, padding=padding, groups=len(weight))[..., :length]
         q, k, v = sizes.heads(F.silu(mixed).transpose(1, 2))
-        q, k = (x.repeat_interleave(repeats // sizes.num_key_heads, dim=2) for x in (q, k))
+        q, k = (x.repeat_interleave(sizes.num_heads // sizes.num_key_heads, dim=2) for x in (q, k))
         outputs.append(delta_rule(q, k, v, g=decay, beta=step, use_qk_l2norm_in_kernel=True)[0])
-    return torch.cat(outputs, dim=1)
+    normed: Tensor = net.norm(torch.cat(outputs, dim=1), z)
+    return normed
 
 
-def mix_by_kernels(
-    sizes: DeltaNetSizes, qkv: Tensor, weight: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None
-) -> Tensor:
+def mix_by_kernels(net: DeltaNet, qkv: Tensor, z: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Return the result of `mix_by_torch` with flash-linear-attention's kernels."""
     from fla.modules.causal_conv1d import causal_conv1d
+    from fla.modules.norm.fused_norm_gate import rms_norm_gated
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     # The kernels cache what they read of `cu_seqlens` on the host, by the tensor's identity: it is passed unchanged.
-    q, k, v = sizes.heads(causal_conv1d(qkv, weight, activation="silu", cu_seqlens=cu_seqlens)[0])
-    output: Tensor
+    mixed, _ = causal_conv1d(qkv, net.conv1d.weight.squeeze(1), activation="silu", cu_seqlens=cu_seqlens)
+    q, k, v = net.sizes.heads(mixed)
     output, _ = chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens)
-    return output
+    normed: Tensor = rms_norm_gated(output, z, net.norm.weight, None, eps=net.norm.variance_epsilon)
+    return normed
 
 
 @functools.cache
@@ -185,14 +181,19 @@ def problem_of_kernels(sizes: DeltaNetSizes, device: torch.device, dtype: torch.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return f"it has no exact kernels for {str(dtype).removeprefix('torch.')} on {device.type}"
-    projections, cu_seqlens = sizes.projections, torch.tensor([0, 64, 100], dtype=torch.int32, device=device)
+    net = DeltaNet(sizes, 1e-6, 0, dtype, device)
+    for parameter in net.parameters():
+        nn.init.ones_(parameter)
     like: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": True}
-    qkv = torch.ones(1, 100, projections["in_proj_qkv"], **like)
-    weight = torch.ones(projections["in_proj_qkv"], sizes.conv_width, **like)
-    g, beta = torch.zeros(2, 1, 100, sizes.num_heads, dtype=torch.float32, device=device)
+    qkv, z = (
+        torch.ones(1, 100, sum(sizes.qkv_sizes), **like),
+        torch.ones(1, 100, sizes.num_heads, sizes.head_dim, **like),
+    )
+    g, beta = (torch.zeros(1, 100, sizes.num_heads, **like | {"dtype": kind}) for kind in (torch.float32, dtype))
     try:
         with torch.enable_grad():
-            mix_by_kernels(sizes, qkv, weight, g.requires_grad_(), beta.to(dtype), cu_seqlens).sum().backward()
+            cu_seqlens = torch.tensor([0, 64, 100], dtype=torch.int32, device=device)
+            mix_by_kernels(net, qkv, z, g, beta, cu_seqlens).sum().backward()
     except Exception as error:  # missing, too old or new, or a failure of Triton: each has its own class
         return " ".join(str(error).split()) or type(error).__name__
     return None
