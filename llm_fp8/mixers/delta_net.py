@@ -125,10 +125,8 @@ class DeltaNet(modeling_qwen3_5.Qwen3_5GatedDeltaNet):
         qkv, z, b, a = fused.split(list(self.sizes.projections.values()), dim=-1)
         g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
         usable = problem_of_kernels(self.sizes, fused.device, fused.dtype) is None
-        output = (mix_by_kernels if usable else mix_by_torch)(
-            self, qkv, z.unflatten(-1, (-1, self.sizes.head_dim)), g, b.sigmoid(), bounds
-        )
-        return output.flatten(2)
+        mix = mix_by_kernels if usable else mix_by_torch
+        return mix(self, qkv, z.unflatten(-1, (-1, self.sizes.head_dim)), g, b.sigmoid(), bounds).flatten(2)
 
 
 def mix_by_torch(net: DeltaNet, qkv: Tensor, z: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None) -> Tensor:
