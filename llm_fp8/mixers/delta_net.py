@@ -183,10 +183,8 @@ def problem_of_kernels(sizes: DeltaNetSizes, device: torch.device, dtype: torch.
     for parameter in net.parameters():
         nn.init.ones_(parameter)
     like: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": True}
-    qkv, z = (
-        torch.ones(1, 100, sum(sizes.qkv_sizes), **like),
-        torch.ones(1, 100, sizes.num_heads, sizes.head_dim, **like),
-    )
+    qkv = torch.ones(1, 100, sum(sizes.qkv_sizes), **like)
+    z = torch.ones(1, 100, sizes.num_heads, sizes.head_dim, **like)
     g, beta = (torch.zeros(1, 100, sizes.num_heads, **like | {"dtype": kind}) for kind in (torch.float32, dtype))
     try:
         with torch.enable_grad():
