@@ -41,8 +41,7 @@ class RowsAndColumns(HybridQuantizer):
     def columns_of(self, tensor: Tensor) -> Float8TensorStorage:
         """Cast `tensor` [T, K] to fp8 columns [K, T]."""
         columns = tex.quantize(tensor, self._both)
-        if columns._transpose is not None:  # GPUs whose GEMMs read either layout have one copy, the other layout
-            columns._data = None
+        columns.update_usage(rowwise_usage=False, columnwise_usage=True)
         return columns
 
 
