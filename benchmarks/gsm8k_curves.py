@@ -45,7 +45,7 @@ from llm_fp8.utils.json_files import read_json, read_jsonl, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
 
 VARIANTS = {"bf16": ("--mixed_precision", "bf16")}
-VARIANTS |= {name: recipe_argv(name) for name in ("delayed", "current", "block")}
+VARIANTS |= {name: recipe_argv(name) for name in ("delayed", "current", "backward", "block")}
 DEFAULT_VARIANTS = ",".join(VARIANTS)
 MODES = ("fsdp_full", "ddp")  # values of --sharding_mode to compare with one GPU
 ROWS = 8  # rows of a micro-batch, summed over the GPUs

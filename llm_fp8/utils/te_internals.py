@@ -1,5 +1,5 @@
-"""Import Transformer Engine, and use its private names (checked in 2.20). No other file uses them, except that
-llm_fp8/kernels/fp8_columns.py subclasses Transformer Engine's classes.
+"""Import Transformer Engine, and use its private names (checked in 2.20). Other files do not use them,
+except a subclass of HybridQuantizedTensorStorage in llm_fp8/kernels/fp8_columns.py.
 
 name                                                   test that notices a change
 module._is_fsdp2                                       tests/step/test_wgrad_fusion_gpu.py
@@ -7,8 +7,7 @@ layernorm_mlp._get_act_func_supported_list             tests/kernels/test_swiglu
 dot_product_attention._attention_backends              tests/tools/verify
 FP8GlobalStateManager.reduce_and_update_fp8_tensors    tests/step/test_micro_batch_graphs_gpu.py
 weight._quantizer                                      tests/models/test_lora_gpu.py
-attributes of Float8TensorStorage and of HybridQuantizedTensorStorage, in kernels/fp8_columns.py
-                                                       tests/precision/test_precision_gpu.py
+HybridQuantizedTensorStorage's attributes              tests/precision/test_precision_gpu.py
 """
 
 from __future__ import annotations

@@ -48,6 +48,16 @@ def test_losses_do_not_depend_on_micro_batch_size(precision, model_folder, tmp_p
         assert values == pytest.approx(losses_by_size[8], rel=5e-3 if precision == "delayed" else 1e-3)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw_fp32", "adamw_master"])
+def test_losses_of_backward_follow_those_of_bf16(optimizer, model_folder, tmp_path):
+    """fp32 weights are cast to bf16 rows, which must be those of the last step. The first loss has bf16's bits."""
+    options = [f"--optimizer={optimizer}", "--max_steps=8", "--learning_rate=1e-3", "--num_warmup_steps=0"]
+    for precision in ("bf16", "backward"):
+        run_successfully(model_folder, tmp_path / precision, *PRECISIONS[precision], *options)
+    bf16, backward = losses(tmp_path / "bf16"), losses(tmp_path / "backward")
+    assert backward[0] == bf16[0] > bf16[-1] + 0.1 and backward == pytest.approx(bf16, rel=2e-3)
+
+
 def test_run_reports_recipe_and_attention_and_exports_a_hugging_face_model(model_folder, tmp_path):
     options = ("--mixed_precision", "fp8", "--fp8_scenario", "mxfp8", "--max_steps", "4")
     output = run_successfully(model_folder, tmp_path / "run", *options)
