@@ -60,7 +60,7 @@ def test_requirements_are_pinned_with_a_reason_and_cover_every_import() -> None:
     ours = {"llm_fp8", "tests", "scripts", "benchmarks", "examples"}
     ours |= {path.stem for path in [*ROOT.glob("*.py"), *ROOT.glob("scripts/*.py")]}
     # Optional packages, or installed by torch, datasets or wandb. Our plugin is imported by axolotl itself.
-    optional = {"flash-attn", "liger-kernel", "triton", "pandas", "fsspec", "protobuf", "axolotl"}
+    optional = {"fla", "flash-attn", "liger-kernel", "triton", "pandas", "fsspec", "protobuf", "axolotl"}
     known = metadata.packages_distributions()
     names = {known.get(name, [name])[0].lower().replace("_", "-") for name in imported - sys.stdlib_module_names - ours}
     assert names - required - optional == set()
