@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForMultimodalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
+import te_llama
 from llm_fp8.config.options import LoraConfig
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.collate import Layout
@@ -39,7 +40,22 @@ PACKING = parse_config(["--packing"])
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
 def test_family_trains_and_exports_as_in_plain_transformers(tmp_path, name):
-    assert f"| {name} |" in hub.markdown_table([check_family(name, tmp_path)])
+    assert check_family(name, tmp_path) == hub.documented_rows()[hub.shown_name(name)]
+
+
+def test_documented_table_is_the_printed_one_and_its_te_column_is_that_of_the_code():
+    documented = hub.documented_rows()
+    rows = {name: documented[hub.shown_name(name)] for name in FAMILIES}
+    assert hub.markdown_table(list(rows.values())) in hub.DOCUMENT.read_text()
+    assert {FAMILIES[name][0] for name, row in rows.items() if row["TE"] == "yes"} == te_llama.FAMILIES.keys()
+
+
+def test_speeds_are_those_of_the_results_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "SPEEDS", tmp_path / "speeds.json")
+    assert hub.speed_cells("Qwen3") == {}
+    rows = [{"variant": "bf16", "tokens_per_s": 20123.4}, {"variant": "fp8", "failed": "out of memory"}]
+    hub.SPEEDS.write_text(json.dumps({"rows": [{"row": "Qwen3", "model": "Qwen3 4B", **row} for row in rows]}))
+    assert list(hub.speed_cells("Qwen3").values()) == ["20,123 (4B)", "-"]
 
 
 OPTIONS = ("--max_steps=2", "--max_seq_length=256", "--batch_size=2", "--mixed_precision=no")
