@@ -16,31 +16,19 @@ from tests.support.small import LONGROPE, tiny_config
 _LONGROPE = LONGROPE | dict(short_factor=[1.5] * 32, long_factor=[4.0] * 32, original_max_position_embeddings=128)
 _YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=128)
 _YARN |= dict(mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)
+_SHORT_YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
+_LLAMA3 = dict(rope_type="llama3", factor=8.0, original_max_position_embeddings=64)
+_LLAMA3 |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
 _MULTIPLIERS = dict(residual_multiplier=0.6, embedding_multiplier=2.0)
 _DELTA_NET = dict(full_attention_interval=2, linear_num_key_heads=4, linear_num_value_heads=8)
 _DELTA_NET |= dict(linear_key_head_dim=64, linear_value_head_dim=64)
 FAMILIES = {
     "llama2": dict(model_type="llama", num_key_value_heads=8, rope_theta=10000.0),
-    "llama3_rope_gqa": dict(
-        model_type="llama",
-        rope_theta=500000.0,
-        rope_scaling=dict(
-            rope_type="llama3",
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=64,
-        ),
-    ),
+    "llama3_rope_gqa": dict(model_type="llama", rope_theta=500000.0, rope_scaling=_LLAMA3),
     "llama_tied": dict(model_type="llama", tie_word_embeddings=True),
     "llama_biases": dict(model_type="llama", attention_bias=True, mlp_bias=True),
     "llama_linear_rope": dict(model_type="llama", rope_scaling=dict(rope_type="linear", factor=4.0)),
-    "llama_yarn": dict(
-        model_type="llama",
-        rope_scaling=dict(
-            rope_type="yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0
-        ),
-    ),
+    "llama_yarn": dict(model_type="llama", rope_scaling=_SHORT_YARN | dict(beta_fast=32.0, beta_slow=1.0)),
     "mistral_window": dict(model_type="mistral", sliding_window=24),
     "qwen2_qkv_bias_tied": dict(model_type="qwen2", tie_word_embeddings=True, rope_theta=1000000.0),
     "qwen2_window": dict(model_type="qwen2", use_sliding_window=True, sliding_window=24, max_window_layers=1),
@@ -61,11 +49,7 @@ FAMILIES = {
     "ministral3_scores": dict(model_type="ministral3", head_dim=64, rope_parameters=_YARN),
     "phi3_partial_rope": dict(model_type="phi3", partial_rotary_factor=0.75, sliding_window=24),
     "olmo2": dict(model_type="olmo2", attention_bias=True),
-    "olmo3_windows": dict(
-        model_type="olmo3",
-        sliding_window=24,
-        rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64),
-    ),
+    "olmo3_windows": dict(model_type="olmo3", sliding_window=24, rope_scaling=_SHORT_YARN),
     "exaone4_windows": dict(model_type="exaone4", sliding_window=24, sliding_window_pattern=2),
     "qwen3_5_text": dict(model_type="qwen3_5_text", head_dim=64, **_DELTA_NET),
 }
