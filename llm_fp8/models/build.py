@@ -59,11 +59,10 @@ def build_structure(
     compute_dtype: torch.dtype,
     device: torch.device,
     unfused_mlp: bool = False,
-    te_on_meta: bool = True,
     full_tensor: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> Model:
-    """Build the model with uninitialised parameters on "meta" and buffers on `device`. If `te_on_meta` is False, a TE
-    decoder's parameters are on `device`. `unfused_mlp`: see `te_llama.LayerSpec`. `stored`, `full_tensor`: see `Model`.
+    """Build the model with uninitialised parameters on "meta" and buffers on `device`. For `unfused_mlp` see
+    `te_llama.LayerSpec`, for `stored` and `full_tensor` see `Model`.
     """
     choice = "sdpa" if options.use_te else options.attn_implementation
     attention = choose_attention(choice, hf_config, device, compute_dtype)
@@ -71,7 +70,7 @@ def build_structure(
         model = model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
     if options.use_te:
         shared: dict[str, Any] = {"table_device": device, "unfused_mlp": unfused_mlp, "model": model.module}
-        te_llama.build_te_model(hf_config, parameter_dtype, "meta" if te_on_meta else device, **shared)
+        te_llama.build_te_model(hf_config, parameter_dtype, "meta", **shared)
     else:
         model.module.tie_weights()  # undone by `init_empty_weights`
     return replace(model, stored=stored, full_tensor=full_tensor)
@@ -91,10 +90,9 @@ def build_model(
     `structure` contains more arguments of `build_structure`. With `keep_lower_bits`, each bf16 parameter gets a
     remainder, which stores the lower bits of an fp32 weight (`llm_fp8.optim.adamw_master`).
     """
-    model = build_structure(options, hf_config, stored, device=device, te_on_meta=False, **structure)
-    if not options.use_te:
-        materialize_(model.module, device, device)
-        model.module.tie_weights()  # undone by moving
+    model = build_structure(options, hf_config, stored, device=device, **structure)
+    materialize_(model.module, device, device)
+    model.module.tie_weights()  # undone by moving
     fill_weights(model, device, seed, keep_lower_bits)
     return model
 
