@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from llm_fp8.utils.errors import UserError, reading
+from llm_fp8.utils.errors import reading
 
 EMBEDDED = "embedded"  # the model and the dataset in this repository
 SCRATCH_LEARNING_RATE = 1e-3  # for random initial weights (the embedded model, or --random_init)
@@ -21,9 +21,6 @@ AUTO_BATCH_SIZE = 0  # means --batch_size auto until the run chooses a size
 
 ALL_LINEAR = "all-linear"  # value of --lora_targets: all linear layers but the lm_head
 EXPERTS = "experts"  # entry of --lora_targets: the weights of routed experts
-TE_LINEARS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
-DELTA_NET_LINEARS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
-"""Hugging Face's names of linear layers in TE decoder layers, and of those in gated delta nets."""
 
 COLUMN_NAMES = (  # columns that training reads (`llm_fp8.data.rows`); --columns maps them to the dataset's names
     "problem", "generated_solution", "messages", "tools", "conversations", "instruction", "input",
@@ -308,11 +305,8 @@ class LoraConfig:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The names in --lora_targets. Raises `UserError` if there are none or all-linear is mixed with layer names."""
-        names = names_in(self.lora_targets)
-        if not names or (ALL_LINEAR in names and not {*names} <= {ALL_LINEAR, EXPERTS}):
-            raise UserError(f"--lora_targets must name layers, as in q_proj,v_proj, or be {ALL_LINEAR}[,{EXPERTS}].")
-        return names
+        """The names in --lora_targets."""
+        return names_in(self.lora_targets)
 
     @property
     def scaling(self) -> float:

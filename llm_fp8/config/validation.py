@@ -6,7 +6,7 @@ import math
 from fnmatch import fnmatchcase
 
 from llm_fp8.config import options
-from llm_fp8.config.options import ALL_LINEAR, Config, names_in
+from llm_fp8.config.options import ALL_LINEAR, EXPERTS, Config, names_in
 from llm_fp8.config.recipes import DEFAULT, FP8_SIZE_MULTIPLE, RECIPE_OPTIONS, RECIPES, recipe_for, recipe_names
 from llm_fp8.utils.errors import UserError, did_you_mean, reading
 
@@ -99,6 +99,8 @@ def _check_recipe(config: Config) -> None:
 def _check_names(config: Config) -> None:
     """Check the options whose values are comma-separated names or numbers."""
     data, targets = config.data, config.lora.targets
+    if not targets or (ALL_LINEAR in targets and not {*targets} <= {ALL_LINEAR, EXPERTS}):
+        raise UserError(f"--lora_targets must name layers, as in q_proj,v_proj, or be {ALL_LINEAR}[,{EXPERTS}].")
     with reading("--dataset_weights", data.dataset_weights, "numbers", "Give shares, as in 0.7,0.3."):
         weights = data.weights or []
     if not all(0 < weight < math.inf for weight in weights):
@@ -106,14 +108,12 @@ def _check_names(config: Config) -> None:
     dataset_columns = set(data.column_names.values())
     if data.columns is not None and ("" in dataset_columns or len(dataset_columns) != len(data.columns.split(","))):
         raise UserError(f"--columns '{data.columns}' must be pairs, as in problem=question,generated_solution=answer.")
-    layers = (*options.TE_LINEARS, *options.DELTA_NET_LINEARS, ALL_LINEAR) if config.model.use_te else ()
     settings = dict.fromkeys([*options.SETTINGS, *options.SETTINGS.values()])
     for flag, names, choices in (
         ("--columns", data.column_names, options.COLUMN_NAMES),
         ("--allow_changed", names_in(config.run.allow_changed), settings),
-        ("--lora_targets", targets, layers),
     ):
-        if unknown := [name for name in names if choices and name not in choices]:
+        if unknown := [name for name in names if name not in choices]:
             hint = did_you_mean(unknown[0], choices)
             raise UserError(f"{flag}: '{unknown[0]}' is not among {', '.join(choices)}{hint}.")
 

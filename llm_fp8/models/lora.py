@@ -191,8 +191,6 @@ def _add_by_peft(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype
 def _add_to_te_decoder(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype) -> None:
     layers = [layer for layer in model.modules() if isinstance(layer, te_llama.TEDecoderLayer)]
     linears = dict.fromkeys(name for layer in layers for name in te_llama.linear_shapes(layer.spec))
-    if unknown := sorted(set(options.targets) - {*linears, ALL_LINEAR}):
-        raise UserError(f"--lora_targets {', '.join(unknown)}: the model has {', '.join(linears)}; choose from these.")
     targets = linears if ALL_LINEAR in options.targets else options.targets
     for te_name, parts in te_llama.parameter_map(model).items():
         module_name, _, kind = te_name.rpartition(".")

@@ -16,7 +16,7 @@ import torch
 from transformers import PretrainedConfig
 
 import te_llama
-from llm_fp8.config.options import AUTO_BATCH_SIZE, MODES, Config, OptimizerKind
+from llm_fp8.config.options import ALL_LINEAR, AUTO_BATCH_SIZE, MODES, Config, OptimizerKind
 from llm_fp8.config.recipes import DEFAULTS, Backend, recipe_for, recipe_names, row_of
 from llm_fp8.config.validation import check_declared, check_options, check_tokens, refusal
 from llm_fp8.models.build import count_parameters
@@ -251,6 +251,9 @@ def check_machine(config: Config, machine: Machine, mode: str, precision: Precis
 
 def check_te_decoder(config: Config, spec: te_llama.DecoderSizes, num_shards: int) -> None:
     """Raise `UserError` if a TE decoder of the sizes `spec`, on `num_shards` GPUs, does not support the options."""
+    linears = dict.fromkeys(name for layer in spec.layers if layer for name in te_llama.linear_shapes(layer))
+    if config.trains_adapters and (unknown := sorted({*config.lora.targets} - {*linears, ALL_LINEAR})):
+        raise UserError(f"--lora_targets {', '.join(unknown)}: the model has {', '.join(linears)}; choose from these.")
     if config.parallel.context_parallel_size > 1 and any(layer is not None and layer.window for layer in spec.layers):
         raise UserError("--context_parallel_size does not support sliding-window attention (config.json); drop it.")
     if spec.delta_net and (config.parallel.context_parallel_size > 1 or config.model.cuda_graphs):

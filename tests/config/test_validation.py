@@ -40,7 +40,6 @@ REFUSED = [
     ("columns", "--columns colour=a"),
     ("lora_targets", "--lora_rank 4 --lora_targets=,"),
     ("lora_targets", "--lora_rank 4 --lora_targets all-linear,q_proj"),
-    ("lora_targets", "--lora_rank 4 --use_te --lora_targets c_attn"),
     ("allow_changed", "--allow_changed colour --resume_from x"),
     ("output_dir", "--output_dir="),
     ("max_seq_length", "--max_seq_length 100 --batch_size 3 --packing"),

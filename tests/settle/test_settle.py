@@ -26,6 +26,7 @@ B200 = assumed_machine(LaunchRanks(), "B200", 178.0, (10, 0))
 ONE, FOUR, CPU = assumed_machine(LaunchRanks()), assumed_machine(TWO_HOSTS), Machine()
 LLAMA = LlamaConfig(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_hidden_layers=2, vocab_size=256)
 WINDOWED, DELTA_NET = dataclasses.replace(decoder_sizes(LLAMA), window=64), DeltaNetSizes(2, 8, 16, 16, 4)
+PHI = dataclasses.replace(WINDOWED, fused_projections=True)
 
 
 def settled(options: str, machine: Machine = ONE, model: LlamaConfig = LLAMA) -> Settled:
@@ -39,6 +40,7 @@ def settled(options: str, machine: Machine = ONE, model: LlamaConfig = LLAMA) ->
         ("--use_te --context_parallel_size 2", {"delta_net": DELTA_NET}, 4, "--context_parallel_size"),
         ("--use_te --cuda_graphs", {"delta_net": DELTA_NET}, 4, "--cuda_graphs"),
         (FP8_PARAMS, {}, 7, "--fp8_params"),
+        ("--use_te --lora_rank 4 --lora_targets q_proj", {"layers": (PHI,)}, 4, "--lora_targets q_proj: .* qkv_proj"),
     ],
 )
 def test_option_that_the_decoder_does_not_allow_is_refused(options, decoder, num_shards, message):
