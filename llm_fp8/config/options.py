@@ -36,7 +36,6 @@ def option(
     help: str,
     *,
     alias: str | None = None,
-    bare: int | None = None,
     needs: tuple[str, ...] = (),
     excludes: dict[str, str] | None = None,
     resume: Literal["same", "scales", "evaluation", "total_steps", "global_batch_size"] | None = None,
@@ -47,13 +46,13 @@ def option(
     `needs` are conditions without which the option has no effect. `excludes` maps each condition that forbids it to
     the reason. A condition NAME means that the option NAME is on, and NAME=PATTERN|PATTERN that its value matches a
     pattern with wildcards. NAME may be the option itself. ` and ` or ` or ` joins conditions. sharding_mode is 'single'
-    on one GPU. `alias` is the option's name in transformers, if the meaning is exactly the same. `bare` is the value of
-    a numeric option if the flag has no number. `bounds` are at_least, at_most, above and below.
+    on one GPU. `alias` is the option's name in transformers, if the meaning is exactly the same. `bounds` are at_least,
+    at_most, above and below.
     `resume` says what happens if a resumed run changes the option. 'same' and 'scales' make it an error unless
     --allow_changed names the option: the result changes and, for 'scales', the meaning of delayed scaling's histories.
     For 'evaluation' the change is only reported. The other values name the setting that is compared instead.
     """
-    declared = {"help": help, "aliases": [f"--{alias}"] if alias else [], "bare": bare, "bounds": bounds}
+    declared = {"help": help, "aliases": [f"--{alias}"] if alias else [], "bounds": bounds}
     return field(default=default, metadata={**declared, "needs": needs, "excludes": excludes or {}, "resume": resume})
 
 
@@ -73,7 +72,7 @@ class ModelConfig:
     chat_template: str | None = option(None, "Chat template: a file, or the text itself (default: the tokenizer's).")
     random_init: bool = option(False, "Start from random weights of the model's architecture.")
     gradient_checkpointing: float | Literal["auto"] = option(
-        0, "Recompute every n-th layer (no number: all), a share such as 0.5, or auto: as few as memory allows.", bare=1
+        0, "Recompute every n-th layer (no number: all), a share such as 0.5, or auto: as few as memory allows."
     )
     cuda_graphs: bool | None = option(
         None,

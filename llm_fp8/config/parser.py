@@ -72,18 +72,17 @@ def with_underscores(word: str) -> str:
 def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hint: Any) -> None:
     """Add the option of a `field` of type `hint` to the parser's `group`. A boolean also gets --name and --no_name."""
     kind = next(each for each in get_args(hint) if each is not NoneType) if NoneType in get_args(hint) else hint
-    text, bare, bounds = (field.metadata[key] for key in ("help", "bare", "bounds"))
+    text, bounds = field.metadata["help"], field.metadata["bounds"]
     if field.default is not None and "(default:" not in text:
         text += f" (default: {field.default})"
     value: dict[str, Any] = {"type": number(kind, **bounds) if bounds else kind}
     if get_origin(kind) is Literal:
         value = {"choices": get_args(kind)}
     elif kind is bool:
-        value, bare = {"type": true_or_false_or_auto if NoneType in get_args(hint) else true_or_false}, True
+        value = {"type": true_or_false_or_auto if NoneType in get_args(hint) else true_or_false}
+        value |= {"nargs": "?", "const": True}
     elif kind is str:
         value = {"type": os.path.expanduser}  # the shell does not expand `~` in a YAML file or after `=`
-    if bare is not None:
-        value |= {"nargs": "?", "const": bare}
     # Without defaults, the parsed options are exactly those that were typed.
     place: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": field.name}
     group.add_argument(f"--{field.name}", *field.metadata["aliases"], help=text, **value, **place)
@@ -112,6 +111,7 @@ class OptionsParser(OneSentenceParser):
         actions["mixed_precision"].type = lambda word: "no" if word.lower() in ("fp32", "no", "off", "false") else word
         actions["batch_size"].type = number_or_auto
         actions["gradient_checkpointing"].type = number_or_share_or_auto
+        actions["gradient_checkpointing"].nargs, actions["gradient_checkpointing"].const = "?", 1  # the flag alone
         actions["fp8_scenario"].choices = (DEFAULT, *recipe_names())
         rows = "; ".join(f"{name} ({recipe.backend}): {recipe.summary}" for name, recipe in RECIPES.items())
         default = " or ".join(f"{recipe} ({backend})" for backend, recipe in DEFAULTS.items())
