@@ -190,14 +190,19 @@ def parse_launch(
 def _read(argv: list[str], parser: OptionsParser) -> tuple[Config, frozenset[str]]:
     """Parse `argv` and --config's file, but check no combinations. Return also the names of the options in them."""
     path = parser.parse_known_args(argv)[0].config
-    file_argv = list[str]()
+    file_argv, names = list[str](), list[str]()
     if path:
         with reading("--config", path, "YAML", "Give a file of 'option: value' lines."):
             content = Path(path).expanduser().read_bytes()
             # Options are read as text, for argparse to convert. Values inside an object get JSON's types.
             texts, typed = (yaml.load(content, loader) or {} for loader in (_TEXTS, _JSON))
             file_argv = to_argv(texts | {name: each for name, each in typed.items() if isinstance(each, dict)})
+            names = [name.value for name, _ in getattr(yaml.compose(content), "value", [])]
     parser.origin = f"--config {path}: "
+    flags = parser._option_string_actions
+    names = [getattr(flags.get(with_underscores(f"--{name}")), "dest", name) for name in names]
+    if twice := [name for name in names if names.count(name) > 1]:
+        parser.error(f"it sets '{twice[0]}' twice; remove one")
     if parser.parse_args(file_argv).config is not None:  # parsed alone, so that an error names the file
         parser.error("it names another --config, which is not read; remove it")
     parser.origin = ""

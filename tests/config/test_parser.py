@@ -169,6 +169,10 @@ def test_command_line_overrides_the_yaml_file(tmp_path):
     options = parse_config(["--config", str(file), "--batch_size", "4", "--no_packing"]).options
     expected = {"learning_rate": 3e-4, "batch_size": 4, "export": False, "packing": False, "model_name": "a/b"}
     assert options == {**Config().options, **expected}
+    for text in ("batch_size: 2\nseed: 3\nbatch_size: 4", "batch-size: ~\nper_device_train_batch_size: 4"):
+        file.write_text(text)
+        with pytest.raises(UserError, match="batch_size"):
+            parse_config(["--config", str(file)])
 
 
 def test_yaml_values_are_parsed_by_the_type_of_the_option(tmp_path):
