@@ -135,32 +135,23 @@ class LayerSpec:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
-    attention_scale: float
-    """Factor of q k before the softmax, without YaRN's `attention_scaling`."""
+    attention_scale: float  # factor of q k before the softmax, without YaRN's `attention_scaling`
     attention_dropout: float = 0.0
-    window: int | None = None
-    """Number of last positions that a token attends to, including its own. None for all."""
-    rope: str | None = None
-    """Key of the RoPE table, which is the layer type or `NO_ROPE`. None if all layers share one table."""
-    activation: str = "swiglu"
-    """Transformer Engine's name: "swiglu", or "geglu" with the tanh approximation of GELU."""
+    window: int | None = None  # number of last positions that a token attends to, including its own; None for all
+    rope: str | None = None  # key of the RoPE table: the layer type or `NO_ROPE`; None if all layers share one table
+    activation: str = "swiglu"  # Transformer Engine's name: "swiglu", or "geglu" with the tanh approximation of GELU
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    joint_qk_norm: bool = False
-    """If True, the QK norm is over all heads together, not over each head."""
+    joint_qk_norm: bool = False  # True if the QK norm is over all heads together, not over each head
     fused_projections: bool = False
     """If True, Hugging Face's q, k and v are one tensor (qkv_proj), and gate and up are another (gate_up_proj)."""
     residual_dropout: float = 0.0
-    residual_scale: float = 1.0
-    """Factor of the outputs of attention and MLP when they are added to the residual."""
-    output_gate: bool = False
-    """If True, q_proj also returns a gate for each head, whose sigmoid multiplies attention's output."""
-    delta_net: DeltaNetSizes | None = None
-    """Sizes of the gated delta net that replaces attention, or None."""
-    zero_centered_gain: bool = False
-    """If True, all norms multiply by 1 + weight instead of weight."""
+    residual_scale: float = 1.0  # factor of the outputs of attention and MLP when they are added to the residual
+    output_gate: bool = False  # True if q_proj also returns a gate for each head: attention's output times its sigmoid
+    delta_net: DeltaNetSizes | None = None  # sizes of the gated delta net that replaces attention
+    zero_centered_gain: bool = False  # True if all norms multiply by 1 + weight instead of weight
     attention_norms: tuple[str | None, str | None] = ("input_layernorm", None)
     """Hugging Face's names of the norms before and after attention, or None for no norm."""
     mlp_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None)
