@@ -149,7 +149,7 @@ class LayerSpec:
     """If True, Hugging Face's q, k and v are one tensor (qkv_proj), and gate and up are another (gate_up_proj)."""
     residual_dropout: float = 0.0
     residual_scale: float = 1.0  # factor of the outputs of attention and MLP when they are added to the residual
-    output_gate: bool = False  # True if q_proj also returns a gate for each head: attention's output times its sigmoid
+    output_gate: bool = False  # True if q_proj also returns gates, whose sigmoid multiplies attention's output
     delta_net: DeltaNetSizes | None = None  # sizes of the gated delta net that replaces attention
     zero_centered_gain: bool = False  # True if all norms multiply by 1 + weight instead of weight
     attention_norms: tuple[str | None, str | None] = ("input_layernorm", None)
@@ -637,22 +637,18 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         `max_seqlen` describe the unsliced documents.
         """
         batch, length = fused.shape[:2]
-        num_documents = cu_seqlens.shape[0] - 1
-        packed = self.context_size > 1 or (batch == 1 and num_documents != batch)
-        if packed:
-            q, k, v = self._split_and_rotate(fused.flatten(0, 1), angles, cu_seqlens, max_seqlen)
+        if packed := self.context_size > 1 or (batch == 1 and len(cu_seqlens) != 2):
+            rotated = self._split_and_rotate(fused.flatten(0, 1), angles, cu_seqlens, max_seqlen)
         else:
-            q, k, v = self._split_and_rotate(fused, angles, None, None)
+            rotated, max_seqlen = self._split_and_rotate(fused, angles, None, None), length
         context = self.attention(
-            q,
-            k,
-            v,
+            *rotated,
             qkv_format="thd" if packed else "bshd",
             attn_mask_type="padding_causal",
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=max_seqlen if packed else length,
-            max_seqlen_kv=max_seqlen if packed else length,
+            max_seqlen_q=max_seqlen,
+            max_seqlen_kv=max_seqlen,
         )
         return context.reshape(batch, length, -1)
 
