@@ -134,9 +134,6 @@ def settle(
         size, notes = settle_memory(size, machine.gpu_gib, rows)
     elif config.data.batch_size == AUTO_BATCH_SIZE:
         raise UserError("--batch_size auto needs a GPU, whose memory it fills, and none is found; give a number.")
-    elif config.model.gradient_checkpointing == "auto":
-        size = size.changed(gradient_checkpointing=0)
-        notes.append("--gradient_checkpointing auto: without a GPU no layer is recomputed")
     if may_be_either and (measured == "bf16" or (saved and not saved.startswith("fp8"))):
         size = size.changed(mixed_precision="bf16")
         precision = resolve_precision(size.config, machine)
