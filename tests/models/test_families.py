@@ -54,7 +54,7 @@ def test_speeds_are_those_of_the_results_file(tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "SPEEDS", tmp_path / "speeds.json")
     assert hub.speed_cells("Qwen3") == {}
     rows = [{"variant": "bf16", "tokens_per_s": 20123.4}, {"variant": "fp8", "failed": "out of memory"}]
-    hub.SPEEDS.write_text(json.dumps({"rows": [{"row": "Qwen3", "model": "Qwen3 4B", **row} for row in rows]}))
+    hub.SPEEDS.write_text(json.dumps({"rows": [{"row": "Qwen3", "model": "Qwen3-4B", **row} for row in rows]}))
     assert list(hub.speed_cells("Qwen3").values()) == ["20,123 (4B)", "-"]
 
 

@@ -20,6 +20,8 @@ _SHORT_YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embedding
 _LLAMA3 = dict(rope_type="llama3", factor=8.0, original_max_position_embeddings=64)
 _LLAMA3 |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
 _MULTIPLIERS = dict(residual_multiplier=0.6, embedding_multiplier=2.0)
+_GEMMA3 = dict(sliding_window=24, sliding_window_pattern=3, tie_word_embeddings=True)
+_GEMMA3 |= dict(rope_scaling=dict(rope_type="linear", factor=4.0))
 _DELTA_NET = dict(full_attention_interval=2, linear_num_key_heads=4, linear_num_value_heads=8)
 _DELTA_NET |= dict(linear_key_head_dim=64, linear_value_head_dim=64)
 FAMILIES = {
@@ -33,15 +35,7 @@ FAMILIES = {
     "qwen2_qkv_bias_tied": dict(model_type="qwen2", tie_word_embeddings=True, rope_theta=1000000.0),
     "qwen2_window": dict(model_type="qwen2", use_sliding_window=True, sliding_window=24, max_window_layers=1),
     "qwen3_qk_norm_head_dim": dict(model_type="qwen3", head_dim=128, rope_theta=1000000.0),
-    "gemma3_text": dict(
-        model_type="gemma3_text",
-        head_dim=128,
-        query_pre_attn_scalar=96,
-        sliding_window=24,
-        sliding_window_pattern=3,
-        rope_scaling=dict(rope_type="linear", factor=4.0),
-        tie_word_embeddings=True,
-    ),
+    "gemma3_text": dict(model_type="gemma3_text", head_dim=128, query_pre_attn_scalar=96, **_GEMMA3),
     "smollm3_no_rope": dict(model_type="smollm3", no_rope_layers=[1, 0, 1, 0]),
     "seed_oss": dict(model_type="seed_oss", attention_dropout=0.0, residual_dropout=0.0, attention_out_bias=True),
     "granite_multipliers": dict(model_type="granite", attention_multiplier=0.2, logits_scaling=0.5, **_MULTIPLIERS),

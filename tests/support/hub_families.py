@@ -174,7 +174,7 @@ def speed_cells(family: str) -> dict[str, str]:
     if not SPEEDS.exists():
         return {}
     rows = [row for row in read_json(SPEEDS)["rows"] if row["row"] == family and "tokens_per_s" in row]
-    speeds = {row["variant"]: f"{row['tokens_per_s']:,.0f} ({row['model'].split()[-1]})" for row in rows}
+    speeds = {row["variant"]: f"{row['tokens_per_s']:,.0f} ({row['model'].rpartition('-')[2]})" for row in rows}
     return {f"{precision} tokens/s (size)": speeds.get(precision, "-") for precision in ("bf16", "fp8")}
 
 

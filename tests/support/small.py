@@ -34,18 +34,10 @@ LONGROPE |= dict(original_max_position_embeddings=64, short_mscale=1.1, long_msc
 def tiny_config(model_type: str = "llama", **changes: Any) -> PretrainedConfig:
     """Return a config with two layers, hidden size 32 and a vocabulary of 1,024 tokens, updated by `changes`."""
     entries: dict[str, Any] = dict(
-        vocab_size=1024,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
+        vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=256, bos_token_id=0, eos_token_id=1, pad_token_id=2,
         tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-    )
+    )  # fmt: skip
     return AutoConfig.for_model(model_type, **{**entries, **changes})
 
 
