@@ -47,18 +47,13 @@ _LISTED_LENGTH = 80  # characters of a kernel's name in a reason; template argum
 class ExpectedKernels:
     """Kernels that each GPU must run in an optimizer step."""
 
-    precision: str
-    """Name of the precision, for example 'bf16' or 'fp8 delayed'."""
-    compute: str
-    """Precision of linear layers outside fp8: fp32, bf16 or fp16."""
-    scenario: str | None = None
-    """The fp8 scenario in effect, or None in a run without fp8."""
-    num_fp8_gemms: int = 0
-    """Minimum number of fp8 GEMM kernels per micro-batch. A GEMM may run several kernels."""
+    precision: str  # name of the precision, for example 'bf16' or 'fp8 delayed'
+    compute: str  # precision of linear layers outside fp8: fp32, bf16 or fp16
+    scenario: str | None = None  # the fp8 scenario in effect, or None in a run without fp8
+    num_fp8_gemms: int = 0  # minimum number of fp8 GEMM kernels per micro-batch; a GEMM may run several kernels
     most_fp8_gemms: float = math.inf  # maximum of the same, if fprop is in bf16
     fp8_linear_flop_share: float = 0.0
-    fp8_format: str | None = None
-    """Name of the recipe's format, such as "HYBRID"; None for the default of the row in `RECIPES`."""
+    fp8_format: str | None = None  # the recipe's format, such as "HYBRID"; None for the default of the row in `RECIPES`
 
     @classmethod
     def of_model(
@@ -89,8 +84,7 @@ class Certificate:
 
     verdict: Verdict
     precision: str
-    reasons: list[str]
-    """Reasons why the verdict is not 'certified'."""
+    reasons: list[str]  # reasons why the verdict is not 'certified'
     remarks: list[str]
     num_gemm_kernels: int
     num_fp8_gemm_kernels: int
@@ -98,12 +92,10 @@ class Certificate:
     num_unknown_gemm_kernels: int
     gemm_kernels_by_type: dict[str, int]
     unknown_gemm_names: list[str]
-    other_kernel_names: list[str]
-    """Kernels that match no rule of `kernel_trace` and may be in fp8, sorted by decreasing time."""
+    other_kernel_names: list[str]  # kernels that match no rule of `kernel_trace`, sorted by decreasing time
     unrecognised_time_share: float | None
     """Time of unknown GEMMs and other kernels / time of all GEMMs and other kernels; None if there are none."""
-    fp8_gemm_time_share: float | None
-    """Time of fp8 GEMM kernels / time of all GEMM kernels; None if no GEMM was recorded."""
+    fp8_gemm_time_share: float | None  # time of fp8 GEMM kernels / of all GEMM kernels; None if no GEMM was recorded
     fp8_linear_flop_share: float
     attention: str | None
     modules: ModuleState

@@ -36,14 +36,11 @@ class PrecisionPlan:
     """Requested and effective precision. run.json, the trackers' config and the summary contain it."""
 
     requested: str
-    effective: str
-    """no, bf16, fp16 or fp8."""
+    effective: str  # no, bf16, fp16 or fp8
     requested_scenario: str | None = None
-    effective_scenario: str | None = None
-    """Key in `RECIPES`, or None without fp8."""
+    effective_scenario: str | None = None  # key in `RECIPES`, or None without fp8
     fallback_reason: str | None = None
-    recipe: Any = field(default=None, repr=False)
-    """Recipe object of the library that computes in fp8, or None without fp8."""
+    recipe: Any = field(default=None, repr=False)  # object of the library that computes in fp8, or None without fp8
     backend: str | None = None  # library that computes in fp8, or None without fp8
     backend_reason: str | None = None  # why --fp8_backend auto chose this library
 
