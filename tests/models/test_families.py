@@ -43,10 +43,11 @@ def test_family_trains_and_exports_as_in_plain_transformers(tmp_path, name):
     assert check_family(name, tmp_path) == hub.documented_rows()[hub.shown_name(name)]
 
 
-def test_documented_table_is_the_printed_one_and_its_te_column_is_that_of_the_code():
+def test_documented_table_is_the_printed_one_with_the_te_decoders_and_speeds_of_today():
     documented = hub.documented_rows()
     rows = {name: documented[hub.shown_name(name)] for name in FAMILIES}
     assert hub.markdown_table(list(rows.values())) in hub.DOCUMENT.read_text()
+    assert all(row.items() >= hub.speed_cells(hub.shown_name(name)).items() for name, row in rows.items())
     assert {FAMILIES[name][0] for name, row in rows.items() if row["TE"] == "yes"} == te_llama.FAMILIES.keys()
 
 
