@@ -31,7 +31,7 @@ import te_llama
 from llm_fp8.config.options import ALL_LINEAR, EXPERTS, LoraConfig
 from llm_fp8.models.build import auto_class, local_shard, read_by_kernels
 from llm_fp8.models.experts import expert_weights, routed_modules
-from llm_fp8.models.model import Model, is_adapter, name_without_adapter
+from llm_fp8.models.model import Model, is_adapter
 from llm_fp8.utils.errors import UserError, listed, reading
 from llm_fp8.utils.packages import BASE_REQUIREMENTS
 from llm_fp8.utils.te_internals import prefer_torchs_cudnn
@@ -276,7 +276,7 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
         elif isinstance(getattr(layer, "lora_A", None), nn.ModuleDict):
             a, b = (matrices["default"].weight for matrices in (layer.lora_A, layer.lora_B))
             is_parameter = hasattr(layer, "parameter_name")
-            weight = f"{name_without_adapter(name)}.{layer.parameter_name if is_parameter else 'weight'}"
+            weight = f"{name.replace('.base_layer', '')}.{layer.parameter_name if is_parameter else 'weight'}"
             delta = functools.partial(layer.get_delta_weight, "default") if is_parameter else None
             adapters[name] = Adapter(a, b, layer.scaling["default"], weight, delta)
     return adapters
