@@ -28,6 +28,7 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from llm_fp8.utils.torch_internals import wrap_forward
 
+_CHUNK = 64  # tokens of a document that flash-linear-attention's kernels compute together
 _FUNCTIONS = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")  # for which transformers prefers optional packages
 
 
@@ -64,6 +65,35 @@ class DeltaNetSizes(NamedTuple):
         conv = (self.projections["in_proj_qkv"], 1, self.conv_width)
         heads = (self.num_heads,)
         return {"dt_bias": heads, "A_log": heads, "conv1d.weight": conv, "norm.weight": (self.head_dim,)}
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes per token that a bf16 net saves for the backward pass with flash-linear-attention's kernels, without
+        the input of the output projection. Version 0.6's Python code saves as much; not yet measured on a GPU:
+
+            causal_conv1d           bf16: the projections' joint output, of which its input is a view
+            chunk_gated_delta_rule  bf16: normalised q and k, copies of v and beta, the inverse A [heads, 64]
+                                    fp32: reciprocal norms of q and k, sums of g in chunks
+            rms_norm_gated          bf16: its input and a copy of z; fp32: reciprocal norms
+            g in torch              fp32: input and output of softplus
+        """
+        q, k, v = self.qkv_sizes
+        bf16 = sum(self.projections.values()) + q + k + 3 * v + (_CHUNK + 1) * self.num_heads
+        fp32 = 2 * self.num_key_heads + 4 * self.num_heads
+        return 2 * bf16 + 4 * fp32
+
+    @property
+    def backward_bytes(self) -> int:
+        """Bytes per token by which memory grows from the backward pass of the output projection to the peak in that of
+        chunk_gated_delta_rule. Like `saved_bytes`, not yet measured on a GPU.
+
+        In bf16 there are w, dw and dk for the heads of v, the states before chunks and their gradients (documents of
+        less than a chunk have more), gradients of q and k (k twice), and six tensors of the size of v: u, updated v, dv
+        twice, gradients of z and of the output. Input and gate of the norm, 2 v, are freed. Per head, 6 bytes are left.
+        """
+        q, k, v = self.qkv_sizes
+        w = self.num_heads * self.key_head_dim
+        return 2 * (3 * w + 2 * w * self.head_dim // _CHUNK + q + 2 * k + (6 - 2) * v) + 6 * self.num_heads
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split `qkv` [B, S, size] into views q, k [B, S, key heads, d_k] and v [B, S, heads, d_v]."""

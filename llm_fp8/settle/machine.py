@@ -32,6 +32,7 @@ class Machine:
     is_assumed: bool = False
     no_compiler: str | None = "there is no GPU"  # why layers cannot be compiled for the GPU
     no_torchao: str | None = "there is no GPU"  # why torchao is not installed, or not faster than Transformer Engine
+    lacks_delta_kernels: bool = False  # True if the model needs kernels for gated delta nets and none work
 
     @property
     def has_fp8(self) -> bool:

@@ -14,6 +14,7 @@ from llm_fp8.config.options import Config
 from llm_fp8.distributed.build import build_strategy
 from llm_fp8.distributed.process_group import device_of_process
 from llm_fp8.distributed.strategy import DistributedStrategy
+from llm_fp8.mixers.delta_net import problem_of_kernels
 from llm_fp8.models import source as sources
 from llm_fp8.optim.optimizers import OPTIMIZERS
 from llm_fp8.precision.context import with_recipe
@@ -86,6 +87,9 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Mapping[str, Any] | No
     hf_config = sources.load_config(source)
     machine = detect_machine(config, ranks)
     settled = settle(config, hf_config, machine, resumed)
+    if (spec := settled.size.spec) and spec.delta_net and problem_of_kernels(spec.delta_net, device, torch.bfloat16):
+        machine = dataclasses.replace(machine, lacks_delta_kernels=True)
+        settled = settle(config, hf_config, machine, resumed)  # again, since torch code needs more memory
     precision = with_recipe(settled.precision, settled.config.precision, device)
     if ranks.rank == 0 and config.run.trackers:  # only this process uses trackers
         from llm_fp8.observability.trackers import require_trackers

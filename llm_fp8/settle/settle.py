@@ -126,7 +126,8 @@ def settle(
     optimizer_kind = resolve_optimizer(config, mode, precision.compute_name, "cpu" if machine.gpu is None else "cuda")
     recipe = precision.effective_scenario or precision.effective
     # With `may_be_either`, --batch_size auto gives the same rows after the precision is measured, and in a resumed run.
-    size = RunSize(config, hf_config, recipe, mode, num_shards(mode, ranks), num_parameters, may_be_either)
+    shards = ranks.local_world_size if mode == "fsdp_hybrid" else ranks.world_size  # GPUs that share a copy of it
+    size = RunSize(config, hf_config, recipe, mode, shards, num_parameters, may_be_either, machine.lacks_delta_kernels)
     if size.shards_in_fp8:
         size = size.changed(fp8_params=True)
     if machine.gpu_gib is not None:
@@ -141,7 +142,7 @@ def settle(
     config = size.config
     check_machine(config, machine, mode, precision, size)
     if config.model.use_te and size.sizes is not None:  # `check_model` raises for unsupported models
-        check_te_decoder(config, size.sizes, num_shards(mode, ranks))
+        check_te_decoder(config, size.sizes, shards)
     if ranks.world_size > 1:
         notes.append(f"sharding: {mode}{f', because {reason}' if reason else ''}")
     if precision.fallback_reason:
@@ -181,11 +182,6 @@ def choose_mode(config: Config, ranks: LaunchRanks, num_parameters: int, gpu_gib
     mode = next((mode for mode, needed in needs.items() if needed <= room), "fsdp_full")
     by_mode = ", ".join(f"{name} {value:.0f}" for name, value in needs.items())
     return mode, f"weights, gradients and optimizer state must fit in {room:.0f} GiB per GPU and take {by_mode}"
-
-
-def num_shards(mode: str, ranks: LaunchRanks) -> int:
-    """Return the number of GPUs over which a sharding mode shards a copy of the model."""
-    return ranks.local_world_size if mode == "fsdp_hybrid" else ranks.world_size
 
 
 def resolve_precision(config: Config, machine: Machine) -> PrecisionPlan:

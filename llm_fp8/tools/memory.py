@@ -144,7 +144,7 @@ def rows_of(config: Config, hf_config: PretrainedConfig, machine: Machine) -> li
         run = RunSize(config, hf_config, recipe, mode, num_gpus, num_parameters).changed(**changes)
         if refusal(run.config, mode):  # for example --fp8_recast_weights in a bf16 run
             continue
-        if run.spec is None:  # activations are not counted: there is no TE decoder, or it has gated delta nets
+        if run.spec is None:  # activations are not counted: there is no TE decoder
             if "gradient_checkpointing" in changes:
                 continue
             run = run.changed(use_te=run.sizes is not None)
@@ -201,6 +201,8 @@ def main() -> int:
     is_whole = rows[0].run.estimate().is_whole
     if not is_whole:
         console.print("note: this model has no TE decoder, so activations, logits and casts are not counted")
+    elif rows[0].run.spec is not None and rows[0].run.spec.delta_net:
+        console.print("note: gated delta nets are estimated from the sources of flash-linear-attention's kernels")
     if rows[0].fitted is not None:
         console.print(f"the cheapest that {'fits' if is_whole else 'may fit'}:\n  {rows[0].command(model_argv)}")
     else:

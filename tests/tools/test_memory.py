@@ -15,6 +15,7 @@ from llm_fp8.tools import memory
 from llm_fp8.tools.memory import WAYS, assumed_machine, find_model
 from llm_fp8.tools.programs import wide_console
 from llm_fp8.utils.errors import UserError
+from tests.support.families import family_config
 from tests.support.small import tiny_config
 
 
@@ -98,9 +99,10 @@ def test_lora_needs_bf16_memory_while_loading_and_fp8_memory_in_training(figures
 
 
 def test_rows_say_so_if_activations_are_not_counted(figures, tmp_path):
-    tiny_config("mixtral").save_pretrained(tmp_path)
-    rows = figures(f"--model_name={tmp_path}", "--gpu=24", "--max_seq_length=64")["rows"]
-    assert {row["fits"] for row in rows} == {"without activations"}
+    for config, fits in ((tiny_config("mixtral"), "without activations"), (family_config("qwen3_5_text"), "yes")):
+        config.save_pretrained(tmp_path)
+        rows = figures(f"--model_name={tmp_path}", "--gpu=24", "--max_seq_length=64")["rows"]
+        assert {row["fits"] for row in rows} == {fits}
 
 
 def test_printed_commands_parse(figures):
