@@ -76,31 +76,18 @@ def build_structure(
     return replace(model, stored=stored, full_tensor=full_tensor)
 
 
-def build_model(
-    options: ModelConfig,
-    hf_config: PretrainedConfig,
-    stored: StoredCheckpoint | None,
-    *,
-    device: torch.device,
-    seed: int = 0,
-    keep_lower_bits: bool = False,
-    **structure: Any,
-) -> Model:
-    """Build the model on `device` with the weights in `stored` or, if `stored` is None, with random weights.
-    `structure` contains more arguments of `build_structure`. With `keep_lower_bits`, each bf16 parameter gets a
-    remainder, which stores the lower bits of an fp32 weight (`llm_fp8.optim.adamw_master`).
-    """
-    model = build_structure(options, hf_config, stored, device=device, **structure)
+def allocate_and_fill(model: Model, device: torch.device, seed: int = 0, keep_lower_bits: bool = False) -> None:
+    """Allocate memory on `device` for a model of `build_structure` that is not sharded. Then call `fill_weights`."""
     materialize_(model.module, device, device)
     model.module.tie_weights()  # undone by moving
     fill_weights(model, device, seed, keep_lower_bits)
-    return model
 
 
 def fill_weights(model: Model, device: Device = "cpu", seed: int = 0, keep_lower_bits: bool = False) -> None:
     """Fill the parameters (or this rank's shards), which must have memory, with the stored weights. If the model has no
     stored weights, draw random ones on `device` with `seed`; they are equal for every world size. Raise `UserError`
-    naming file and tensor if a stored tensor does not match the model. For `keep_lower_bits` see `build_model`.
+    naming file and tensor if a stored tensor does not match the model. With `keep_lower_bits`, each bf16 parameter gets
+    a remainder, which stores the lower bits of an fp32 weight (`llm_fp8.optim.adamw_master`).
     """
     if keep_lower_bits and model.stored is not None:
         for parameter in model.module.parameters():

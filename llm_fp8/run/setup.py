@@ -12,7 +12,7 @@ from torch import nn
 from llm_fp8.config.recipes import row_of
 from llm_fp8.data.collate import Batch
 from llm_fp8.data.loader import TrainLoader
-from llm_fp8.models.build import build_model, build_structure, fill_weights, filled_layers
+from llm_fp8.models.build import allocate_and_fill, build_structure, fill_weights, filled_layers
 from llm_fp8.models.model import Model, is_adapter
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import build_optimizer, build_scheduler
@@ -141,18 +141,16 @@ def build_stepper(setup: TrainingSetup, loader: TrainLoader | None, num_steps: i
 
 def _decoder_with_adapters(plan: RunPlan, on_meta: bool) -> Model:
     """Build the model and, for LoRA, uninitialised adapters. If `on_meta`, all other weights are uninitialised too."""
-    options, config = plan.config.model, plan.config
+    config = plan.config
     shared: dict[str, Any] = {"parameter_dtype": plan.weight_dtype, "compute_dtype": plan.precision.compute_dtype}
     shared |= {"device": plan.device, "full_tensor": plan.strategy.full_tensor}
     if config.trains_adapters:
         from llm_fp8.models import lora
 
         shared["unfused_mlp"] = lora.needs_unfused_mlp(config.lora)
-    if on_meta:
-        model = build_structure(options, plan.hf_config, plan.stored, **shared)
-    else:
-        shared |= {"seed": config.optim.seed, "keep_lower_bits": plan.keeps_lower_bits}
-        model = build_model(options, plan.hf_config, plan.stored, **shared)
+    model = build_structure(config.model, plan.hf_config, plan.stored, **shared)
+    if not on_meta:
+        allocate_and_fill(model, plan.device, config.optim.seed, plan.keeps_lower_bits)
     if config.trains_adapters:
         plan.say(lora.add_adapters(model, config.lora, plan.parameter_dtype))
     return model

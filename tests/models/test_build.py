@@ -19,7 +19,7 @@ from llm_fp8.config.options import ModelConfig
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.collate import Batch
 from llm_fp8.models import BUNDLED, build
-from llm_fp8.models.build import build_model, choose_attention, decoder_size, model_from_config
+from llm_fp8.models.build import allocate_and_fill, build_structure, choose_attention, decoder_size, model_from_config
 from llm_fp8.models.export import export_hf
 from llm_fp8.models.model import decoder_layers
 from llm_fp8.models.source import load_config, load_tokenizer, require_positions, resolve_source, stored_dtype
@@ -97,7 +97,8 @@ def test_random_weights_have_the_distribution_of_transformers(kind):
     config, generator = tiny_config(**entries), torch.Generator().manual_seed(5)
     theirs = dict(AutoModelForCausalLM.from_config(copy.deepcopy(config)).named_parameters())
     dtypes = dict.fromkeys(("parameter_dtype", "compute_dtype"), torch.float32)
-    model = build_model(ModelConfig(), config, None, **dtypes, device=CPU, seed=5)
+    model = build_structure(ModelConfig(), config, None, **dtypes, device=CPU)
+    allocate_and_fill(model, CPU, seed=5)
     for name, ours in model.module.named_parameters():
         expected, actual = (torch.stack(torch.std_mean(values, correction=0)) for values in (theirs[name], ours))
         if expected[0] == 0:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from llm_fp8.config.options import Config, ModelConfig, PrecisionConfig
 from llm_fp8.config.parser import parse_launch
 from llm_fp8.data.embedded import DATASET_DIR
-from llm_fp8.models.build import build_model, build_structure
+from llm_fp8.models.build import allocate_and_fill, build_structure
 from llm_fp8.models.model import Model
 from llm_fp8.models.source import EMBEDDED_MODEL, checkpoint_of, load_config, resolve_source
 from llm_fp8.precision.context import with_recipe
@@ -58,22 +58,18 @@ def write_model(folder: Path, dtype: torch.dtype = torch.float32, max_shard_size
 
 def built_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 3, **options: Any) -> Model:
     """Return the model of --model_name `name`, built as in a run of one process. `options` are `ModelConfig` fields."""
-    arguments, dtypes = _model_arguments(name, dtype, options)
-    return build_model(*arguments, **dtypes, device=torch.device("cpu"), seed=seed)
+    model = model_structure(name, dtype, **options)
+    allocate_and_fill(model, torch.device("cpu"), seed)
+    return model
 
 
 def model_structure(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
     """Return the model of --model_name `name` on the meta device, without weights, as a sharded run first builds it."""
-    arguments, dtypes = _model_arguments(name, dtype, options)
-    return build_structure(*arguments, **dtypes, device=torch.device("cpu"))
-
-
-def _model_arguments(name: str, dtype: torch.dtype, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     config = ModelConfig(model_name=name, **options)
     source = resolve_source(config)
     hf_config = load_config(source)
-    dtypes = {"parameter_dtype": dtype, "compute_dtype": torch.float32}
-    return (config, hf_config, checkpoint_of(source, hf_config)), dtypes
+    shared: dict[str, Any] = {"parameter_dtype": dtype, "compute_dtype": torch.float32, "device": torch.device("cpu")}
+    return build_structure(config, hf_config, checkpoint_of(source, hf_config), **shared)
 
 
 def precision_on(options: PrecisionConfig, device: torch.device) -> PrecisionPlan:
