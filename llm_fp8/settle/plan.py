@@ -104,14 +104,13 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Mapping[str, Any] | No
         settled = settle(config, hf_config, machine, resumed)  # again, since lm_head has parameters of its own
         settled = dataclasses.replace(settled, notes=(*settled.notes, warning))
     strategy = build_strategy(settled.mode, settled.config, ranks, precision)
-    values = vars(settled) | {"precision": precision}
 
     def say(text: str | None) -> None:
         if text and strategy.accelerator.is_main_process:
             print_line(text)
 
     return RunPlan(
-        **values,
+        **vars(settled) | {"precision": precision},
         source=source,
         accelerator=strategy.accelerator,
         strategy=strategy,

@@ -135,6 +135,9 @@ def settle(
         size, notes = settle_memory(size, machine.gpu_gib, rows)
     elif config.data.batch_size == AUTO_BATCH_SIZE:
         raise UserError("--batch_size auto needs a GPU, whose memory it fills, and none is found; give a number.")
+    elif config.model.gradient_checkpointing == "auto":
+        size = size.changed(gradient_checkpointing=0)
+        notes.append("--gradient_checkpointing auto: without a GPU no layer is recomputed")
     if may_be_either and (measured == "bf16" or (saved and not saved.startswith("fp8"))):
         size = size.changed(mixed_precision="bf16")
         precision = resolve_precision(size.config, machine)
@@ -200,8 +203,7 @@ def resolve_precision(config: Config, machine: Machine) -> PrecisionPlan:
     effective = wanted
     if wanted in machine.lacking:
         others = ", ".join(name for name in recipe_names(backend) if name not in machine.lacking)
-        gpu = f"{machine.gpu}{', assumed' if machine.is_assumed else ''}"
-        fallback = f"{wanted} is not available on {gpu}: {machine.lacking[wanted]} Available here: {others}."
+        fallback = f"{wanted} is not available on {machine.gpu}: {machine.lacking[wanted]} Available here: {others}."
         if options.fp8_strict:
             raise UserError(f"--fp8_scenario {wanted} with --fp8_strict: {fallback}")
         effective = DEFAULTS[backend]
