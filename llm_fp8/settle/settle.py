@@ -237,8 +237,7 @@ def check_machine(config: Config, machine: Machine, mode: str, precision: Precis
     if mode == "fsdp_hybrid" and ranks.local_world_size >= ranks.world_size:
         raise UserError("--sharding_mode fsdp_hybrid replicates over hosts, and this launch has one; use fsdp_full.")
     if (share := config.optim.offload_optimizer) and machine.host_free_gib is not None:
-        state_bytes = share * size.num_parameters * OPTIMIZERS[size.optimizer].state_bytes
-        needed_gib = ranks.local_world_size * state_bytes / GIB
+        needed_gib = ranks.local_world_size * share * size.num_parameters * OPTIMIZERS[size.optimizer].state_bytes / GIB
         if needed_gib > machine.host_free_gib:
             free = f"{machine.host_free_gib:.1f} GiB are free on this host"
             raise UserError(f"--offload_optimizer {share:g} takes {needed_gib:.1f} GiB, and {free}; lower it.")
