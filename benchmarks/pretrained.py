@@ -70,7 +70,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "current": _CURRENT,
     "block": _BLOCK,
     "backward": {**_FP8, "fp8_scenario": "backward"},
-    "backward_e5m2": {**_FP8, "fp8_scenario": "backward", "fp8_format": "HYBRID"},
     "current_e4m3": {**_CURRENT, "fp8_format": "E4M3"},
     "delayed_ends_bf16": {**_DELAYED, "fp8_bf16_modules": "layers.0:2,layers.-4:"},
     "delayed_qkv_bf16": {**_DELAYED, "fp8_bf16_modules": "qkv"},
@@ -108,8 +107,7 @@ class Job:
         shared: dict[str, Any] = {
             "model_name": settings.model, "dataset_name": settings.data, "packing": True,
             "max_seq_length": SEQ_LENGTH, "batch_size": ROWS, "validation_fraction": HELD_OUT, "seed": self.seed,
-            "output_dir": folder, "eval_every": EVAL_EVERY,
-            **VARIANTS[name["base"]]
+            "output_dir": folder, "eval_every": EVAL_EVERY, **VARIANTS[name["base"]]
         }  # fmt: skip
         if self.seed == 0:
             return {**shared, "max_steps": 1, "learning_rate": 1e-30, "export": False}
