@@ -8,6 +8,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
+from llm_fp8.models.experts import compute_experts
 from llm_fp8.models.model import decoder_layers
 from llm_fp8.precision.torchao import TorchaoBackend, build_config
 from llm_fp8.step import compiled
@@ -50,12 +51,14 @@ def test_failure_of_the_first_step_names_the_flag(fails_late, tiny_model, rows, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("converts", [False, True], ids=["bf16", "fp8"])
-def test_layers_share_their_compiled_code(converts, compile_with):
-    """All decoder layers share one compiled graph, in bf16 and converted to fp8 by torchao, even if recomputed."""
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "llama in fp8"])
+def test_layers_share_their_compiled_code(kind, compile_with):
+    """All decoder layers share one compiled graph, even if recomputed: in bf16, with experts, converted by torchao."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(num_hidden_layers=3), dtype=torch.bfloat16)
-    if converts:
+    family, _, fp8 = kind.partition(" in ")
+    model = AutoModelForCausalLM.from_config(tiny_config(family, num_hidden_layers=3), dtype=torch.bfloat16)
+    compute_experts(model, None)
+    if fp8:
         TorchaoBackend(build_config("rowwise", emulate=True)).convert(model)
     layers, names = decoder_layers(model), [name for name, _ in model.named_parameters()]
     enable_gradient_checkpointing(layers, 1, uses_te=False)
@@ -65,7 +68,7 @@ def test_layers_share_their_compiled_code(converts, compile_with):
         model.zero_grad()
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
-        return loss.item(), model.model.layers[0].mlp.down_proj.weight.grad.float().flatten()
+        return loss.item(), model.model.layers[0].self_attn.o_proj.weight.grad.float().flatten()
 
     expected_loss, expected_gradient = loss_and_gradient()
     counters.clear()
