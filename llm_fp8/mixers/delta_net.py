@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import inspect
+import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -26,6 +28,8 @@ from torch import Tensor, nn
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
+from llm_fp8.utils.output import say
+from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.torch_internals import wrap_forward
 
 _CHUNK = 64  # tokens of a document that flash-linear-attention's kernels compute together
@@ -204,11 +208,14 @@ def mix_by_kernels(net: DeltaNet, qkv: Tensor, z: Tensor, g: Tensor, beta: Tenso
 def problem_of_kernels(sizes: DeltaNetSizes, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why flash-linear-attention cannot compute in `dtype` on `device`, or None if it can.
 
-    Two short documents run forward and backward, since the package refuses some pairs of GPU and Triton. Its kernels
-    for fp32 inputs round to TF32 and are not used.
+    Two short documents run forward and backward, since the package refuses some pairs of GPU and Triton. Triton then
+    compiles the kernels in all their variants and keeps the fastest, which a line says. The package's kernels for fp32
+    inputs round to TF32 and are not used.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return f"it has no exact kernels for {str(dtype).removeprefix('torch.')} on {device.type}"
+    if importlib.util.find_spec("fla") and LaunchRanks.from_environment(os.environ).rank == 0:
+        say("gated delta rule: Triton compiles and times its kernels, for minutes if it is new on this machine")
     net = DeltaNet(sizes, 1e-6, 0, dtype, device)
     for parameter in net.parameters():
         nn.init.ones_(parameter)

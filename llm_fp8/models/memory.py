@@ -248,6 +248,7 @@ class RunSize:
         of_norm = 4 * _BF16 + 2 * _FP32 * spec.zero_centered_gain  # transformers' final norm saves fp32 if it has 1 + w
         head: float = _BF16 * min(tokens, chunk) * vocabulary + gradient + of_norm * h * tokens
 
+        one_micro_batch = config.optim.gradient_accumulation_steps == 1
         keeps_casts = not config.precision.fp8_recast_weights
         if self.sharded:
             keeps_casts = mode == "fsdp_grad" and not (fp8_weights or config.parallel.fp8_params)
@@ -259,8 +260,11 @@ class RunSize:
             state -= _BF16 * layers * layer_linear
             if RECIPES[recipe].one_scale_per_weight:
                 casts, transposed = casts // 2, layer_linear
-        if recomputed:  # layers are recomputed one by one, after the memory of lm_head is freed
-            head = max(head, tokens * working + transposed)
+        elif one_micro_batch and not config.model.cuda_graphs:  # a layer's casts last from its forward to its backward
+            casts -= casts * recomputed // layers
+        # Layers are recomputed one by one, when the memory of lm_head and of later layers is free. The last one:
+        num_below = recomputes[-1] + 1 if recomputed else 0
+        kept_below = tokens * ((num_below - recomputed) * per_layer + _BF16 * h * recomputed)
 
         optimizer, unsharded = OPTIMIZERS[self.optimizer], keeps_unsharded_gradients(mode, config)
         gradient_bytes = optimizer.parameter_dtype.itemsize
@@ -284,9 +288,11 @@ class RunSize:
         graphs = config.model.cuda_graphs
         copies = 2 if graphs and not self.sharded else 1  # for the graphs and for an eager micro-batch
         peaks = [(state + gathered, copies * activations, copies * head)]
+        if recomputed:
+            peaks.append((state + gathered, copies * kept_below, copies * (tokens * working + transposed)))
         if graphs and self.sharded:
             state += all_gradients  # gradients of graphs, in addition to those of an eager micro-batch
-        one_micro_batch, beside_layer = config.optim.gradient_accumulation_steps == 1, 0.0
+        beside_layer = 0.0
         if mode == "fsdp_full" and not self.adapted:
             # fp32 gradients of the next layer, while they are reduced, and gradients of fc2 and lm_head.
             beside_layer = _FP32 * layer_linear + _BF16 * h * (f + vocabulary)
@@ -294,6 +300,7 @@ class RunSize:
             peaks = [
                 (state + gathered - all_gradients, activations, head),
                 (state + gathered + beside_layer, 0.0, tokens * working),  # the first layer, last in the backward pass
+                (state + gathered - all_gradients * num_below / layers, kept_below, tokens * working + transposed),
             ]
             if beside_layer:  # torch's `foreach_reduce` copies the outermost unit's bf16 gradients to fp32
                 peaks.append((state + 3 * outermost, 0.0, 0.0))
@@ -305,10 +312,8 @@ class RunSize:
                 peaks.append((state + live, below, tokens * saved))
         if recomputed and beside_layer and not unsharded:  # the last recomputed layer
             live = state - all_gradients if one_micro_batch else state
-            num_stored_below = recomputes[-1] + 1 - recomputed
-            below = tokens * (num_stored_below * per_layer + _BF16 * h * (recomputed - 1))
             live += _BF16 * layer_linear  # weights of the previous layer
-            peaks.append((live + gathered + beside_layer, below, tokens * working))
+            peaks.append((live + gathered + beside_layer, kept_below - _BF16 * h * tokens, tokens * working))
         parts = max(peaks, key=sum)
         untracked = 0.0
         if self.sharded:

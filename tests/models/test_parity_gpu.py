@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import te_llama
+from llm_fp8.mixers.delta_net import separate_documents
 from llm_fp8.models.parity import check_parity, relative_difference
 from llm_fp8.step.loss_model import TrainingModel
 from llm_fp8.utils.errors import UserError
@@ -85,6 +86,7 @@ def hf_run(folder, batch, dtype):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(
         batch.input_ids.device
     )
+    separate_documents(model, torch.tensor([0, batch.input_ids.shape[1]]))  # kernels for fp32 round to TF32
     return run(model, batch, dtype)
 
 
