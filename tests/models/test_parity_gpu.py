@@ -83,9 +83,8 @@ def test_loss_logits_and_gradients_match_hugging_face(family, dtype, layout, tmp
 
 
 def hf_run(folder, batch, dtype):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(
-        batch.input_ids.device
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    model.to(batch.input_ids.device)
     separate_documents(model, torch.tensor([0, batch.input_ids.shape[1]]))  # kernels for fp32 round to TF32
     return run(model, batch, dtype)
 
