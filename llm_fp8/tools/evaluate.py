@@ -75,11 +75,13 @@ def prompt_and_solution(input_ids: list[int], labels: list[int]) -> tuple[list[i
     return input_ids[: first + 1], labels[first : last + 1]
 
 
-def has_answer(expected: str) -> bool:
-    """Return True if answers can be compared with `expected`: it marks an answer, is one word, or is only a formula."""
+def has_answer(expected: str, marked: bool = False) -> bool:
+    """Return True if answers can be compared with `expected`: it marks an answer or, unless it must be `marked`, is one
+    word or only a formula.
+    """
     marks = re.search(r"####|\\boxed|\banswer( is\b|:)", expected, re.IGNORECASE)
     is_answer = re.fullmatch(r"\S{1,20}", expected.strip()) or not re.search(r"(?<!\\)[^\W\d_]{2,}", expected)
-    return bool(expected.strip() and (marks or is_answer))
+    return bool(expected.strip() and (marks or (is_answer and not marked)))
 
 
 def is_right(expected: str, answer: str) -> bool:
@@ -150,12 +152,12 @@ def main() -> int:
     held_out: Any = prepare_data(config.with_options(train_on_prompt=False), tokenizer).eval
     rows = (row for batch in held_out for row in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True))
     parts = (prompt_and_solution(*row) for row in rows if row[1][0] < 0 <= max(row[1]))  # plain text has no prompt
-    texts: Any = ((prompt, tokenizer.decode(solution, skip_special_tokens=True)) for prompt, solution in parts)
-    texts = list(texts)
-    problems = list(itertools.islice((text for text in texts if has_answer(text[1])), options.num_problems))
+    texts: Any = [(prompt, tokenizer.decode(solution, skip_special_tokens=True)) for prompt, solution in parts]
+    problems = [text for text in texts if has_answer(text[1])]
+    if 2 * len(problems) < len(texts):  # a chat may have a few replies of one word
+        problems = [text for text in texts if has_answer(text[1], marked=True)]
     samples_only = not problems
-    if samples_only:
-        problems = texts[: min(NUM_SAMPLES, options.num_problems)]
+    problems = problems[: options.num_problems] or texts[: min(NUM_SAMPLES, options.num_problems)]
     problems.sort(key=lambda problem: len(problem[0]))  # so that batches have little padding
     prompts, expected = [prompt for prompt, _ in problems], [answer for _, answer in problems]
     on_gpu = torch.cuda.is_available()

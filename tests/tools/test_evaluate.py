@@ -98,7 +98,7 @@ def test_adapter_reproduces_the_eval_loss_and_bad_models_are_refused(tiny_model,
         call_main(evaluate, "--model", tmp_path / "nowhere", *data)
     with pytest.raises(UserError, match="--validation_fraction"):
         call_main(evaluate, "--model", tiny_model, f"--dataset_name={rows}", "--validation_fraction=0")
-    stories = [f"A story of {number} cats." for number in range(40)]
+    stories = [*(f"A story of {number} cats." for number in range(20)), *"abcdefghijklmno"]
     chats = [[{"role": "user", "content": story}, {"role": "assistant", "content": story}] for story in stories]
     for rows in ([{"text": story} for story in stories], [{"messages": turns} for turns in chats]):
         capsys.readouterr()
