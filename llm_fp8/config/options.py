@@ -461,28 +461,3 @@ RESUME = {name: each.metadata["resume"] for name, each in FIELDS.items() if each
 """Option -> effect of a change in a resumed run (see `option`)."""
 SETTINGS = {name: name if kind in ("same", "scales") else kind for name, kind in RESUME.items() if kind != "evaluation"}
 """Option -> setting that a resumed run compares, which is the option itself or one that it helps to decide."""
-
-OTHER_NAMES = {  # other trainers' options that do not resemble ours, or mean something else -> advice
-    "activation_checkpointing recompute use_gradient_checkpointing": "use --gradient_checkpointing",
-    "adam_beta1": "it is always 0.9",
-    "adapter lora lora_r peft r use_lora use_peft": "use --lora_rank",
-    "amp bf16 dtype fp16 fp8 torch_dtype use_bf16 use_fp8": "use --mixed_precision bf16, fp16 or fp8",
-    "base_lr lr max_lr peak_lr": "use --learning_rate",
-    "block_size context_length cutoff_len max_length seqlen sequence_len": "use --max_seq_length",
-    "bs bsz micro_batch_size": "use --batch_size",
-    "clip clip_grad clip_grad_norm grad_clip gradient_clipping": "use --max_grad_norm",
-    "data_files data_path train_data train_dataset train_file": "use --dataset_name",
-    "dataset_text_field": "use --columns text=NAME",
-    "deepspeed": "use --sharding_mode deepspeed_2 or --deepspeed_config",
-    "eval_batch_size per_device_eval_batch_size": "evaluation uses --batch_size",
-    "fsdp": "use --sharding_mode",
-    "gpus n_gpus nproc_per_node num_gpus": "use torchrun --nproc_per_node with train_multi_gpu.py",
-    "hub_model_id push_to_hub": "upload final/ with 'hf upload'",
-    "iters max_iters num_steps steps total_steps train_steps": "use --max_steps",
-    "load_best_model_at_end": "use --keep_best",
-    "load_in_4bit load_in_8bit quantization_bit": "--lora_rank with --use_te in fp8 keeps frozen weights in fp8",
-    "lora_target_modules target_modules": "use --lora_targets",
-    "resume_from_checkpoint": "use --resume_from with 'latest' or a checkpoint folder",
-    "train_on_inputs": "use --train_on_prompt",
-    "warmup_ratio warmup_steps": "use --num_warmup_steps, in optimizer steps",
-}

@@ -15,12 +15,13 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
 
-from llm_fp8.config.options import AUTO_BATCH_SIZE, MOST_USED, OTHER_NAMES, SECTIONS, Config, ParallelConfig
+from llm_fp8.config.options import AUTO_BATCH_SIZE, MOST_USED, SECTIONS, Config, ParallelConfig
 from llm_fp8.config.recipes import DEFAULT, DEFAULTS, RECIPES, recipe_names
 from llm_fp8.config.validation import check_options
 from llm_fp8.utils.errors import OneSentenceParser, UserError, number, positive, reading
 from llm_fp8.utils.ranks import LaunchRanks
 
+OTHER_NAMES = Path(__file__).with_name("other_names.yaml")  # other trainers' options: advice -> names
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -123,10 +124,11 @@ class OptionsParser(OneSentenceParser):
 
     def hint(self, option: str) -> str:
         name = option.lstrip("-").replace("-", "_")
-        if advice := [text for names, text in OTHER_NAMES.items() if name in names.split()]:
-            return f" ({option}: {advice[0]})"
+        for advice, names in yaml.safe_load(OTHER_NAMES.read_text()).items():
+            if name in names.split():
+                return str(advice)
         if name in {each.name for each in dataclasses.fields(ParallelConfig)}:
-            return " (train_multi_gpu.py has the sharding options)"
+            return "train_multi_gpu.py has the sharding options"
         return super().hint(f"--{name}")
 
 
@@ -200,6 +202,8 @@ def _read(argv: list[str], parser: OptionsParser) -> tuple[Config, frozenset[str
             names = [name.value for name, _ in getattr(yaml.compose(content), "value", [])]
     parser.origin = f"--config {path}: "
     flags = parser._option_string_actions
+    if unknown := [f"--{name}" for name in names if with_underscores(f"--{name}") not in flags]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # before their values are read
     names = [getattr(flags.get(with_underscores(f"--{name}")), "dest", name) for name in names]
     if twice := [name for name in names if names.count(name) > 1]:
         parser.error(f"it sets '{twice[0]}' twice; remove one")

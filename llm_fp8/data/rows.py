@@ -101,7 +101,7 @@ def detect_columns(row: Mapping[str, Any], mapped: Collection[str] = (), dataset
         if row.keys() >= {*needed} and {*mapped} <= {*needed, *OPTIONAL_COLUMNS[form]}:
             return form
     supported = "; ".join(dict.fromkeys(" + ".join(needed) for needed in COLUMNS.values()))
-    preferences = "Preference pairs are not supported; to train on the chosen answers alone, use"
+    preferences = "This trains on answers, TRL's DPOTrainer on preferences; to train on the chosen answers alone, use"
     advice = f"{preferences if 'rejected' in row else 'Use'} --columns {'' if mapped else _mapping(row)}".rstrip()
     raise UserError(f"{dataset} has the columns {', '.join(row)}; supported are: {supported}. {advice}.")
 

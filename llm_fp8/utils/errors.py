@@ -129,7 +129,12 @@ class OneSentenceParser(argparse.ArgumentParser):
         """Raise a `UserError` with argparse's `message`. For an unknown option or choice, suggest a similar one."""
         if message.startswith("unrecognized arguments: "):
             words = [word.partition("=")[0] for word in message.split() if re.match("--?[a-z]", word)]
-            message += "".join(dict.fromkeys(map(self.hint, words)))
+            hints = {word: hint for word in words if (hint := self.hint(word))}
+            if len(words) > 2:  # a file of another program, for example
+                width = max(map(len, words))
+                lines = (f"  {word:{width}}  {hints.get(word, '')}".rstrip() for word in words)
+                raise UserError("\n".join((f"{self.origin}these options are unknown:", *lines)))
+            message += "".join(f" ({word}: {hint})" for word, hint in hints.items())
         elif choice := re.match(r"argument (\S+?)[:/].*invalid choice: '(.*?)'", message):
             actions = [action for action in self._actions if choice[1] in (*action.option_strings, action.metavar)]
             message += "".join(did_you_mean(choice[2], action.choices or ()) for action in actions)
@@ -137,5 +142,5 @@ class OneSentenceParser(argparse.ArgumentParser):
         raise UserError(f"{self.origin}{message}; '{self.prog} {self.full_help}' lists the options.")
 
     def hint(self, option: str) -> str:
-        """Return text that the error about an unknown `option` appends: ' (did you mean X?)' or ''."""
-        return did_you_mean(option, self._option_string_actions)
+        """Return advice about an unknown `option`, such as 'did you mean X?', or ''."""
+        return did_you_mean(option, self._option_string_actions).strip(" ()")
