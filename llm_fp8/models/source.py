@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import huggingface_hub as hub
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_utils import str_to_torch_dtype
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
 import te_llama
@@ -75,8 +76,14 @@ def reading_model(part: str, name: str | None) -> contextlib.AbstractContextMana
 
 def load_config(source: ModelSource) -> PretrainedConfig:
     """Load the model's config. Raise `UserError` if it cannot be read or has an unsupported quantisation."""
-    with reading_model("model's config.json", source.name):
-        hf_config = AutoConfig.from_pretrained(source.location, trust_remote_code=False)
+    name, location = source.name, source.location
+    with reading_model("model's config.json", name):
+        if not (Path(location).exists() or isinstance(hub.try_to_load_from_cache(location, CONFIG_NAME), str)):
+            # Without a network, `from_pretrained` retries for half a minute. What the hub refuses, it explains.
+            advice = f"Without a network, 'llm-fp8 memory' and --random_init know {', '.join(BUNDLED)}."
+            with reading("--model_name", name, CONFIG_NAME, advice), contextlib.suppress(hub.errors.HfHubHTTPError):
+                hub.get_hf_file_metadata(hub.hf_hub_url(location, CONFIG_NAME), timeout=5)
+        hf_config = AutoConfig.from_pretrained(location, trust_remote_code=False)
         text_config(hf_config)
     stored_fp8(hf_config)
     return hf_config

@@ -8,6 +8,7 @@ import shlex
 import sys
 
 import pytest
+from huggingface_hub import constants
 
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.embedded import MODEL_DIR
@@ -50,10 +51,8 @@ def test_unknown_gpu_is_refused(name):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("Llama-3.1-8B", ["--model_name=meta-llama/Llama-3.1-8B"]),
         ("meta-llama/Meta-Llama-3.1-8B-Instruct", ["--model_name=meta-llama/Meta-Llama-3.1-8B-Instruct"]),
         ("llama-3.1-8b-instruct", ["--model_name=meta-llama/Llama-3.1-8B"]),
-        ("meta-llama/llama-3.1-8b", ["--model_name=meta-llama/llama-3.1-8b"]),
         ("Llama-57M", ["--model_name=Llama-57M", "--random_init"]),
         ("embedded", ["--model_name=embedded"]),
         (str(MODEL_DIR), [f"--model_name={MODEL_DIR}"]),
@@ -64,9 +63,13 @@ def test_model_is_a_bundled_name_a_hub_id_or_a_folder(name, options):
     assert hf_config.num_hidden_layers > 0 and model_options == options
 
 
-def test_misspelt_model_name_suggests_the_nearest():
+@pytest.mark.parametrize("name", ["lama-3.1-8b", "owner/name"])
+def test_misspelt_name_and_unreachable_hub_name_bundled_models_at_once(monkeypatch, name):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("a request is repeated"))
     with pytest.raises(UserError, match="Llama-3.1-8B"):
-        find_model("lama-3.1-8b")
+        find_model(name)
 
 
 def test_rows_cover_every_method_and_sharding_mode_and_fitting_rows_come_first(figures):
@@ -115,17 +118,12 @@ def test_printed_commands_parse(figures):
             assert (command[script] == "train_multi_gpu.py") == ("--num_gpus=4" in options)
 
 
-def test_gpu_without_fp8_trains_in_bf16(figures):
+def test_gpu_without_fp8_trains_in_bf16_and_impossible_options_are_refused(figures):
     rows = figures("--model_name=Llama-3.2-1B", "--gpu=A100")["rows"]
     assert "--mixed_precision=bf16" in rows[0]["command"]
-    with pytest.raises(UserError, match="--mixed_precision fp8"):
-        figures("--model_name=Llama-3.2-1B", "--gpu=A100", "--mixed_precision=fp8")
-
-
-@pytest.mark.parametrize("option", ["--batch_size=0", "--num_gpus=0", "--max_seq_length=999999"])
-def test_impossible_sizes_are_refused(figures, option):
-    with pytest.raises(UserError, match=option.partition("=")[0]):
-        figures("--model_name=Llama-3.2-1B", "--gpu=H100", option)
+    for option, value in (("mixed_precision", "fp8"), ("max_seq_length", 999999), ("num_gpus", 0)):
+        with pytest.raises(UserError, match=f"--{option}"):
+            figures("--model_name=Llama-3.2-1B", "--gpu=A100", f"--{option}={value}")
 
 
 @pytest.mark.parametrize(("columns", "width"), [("60", 60), (None, 160)])
