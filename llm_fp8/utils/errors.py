@@ -131,8 +131,9 @@ class OneSentenceParser(argparse.ArgumentParser):
             words = [word.partition("=")[0] for word in message.split() if re.match("--?[a-z]", word)]
             hints = {word: hint for word in words if (hint := self.hint(word))}
             if len(words) > 2:  # a file of another program, for example
-                width = max(map(len, words))
-                lines = (f"  {word:{width}}  {hints.get(word, '')}".rstrip() for word in words)
+                names = {word: word.lstrip("-") if self.origin else word for word in words}  # as in the file
+                width = max(map(len, names.values()))
+                lines = (f"  {name:{width}}  {hints.get(word, '')}".rstrip() for word, name in names.items())
                 raise UserError("\n".join((f"{self.origin}these options are unknown:", *lines)))
             message += "".join(f" ({word}: {hint})" for word, hint in hints.items())
         elif choice := re.match(r"argument (\S+?)[:/].*invalid choice: '(.*?)'", message):
