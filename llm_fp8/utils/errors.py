@@ -128,14 +128,12 @@ class OneSentenceParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise a `UserError` with argparse's `message`. For an unknown option or choice, suggest a similar one."""
         if message.startswith("unrecognized arguments: "):
-            words = [word.partition("=")[0] for word in message.split() if re.match("--?[a-z]", word)]
-            hints = {word: hint for word in words if (hint := self.hint(word))}
-            if len(words) > 2:  # a file of another program, for example
-                names = {word: word.lstrip("-") if self.origin else word for word in words}  # as in the file
-                width = max(map(len, names.values()))
-                lines = (f"  {name:{width}}  {hints.get(word, '')}".rstrip() for word, name in names.items())
+            words = dict.fromkeys(word.partition("=")[0] for word in message.split() if re.match("--?[a-z]", word))
+            if len(words) > 2:  # those of another program, for example; in a file they have no hyphens
+                names = {word: word.lstrip("-") if self.origin else word for word in words}
+                lines = (f"  {name}: {self.hint(word) or 'not known'}" for word, name in names.items())
                 raise UserError("\n".join((f"{self.origin}these options are unknown:", *lines)))
-            message += "".join(f" ({word}: {hint})" for word, hint in hints.items())
+            message += "".join(f" ({word}: {hint})" for word in words if (hint := self.hint(word)))
         elif choice := re.match(r"argument (\S+?)[:/].*invalid choice: '(.*?)'", message):
             actions = [action for action in self._actions if choice[1] in (*action.option_strings, action.metavar)]
             message += "".join(did_you_mean(choice[2], action.choices or ()) for action in actions)

@@ -174,7 +174,7 @@ def test_command_line_overrides_the_yaml_file(tmp_path):
         with pytest.raises(UserError, match="batch_size") as error:
             parse_config(["--config", str(file)])
     words = [line.split()[0] for line in str(error.value).splitlines()[1:]]
-    assert words == ["base_model", "micro_batch_size", "foo"]
+    assert words == ["base_model:", "micro_batch_size:", "foo:"]
 
 
 def test_yaml_values_are_parsed_by_the_type_of_the_option(tmp_path):
