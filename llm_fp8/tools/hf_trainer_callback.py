@@ -67,7 +67,7 @@ def certify_step(
         raise UserError("certify_step records the kernels of an NVIDIA GPU, and there is none here.")
     with record_kernels() as profile:
         step()
-    return _judge(profile, model, optimizer, precision, os.environ, num_micro_batches, recipe)
+    return judge(profile, model, optimizer, precision, os.environ, num_micro_batches, recipe)
 
 
 class CertificateCallback(TrainerCallback):
@@ -123,7 +123,7 @@ class CertificateCallback(TrainerCallback):
         recording.close()
         requested = requested_precision(self._precision, self._launch, args)
         model, optimizer = kwargs["model"], kwargs["optimizer"]
-        certificate = _judge(profile, model, optimizer, requested, self._launch, self._num_micro_batches)
+        certificate = judge(profile, model, optimizer, requested, self._launch, self._num_micro_batches)
         self.certificate = certificate
         if state.is_world_process_zero:
             path = Path(args.output_dir or ".", "certificate.json")
@@ -139,7 +139,7 @@ class CertificateCallback(TrainerCallback):
             raise SystemExit(EXIT_FAILED_CHECK)
 
 
-def _judge(
+def judge(
     profile: Any,
     model: nn.Module,
     optimizer: optim.Optimizer | None,
