@@ -102,6 +102,7 @@ class Certificate:
     num_micro_batches: int
     rank: int = 0
     time_s_by_class: dict[KernelClass, float] = field(default_factory=dict)
+    version: int = 1  # of the fields, which docs/certificate.schema.json describes
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, for certificate.json and summary.json."""

@@ -51,8 +51,8 @@ def after_step(optimizer: optim.Optimizer, *_: object) -> None:
         judged = (_recording["profile"], _recording["model"], optimizer, precision, os.environ)
         certificate = trainer.judge(*judged, max(1, len(_recording["forwards"])), recipe or None)
         if os.environ.get("RANK", "0") == "0":
-            write_json_atomic(Path(path), {"line": certificate.describe(), **certificate.to_dict()})
-        sys.stdout.flush()
+            write_json_atomic(Path(path), certificate.to_dict())
+            print(certificate.describe(), *certificate.reasons, sep="\n  ", flush=True)
         os._exit(EXIT_FAILED_CHECK if certificate.verdict == "failed" else 0)  # nothing of the program may catch it
 
 
@@ -88,6 +88,5 @@ def main() -> int:
         raise UserError(f"certify: {command[0]} cannot be started: {error.strerror}.") from error
     if not path.exists():
         raise FailedCheck(f"certify: the command ended (exit code {code}) before optimizer step {options.step}.")
-    certificate = read_json(path)
-    print(certificate["line"], *certificate["reasons"], f"written to {path}", sep="\n  ")
-    return EXIT_FAILED_CHECK if certificate["verdict"] == "failed" else 0
+    print(f"written to {path}")
+    return EXIT_FAILED_CHECK if read_json(path)["verdict"] == "failed" else 0

@@ -23,9 +23,9 @@ while True:
 
 
 @pytest.mark.parametrize(("kernel", "verdict"), [("gemm_bf16_nn", "certified"), ("gemm_e4m3_tn", "failed")])
-def test_endless_program_is_judged_at_its_third_step(kernel, verdict, tmp_path, call_main, capsys):
+def test_endless_program_is_judged_at_its_third_step(kernel, verdict, tmp_path, call_main):
     (tmp_path / "theirs.py").write_text(THEIRS.replace("KERNEL", kernel))
     path = tmp_path / "certificate.json"
     program = ("--", sys.executable, tmp_path / "theirs.py")
     assert call_main(certify, "--precision=bf16", "--step=3", f"--output={path}", *program) == (verdict == "failed")
-    assert json.loads(path.read_text())["verdict"] == verdict and "certificate: " in capsys.readouterr().out
+    assert json.loads(path.read_text())["verdict"] == verdict
