@@ -30,9 +30,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpus import visible_gpus
-from llm_fp8.config.recipes import precision_name, recipe_argv
+from llm_fp8.config.recipes import precision_name
 from llm_fp8.observability.provenance import collect_provenance
-from llm_fp8.tools.programs import training_command
+from llm_fp8.tools.programs import recipe_argv, training_command
 from llm_fp8.tools.script import run_script, writable
 from llm_fp8.utils.errors import FailedCheck, OneSentenceParser, UserError, positive, reading
 from llm_fp8.utils.json_files import read_json, read_jsonl, write_json_atomic

@@ -8,11 +8,8 @@ of `run.json` are derived from the fields. The command line overrides the YAML f
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
-
-from llm_fp8.utils.errors import reading
 
 EMBEDDED = "embedded"  # the model and the dataset in this repository
 SCRATCH_LEARNING_RATE = 1e-3  # for random initial weights (the embedded model, or --random_init)
@@ -175,7 +172,7 @@ class DataConfig:
     packing: bool | None = option(None, "Pack whole samples into full sequences (default: on with --use_te).")
     train_on_prompt: bool = option(False, "Compute the loss on the prompt too, not only on the solution.")
     overlong: Literal["drop", "truncate"] = option("drop", "Drop or truncate samples longer than --max_seq_length.")
-    chat_template_kwargs: str | None = option(
+    chat_template_kwargs: dict[str, Any] | None = option(
         None,
         "JSON of the chat template's variables, as in '{\"enable_thinking\": false}'; a row's column overrides it.",
     )
@@ -186,12 +183,6 @@ class DataConfig:
         return None if self.dataset_weights is None else [float(word) for word in self.dataset_weights.split(",")]
 
     @property
-    def template_kwargs(self) -> dict[str, Any]:
-        """The object in --chat_template_kwargs. Raises `UserError` if it is not an object."""
-        with reading("--chat_template_kwargs", self.chat_template_kwargs, "JSON", "Give an object."):
-            return dict(json.loads(self.chat_template_kwargs or "{}").items())
-
-    @property
     def column_names(self) -> dict[str, str]:
         """The pairs in --columns: our name of a column -> the name in the dataset."""
         pairs = [pair.partition("=") for pair in names_in(self.columns)]
@@ -199,6 +190,10 @@ class DataConfig:
 
 
 OptimizerKind = Literal["adamw_fp32", "adamw_master", "adamw_8bit"]
+Scheduler = Literal[  # transformers' names, but for those that wait for an eval loss
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
+    "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -215,9 +210,17 @@ class OptimConfig:
     )
     gradient_accumulation_steps: int = option(1, "Micro-batches per step.", resume="global_batch_size", at_least=1)
     merge_micro_batches: bool = option(True, "Merge micro-batches of a step, as many as fit GPU memory.")
-    num_warmup_steps: int = option(100, "Steps of linear warm-up, at most a tenth of all.", resume="same", at_least=0)
-    lr_scheduler: Literal["linear", "cosine", "constant"] = option(
-        "cosine", "Shape of the learning rate after warm-up.", alias="lr_scheduler_type", resume="same"
+    num_warmup_steps: float = option(
+        100, "Steps of warm-up, at most a tenth of all; below 1: their share of all steps.", resume="same", at_least=0
+    )
+    lr_scheduler: Scheduler = option(
+        "cosine", "Schedule of the learning rate, transformers'.", alias="lr_scheduler_type", resume="same"
+    )
+    lr_scheduler_kwargs: dict[str, Any] | None = option(
+        None,
+        "JSON of its arguments, as in '{\"min_lr_rate\": 0.1}' (default: transformers').",
+        excludes={"lr_scheduler=constant*": "it has no arguments"},
+        resume="same",
     )
     weight_decay: float = option(0.0, "Decoupled weight decay; norms and biases are exempt.", resume="same", at_least=0)
     adam_beta2: float = option(0.95, "Decay of the second moment.", resume="same", at_least=0, below=1)
@@ -313,11 +316,6 @@ class LoraConfig:
         return 2.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
 
 
-ShardingMode = Literal[
-    "auto", "ddp", "fsdp_grad", "fsdp_full", "fsdp_hybrid", "fsdp_offload", "deepspeed_1", "deepspeed_2", "deepspeed_3"
-]
-
-
 @dataclass(frozen=True)
 class Mode:
     """Properties of a sharding mode, which distributes a model over N GPUs. `unsharded_bytes` and `sharded_bytes` count
@@ -353,7 +351,7 @@ MODES = {  # 'single' for one process
 class ParallelConfig:
     """Parallelism over several GPUs (train_multi_gpu.py)."""
 
-    sharding_mode: ShardingMode = option(
+    sharding_mode: str = option(  # the parser adds choices from the table of modes
         "auto",
         "ddp: every GPU holds the whole model; fsdp_grad: gradients and optimizer are sharded; fsdp_full: parameters "
         "too; fsdp_hybrid: inside a host only; fsdp_offload: fsdp_full in CPU memory; deepspeed_1 to _3: ZeRO; "

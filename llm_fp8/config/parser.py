@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
 
-from llm_fp8.config.options import AUTO_BATCH_SIZE, MOST_USED, SECTIONS, Config, ParallelConfig
+from llm_fp8.config.options import AUTO_BATCH_SIZE, MODES, MOST_USED, SECTIONS, Config, ParallelConfig
 from llm_fp8.config.recipes import DEFAULT, DEFAULTS, RECIPES, recipe_names
 from llm_fp8.config.validation import check_options
 from llm_fp8.utils.errors import OneSentenceParser, UserError, number, positive, reading
@@ -64,6 +64,11 @@ def true_or_false_or_auto(word: str) -> bool | None:
     return None if word == "auto" else true_or_false(word)
 
 
+def json_object(word: str) -> dict[str, Any]:
+    """Parse a JSON object, as in '{"num_cycles": 2}'."""
+    return {} | json.loads(word)
+
+
 def with_underscores(word: str) -> str:
     """Replace the hyphens in the name of a command-line option by underscores, but not those in its value."""
     name, sign, value = word.partition("=")
@@ -79,6 +84,8 @@ def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hi
     value: dict[str, Any] = {"type": number(kind, **bounds) if bounds else kind}
     if get_origin(kind) is Literal:
         value = {"choices": get_args(kind)}
+    elif get_origin(kind) is dict:
+        value = {"type": json_object}
     elif kind is bool:
         value = {"type": true_or_false_or_auto if NoneType in get_args(hint) else true_or_false}
         value |= {"nargs": "?", "const": True}
@@ -113,6 +120,8 @@ class OptionsParser(OneSentenceParser):
         actions["batch_size"].type = number_or_auto
         actions["gradient_checkpointing"].type = number_or_share_or_auto
         actions["gradient_checkpointing"].nargs, actions["gradient_checkpointing"].const = "?", 1  # the flag alone
+        if parallel:
+            actions["sharding_mode"].choices = ("auto", *(mode for mode in MODES if mode != "single"))
         actions["fp8_scenario"].choices = (DEFAULT, *recipe_names())
         rows = "; ".join(f"{name} ({recipe.backend}): {recipe.summary}" for name, recipe in RECIPES.items())
         default = " or ".join(f"{recipe} ({backend})" for backend, recipe in DEFAULTS.items())

@@ -129,8 +129,3 @@ def row_of(name: str | None) -> Recipe:
 def precision_name(mixed_precision: str, scenario: str | None) -> str:
     """Return the name of a precision to show to users, for example 'bf16', 'fp32' or 'fp8 delayed'."""
     return f"fp8 {scenario}" if mixed_precision == "fp8" else {"no": "fp32"}.get(mixed_precision, mixed_precision)
-
-
-def recipe_argv(name: str) -> tuple[str, ...]:
-    """Return the command-line arguments that select the recipe `name`."""
-    return ("--mixed_precision", "fp8", "--fp8_backend", RECIPES[name].backend, "--fp8_scenario", name)

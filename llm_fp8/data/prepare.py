@@ -205,7 +205,7 @@ class _Job:
         used = {ours: theirs for ours, theirs in columns.items() if ours in wanted}
         others = [] if source.is_json else [name for name in row if name not in used.values()]
         limits = (data.max_seq_length, data.overlong, data.train_on_prompt)
-        return RowOptions(form, used, others, *limits, data.template_kwargs)
+        return RowOptions(form, used, others, *limits, data.chat_template_kwargs or {})
 
     def mixed(self, parts: list[_Part]) -> list[_Part]:
         """Take the datasets' rows in the ratio of --dataset_weights. At least one dataset is used completely."""

@@ -22,7 +22,7 @@ from llm_fp8.config.validation import check_declared, check_options, check_token
 from llm_fp8.models.build import count_parameters
 from llm_fp8.models.memory import RunSize, holds_frozen_in_fp8, resolve_optimizer, state_bytes
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.optim.optimizers import OPTIMIZERS
+from llm_fp8.optim.optimizers import OPTIMIZERS, learning_rate_schedule
 from llm_fp8.precision.plan import PrecisionPlan, choose_backend
 from llm_fp8.settle.machine import Machine
 from llm_fp8.settle.memory import settle_memory
@@ -143,6 +143,7 @@ def settle(
         precision = resolve_precision(size.config, machine)
     precision = dataclasses.replace(precision, requested="auto" if is_auto else precision.requested, backend_reason=why)
     config = size.config
+    learning_rate_schedule(config.optim, total_steps=100)  # refuses wrong arguments before weights are loaded
     check_machine(config, machine, mode, precision, size)
     if config.model.use_te and size.sizes is not None:  # `check_model` raises for unsupported models
         check_te_decoder(config, size.sizes, shards)
@@ -196,18 +197,17 @@ def resolve_precision(config: Config, machine: Machine) -> PrecisionPlan:
             raise UserError("--mixed_precision fp16 needs a CUDA GPU; use bf16 or no (fp32) on the CPU.")
         return PrecisionPlan(requested=requested, effective=requested)
     backend: Backend = "torchao" if options.fp8_backend == "torchao" else "te"  # --mixed_precision auto: te
-    wanted, fallback = recipe_for(options.fp8_scenario, backend), None
+    wanted = recipe_for(options.fp8_scenario, backend)
     if not machine.has_fp8 and (machine.gpu is not None or backend == "te"):  # torchao's modules can be emulated
         needs = f"a GPU of compute capability 8.9 or later; found {machine.gpu or 'no CUDA GPU'}"
         raise UserError(f"--mixed_precision fp8 needs {needs}. Use bf16.")
-    effective = wanted
-    if wanted in machine.lacking:
-        others = ", ".join(name for name in recipe_names(backend) if name not in machine.lacking)
-        fallback = f"{wanted} is not available on {machine.gpu}: {machine.lacking[wanted]} Available here: {others}."
-        if options.fp8_strict:
-            raise UserError(f"--fp8_scenario {wanted} with --fp8_strict: {fallback}")
-        effective = DEFAULTS[backend]
-    return PrecisionPlan("fp8", "fp8", options.fp8_scenario, effective, fallback, backend=backend)
+    if wanted not in machine.lacking:
+        return PrecisionPlan("fp8", "fp8", options.fp8_scenario, wanted, backend=backend)
+    others = ", ".join(name for name in recipe_names(backend) if name not in machine.lacking)
+    fallback = f"{wanted} is not available on {machine.gpu}: {machine.lacking[wanted]} Available here: {others}."
+    if options.fp8_strict:
+        raise UserError(f"--fp8_scenario {wanted} with --fp8_strict: {fallback}")
+    return PrecisionPlan("fp8", "fp8", options.fp8_scenario, DEFAULTS[backend], fallback, backend=backend)
 
 
 def check_machine(config: Config, machine: Machine, mode: str, precision: PrecisionPlan, size: RunSize) -> None:

@@ -42,7 +42,8 @@ CLOCK_METRICS = ("step_time_s", "eval_time_s", "model_tflops")
 def options(small_run) -> list[str]:
     """Return the options of a run with three steps per epoch."""
     lengths = ["--num_of_samples=32", f"--max_steps={NUM_STEPS}"]
-    return [*small_run, *lengths, "--save_every=100", "--eval_every=2"]
+    schedule = ["--num_warmup_steps=0.4", "--lr_scheduler=cosine_with_min_lr", '--lr_scheduler_kwargs={"min_lr": 1e-6}']
+    return [*small_run, *lengths, *schedule, "--save_every=100", "--eval_every=2"]
 
 
 @pytest.fixture(scope="module")

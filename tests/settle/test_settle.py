@@ -68,6 +68,8 @@ REFUSED: list[tuple[str, Machine, str]] = [
     (GRAPHS + "--optimizer adamw_fp32", ONE, "--cuda_graphs"),
     (GRAPHS + "--gradient_accumulation_steps 2 --no_merge_micro_batches --sharding_mode fsdp_full", FOUR, "one micro"),
     (FP8 + "--fp8_scenario block --max_seq_length 144 --batch_size 1", ONE, "--fp8_scenario block"),
+    ("--lr_scheduler warmup_stable_decay", CPU, "warmup_stable_decay: .*--lr_scheduler_kwargs.*num_decay_steps"),
+    ('--lr_scheduler_kwargs {"min_lr":0}', CPU, "--lr_scheduler cosine: .*--lr_scheduler_kwargs.*min_lr"),
     ("--sync_every_micro_batch", ONE, "--sync_every_micro_batch"),
     ("--sharding_mode fsdp_hybrid", assumed_machine(ONE_HOST), "fsdp_hybrid"),
     ("--mixed_precision fp8 --fp8_scenario rowwise --lora_rank 4", ONE, "--fp8_backend torchao"),

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llm_fp8.config.recipes import recipe_argv, recipe_names
+from llm_fp8.config.recipes import recipe_names
+from llm_fp8.tools.programs import recipe_argv
 from tests.support import gpu_training
 from tests.support.processes import run_ranks
 from tests.support.small import steps, summary_json

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llm_fp8.config.recipes import DEFAULTS, recipe_argv, recipe_names
-from llm_fp8.tools.programs import Outcome, run_program, training_command
+from llm_fp8.config.recipes import DEFAULTS, recipe_names
+from llm_fp8.tools.programs import Outcome, recipe_argv, run_program, training_command
 from llm_fp8.tools.verify.checks import Result, Setup
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_json, read_jsonl
