@@ -214,7 +214,7 @@ class OptimConfig:
         100, "Steps of warm-up, at most a tenth of all; below 1: their share of all steps.", resume="same", at_least=0
     )
     lr_scheduler: Scheduler = option(
-        "cosine", "Schedule of the learning rate, transformers'.", alias="lr_scheduler_type", resume="same"
+        "cosine", "Schedule of the learning rate, by transformers' name.", alias="lr_scheduler_type", resume="same"
     )
     lr_scheduler_kwargs: dict[str, Any] | None = option(
         None,
