@@ -116,7 +116,7 @@ def run_lock(folder: Path) -> Iterator[Path]:
             holder = lock.read() or "a run that is about to begin"
             raise UserError(f"--output_dir {folder} is in use by {holder}; choose another folder.") from None
         except OSError as error:  # a file system without locks
-            print(f"WARNING: --output_dir {folder} cannot be locked ({error.strerror}).", flush=True)
+            say(f"WARNING: --output_dir {folder} cannot be locked ({error.strerror}).")
         if not path.exists() or not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
             raise UserError(f"--output_dir {folder} was released by another run just now; start again.")
         if _was_begun(folder):

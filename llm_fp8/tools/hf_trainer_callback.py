@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TextIO, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from accelerate import PartialState
@@ -37,6 +37,7 @@ from llm_fp8.tools.script import EXIT_FAILED_CHECK
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import chosen_attention
 from llm_fp8.utils.json_files import write_json_atomic
+from llm_fp8.utils.output import say
 
 RequestedPrecision = Literal["fp8", "bf16", "fp16", "no"]
 _COMPUTE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -97,12 +98,12 @@ class CertificateCallback(TrainerCallback):
         """Warn about nn.DataParallel in fp8, since the error that Accelerate raises next does not mention it."""
         if args.n_gpu > 1 and requested_precision(self._precision, self._launch, args) == "fp8":
             advice = "nn.DataParallel has no fp8; set CUDA_VISIBLE_DEVICES to one GPU, or start a process for each"
-            print(f"WARNING: one process sees {args.n_gpu} GPUs, and {advice}.", flush=True)
+            say(f"WARNING: one process sees {args.n_gpu} GPUs, and {advice}.")
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
         self._recorded_step = min(state.global_step + self._step, state.max_steps)
         if not can_record() and state.is_world_process_zero:
-            print("certificate: none, because there is no NVIDIA GPU to record", flush=True)
+            say("certificate: none, because there is no NVIDIA GPU to record")
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
         if state.global_step + 1 != self._recorded_step or self.certificate is not None or not can_record():
@@ -128,12 +129,12 @@ class CertificateCallback(TrainerCallback):
         if state.is_world_process_zero:
             path = Path(args.output_dir or ".", "certificate.json")
             write_json_atomic(path, certificate.to_dict())
-            _print_line(certificate.describe(), sys.stdout)
+            say(certificate.describe())
             if certificate.verdict == "failed":
                 sentence = certificate.failure(path, "without CertificateCallback it trains all the same")
-                _print_line(f"error: {sentence}", sys.stderr)
+                tqdm.write(f"error: {sentence}", file=sys.stderr)
             elif certificate.verdict == "undetermined":
-                _print_line(f"WARNING: this run could not be certified: {'; '.join(certificate.reasons)}.", sys.stdout)
+                say(f"WARNING: this run could not be certified: {'; '.join(certificate.reasons)}.")
         if certificate.verdict == "failed":
             PartialState().wait_for_everyone()  # the launcher kills the others as soon as one process ends
             raise SystemExit(EXIT_FAILED_CHECK)
@@ -190,12 +191,6 @@ def judge(
 def _check(name: str, value: str | None, known: Sequence[str]) -> None:
     if value not in (None, *known):
         raise ValueError(f"{name} {value!r}: give {', '.join(known)}, or None")
-
-
-def _print_line(line: str, stream: TextIO) -> None:
-    """Print `line` above the Trainer's progress bar."""
-    tqdm.write(line, file=stream)
-    stream.flush()
 
 
 def requested_precision(chosen: RequestedPrecision | None, launch: Mapping[str, str], args: TrainingArguments) -> str:
