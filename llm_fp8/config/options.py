@@ -26,6 +26,7 @@ COLUMN_NAMES = (  # columns that training reads (`llm_fp8.data.rows`); --columns
 
 IN_FP8 = "mixed_precision=fp8|auto"
 WHOLE_MODEL = "sharding_mode=single|ddp"
+STREAM = "a stream has no number of steps per epoch"
 
 
 def option(
@@ -250,16 +251,22 @@ class RunConfig:
     dry_run: bool = option(False, "Prepare the data, print counts, steps and memory, and exit.")
     resume_from: str | None = option(None, "'latest', or a checkpoint folder to continue from (default: start anew).")
     allow_changed: str | None = option(None, "Options that may have changed (default: none).", needs=("resume_from",))
-    save_every: int | None = option(
+    save_every: int | Literal["epoch"] | None = option(
         None,
-        "Steps between checkpoints, in addition to one every 30 minutes; 0: none (default: every 30 minutes).",
+        "Steps between checkpoints, or epoch, beside one every 30 minutes; 0: none (default: every 30 minutes).",
         alias="save_steps",
+        excludes={"save_every=epoch and streaming": STREAM},
         at_least=0,
     )
     save_total_limit: int = option(2, "Checkpoints to keep, not counting that of --keep_best.", at_least=1)
     export: bool = option(True, "Write the final weights as a Hugging Face checkpoint with tokenizer and model card.")
-    eval_every: int = option(
-        0, "Steps between evaluations; 0: at the end only.", alias="eval_steps", resume="evaluation", at_least=0
+    eval_every: int | Literal["epoch"] = option(
+        0,
+        "Steps between evaluations, or epoch; 0: at the end only.",
+        alias="eval_steps",
+        excludes={"eval_every=epoch and streaming": STREAM},
+        resume="evaluation",
+        at_least=0,
     )
     keep_best: bool = option(
         False, "Keep and export the checkpoint with the lowest eval loss.", needs=("eval_every",), resume="evaluation"

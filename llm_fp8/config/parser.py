@@ -10,8 +10,8 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -23,6 +23,7 @@ from llm_fp8.utils.ranks import LaunchRanks
 
 OTHER_NAMES = Path(__file__).with_name("other_names.yaml")  # other trainers' options: advice -> names
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+UNIONS = (UnionType, Union)  # origins of `int | None` and of `Literal["a"] | None`
 
 
 class _ShortHelp(argparse.HelpFormatter):
@@ -45,6 +46,11 @@ class _HelpAll(argparse.Action):
 def number_or_auto(word: str) -> int:
     """Parse the value of --batch_size: an integer of at least 1, or 'auto'."""
     return AUTO_BATCH_SIZE if word == "auto" else positive(word)
+
+
+def number_or_epoch(word: str) -> int | str:
+    """Parse the value of --save_every or --eval_every: a number of steps, or 'epoch'."""
+    return word if word == "epoch" else number(int, at_least=0)(word)
 
 
 def number_or_share_or_auto(word: str) -> float | str:
@@ -77,7 +83,7 @@ def with_underscores(word: str) -> str:
 
 def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hint: Any) -> None:
     """Add the option of a `field` of type `hint` to the parser's `group`. A boolean also gets --name and --no_name."""
-    kind = next(each for each in get_args(hint) if each is not NoneType) if NoneType in get_args(hint) else hint
+    kind = next(each for each in get_args(hint) if each is not NoneType) if get_origin(hint) in UNIONS else hint
     text, bounds = field.metadata["help"], field.metadata["bounds"]
     if field.default is not None and "(default:" not in text:
         text += f" (default: {field.default})"
@@ -118,6 +124,7 @@ class OptionsParser(OneSentenceParser):
         actions = {action.dest: action for action in reversed(self._actions)}
         actions["mixed_precision"].type = lambda word: "no" if word.lower() in ("fp32", "no", "off", "false") else word
         actions["batch_size"].type = number_or_auto
+        actions["save_every"].type = actions["eval_every"].type = number_or_epoch
         actions["gradient_checkpointing"].type = number_or_share_or_auto
         actions["gradient_checkpointing"].nargs, actions["gradient_checkpointing"].const = "?", 1  # the flag alone
         if parallel:

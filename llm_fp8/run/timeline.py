@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -148,8 +148,9 @@ class Timeline:
             self.energy.restart(self.step)
         return self.stepper.clock.stamp()
 
-    def _due(self, every: int) -> bool:
-        return every > 0 and self.step % every == 0
+    def _due(self, every: int | Literal["epoch"]) -> bool:
+        """Return True if `every` steps have passed since this was last due, or if the last step ended an epoch."""
+        return self.loader.epoch.is_integer() if every == "epoch" else every > 0 and self.step % every == 0
 
     def read_pending(self) -> None:
         """Copy the results of all steps since the last call from the device. Check and report them."""

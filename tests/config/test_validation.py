@@ -42,6 +42,8 @@ REFUSED = [
     ("lora_targets", "--lora_rank 4 --lora_targets all-linear,q_proj"),
     ("allow_changed", "--allow_changed colour --resume_from x"),
     ("output_dir", "--output_dir="),
+    ("save_every", "--save_every epochs"),
+    ("eval_every", "--eval_every epoch --streaming --max_steps 4"),
     ("lr_scheduler_kwargs", "--lr_scheduler_kwargs [1]"),
     ("lr_scheduler_kwargs", "--lr_scheduler constant --lr_scheduler_kwargs {}"),
     ("max_seq_length", "--max_seq_length 100 --batch_size 3 --packing"),

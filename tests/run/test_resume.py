@@ -245,7 +245,7 @@ def test_allowed_changes_are_printed_and_recorded(stopped, options, capsys):
 @pytest.mark.parametrize(("batch_size", "num_steps"), [(2, 3 + 11), (16, 3 + 2)])
 def test_epochs_are_counted_in_rows_after_a_change_of_global_batch(tmp_path, small_run, batch_size, num_steps):
     """22 of the 24 rows are short enough. Epoch 1 has 3 steps of 8 rows. Epoch 2 has 11 steps of 2 rows or 2 of 16."""
-    options = [*small_run, "--num_of_samples=24", "--validation_fraction=0", "--num_epochs=2", "--save_every=3"]
+    options = [*small_run, "--num_of_samples=24", "--validation_fraction=0", "--num_epochs=2", "--save_every=epoch"]
     assert train(*options, "--batch_size=8", "--save_total_limit=9", f"--output_dir={tmp_path / 'first'}") == 0
     resumed = tmp_path / "resumed"
     change = [f"--batch_size={batch_size}", "--allow_changed=global_batch_size,total_steps"]
@@ -254,6 +254,7 @@ def test_epochs_are_counted_in_rows_after_a_change_of_global_batch(tmp_path, sma
     assert (steps(resumed)[-1]["step"], steps(resumed)[-1]["epoch"]) == (num_steps, 2.0)
     assert train(*options, *change, f"--output_dir={resumed}", "--resume_from=latest", "--num_epochs=3") == 0
     assert steps(resumed)[-1]["epoch"] == 3.0
+    assert (resumed / "checkpoints" / f"step-{num_steps:08d}").exists()
 
 
 def test_adapters_are_not_resumed_on_different_frozen_weights(tmp_path, rows):
