@@ -23,7 +23,7 @@ from llm_fp8.config.recipes import recipe_names
 from llm_fp8.observability.kernel_trace import record_kernels
 from llm_fp8.tools import hf_trainer_callback as trainer
 from llm_fp8.tools.script import EXIT_FAILED_CHECK, writable
-from llm_fp8.utils.errors import FailedCheck, OneSentenceParser, UserError
+from llm_fp8.utils.errors import FailedCheck, OneSentenceParser, UserError, number
 from llm_fp8.utils.json_files import read_json, write_json_atomic
 from llm_fp8.utils.packages import REPOSITORY
 
@@ -70,13 +70,13 @@ def main() -> int:
     parser = OneSentenceParser(prog="llm-fp8 certify", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--precision", required=True, choices=get_args(trainer.RequestedPrecision))
     parser.add_argument("--recipe", default="", choices=recipe_names(), help="fp8 recipe (default: delayed scaling)")
-    parser.add_argument("--step", type=int, default=5, help="optimizer step to record, from 2 on (default 5)")
+    parser.add_argument("--step", type=number(int, at_least=2), default=5, help="optimizer step to record, from 2 on (default 5)")
     parser.add_argument("--output", type=writable, default=Path("certificate.json"), help="file of the certificate")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command that trains")
     options = parser.parse_args()
     command = options.command[options.command[:1] == ["--"] :]
-    if not command or options.step < 2:
-        raise UserError("certify needs '-- COMMAND', such as '-- python train.py', and --step from 2 on.")
+    if not command:
+        raise UserError("certify needs a command, such as '-- python train.py'.")
     path = options.output.absolute()
     path.unlink(missing_ok=True)
     folders = (Path(__file__).with_name("certify_hook"), REPOSITORY, os.environ.get("PYTHONPATH", ""))
