@@ -70,7 +70,7 @@ def main() -> int:
     parser = OneSentenceParser(prog="llm-fp8 certify", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--precision", required=True, choices=get_args(trainer.RequestedPrecision))
     parser.add_argument("--recipe", default="", choices=recipe_names(), help="fp8 recipe (default: delayed scaling)")
-    parser.add_argument("--step", type=number(int, at_least=2), default=5, help="optimizer step to record, from 2 on (default 5)")
+    parser.add_argument("--step", type=number(int, at_least=2), default=5, help="step to record (default 5)")
     parser.add_argument("--output", type=writable, default=Path("certificate.json"), help="file of the certificate")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command that trains")
     options = parser.parse_args()
