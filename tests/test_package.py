@@ -84,7 +84,7 @@ def test_wheel_installs_command_with_callable_programs(wheel):
     (["--version"], 0, f"llm-fp8 {__version__}\n"),
     ([], 2, "error: the following arguments are required: COMMAND"),
     (["trian"], 2, "error: argument COMMAND: invalid choice: 'trian'"),
-    (["memory", "--batch_size=x"], 2, "'llm-fp8 memory --help' lists the options."),
+    (["memory", "--batch_size=x"], 2, "'llm-fp8 memory --help_all' lists the options."),
     (["verify", "--batch_size=0"], 2, "error: argument --batch_size: must be at least 1"),
     (["train", "--batch_size=0"], 2, "batch_size: must be at least 1"),
 ])  # fmt: skip

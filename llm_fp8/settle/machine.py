@@ -69,5 +69,5 @@ def assumed_machine(
 
 def lacking_by_capability(capability: tuple[int, int]) -> dict[str, str]:
     """Return recipe -> reason for each recipe of Transformer Engine that a GPU of this compute capability lacks."""
-    needed = {name: RECIPES[name].capability for name in recipe_names("te")}
-    return {n: f"it needs compute capability {a}.{b}." for n, (a, b) in needed.items() if capability < (a, b)}
+    reasons = {name: RECIPES[name].why_lacking(capability) for name in recipe_names("te")}
+    return {name: reason for name, reason in reasons.items() if reason is not None}

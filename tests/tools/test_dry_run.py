@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import shlex
 
 import pytest
 
+from llm_fp8.tools import memory
 from llm_fp8.utils.errors import UserError
 from tests.support.small import train
 
@@ -26,6 +28,17 @@ def test_dry_run_prints_steps_and_memory_and_writes_nothing(tmp_path, run_option
     output = capsys.readouterr().out
     assert "70 steps" in output and not (tmp_path / "run").exists()
     assert ("GiB" in output and "H100" in output) == bool(options)
+
+
+@pytest.mark.parametrize("options", [[], ["--lora_rank=8", "--batch_size=auto"], ["--gradient_accumulation_steps=4"]])
+def test_dry_run_of_the_command_that_memory_prints_shows_the_same_memory(call_main, capsys, options):
+    assert call_main(memory, "--model_name=Llama-57M", "--gpu=L40S", *options) == 0
+    printed = capsys.readouterr().out.splitlines()
+    command = next(line for line in printed if line.startswith("  python train_fp8.py "))
+    assert train(*shlex.split(command)[2:], "--dry_run", "--gpu=L40S") == 0
+    dry_lines = capsys.readouterr().out.splitlines()
+    start = dry_lines.index(next(line for line in dry_lines if line.startswith("memory:")))
+    assert "1 x L40S, assumed" in dry_lines[start] and dry_lines[start:-1] == printed[start - len(dry_lines) + 1 :]
 
 
 def test_memory_without_a_gpu_is_that_of_the_recipe_on_the_assumed_gpu(run_options, capsys):

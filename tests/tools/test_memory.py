@@ -10,12 +10,15 @@ import sys
 import pytest
 from huggingface_hub import constants
 
+from llm_fp8.config.options import ModelConfig
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.tools import memory
-from llm_fp8.tools.memory import WAYS, assumed_machine, find_model
+from llm_fp8.tools.gpus import NAMES, named_machine
+from llm_fp8.tools.memory import WAYS, find_model
 from llm_fp8.tools.programs import wide_console
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.ranks import LaunchRanks
 from tests.support.families import family_config
 from tests.support.small import tiny_config
 
@@ -27,7 +30,7 @@ def figures(tmp_path, call_main, capsys):
         assert call_main(memory, *options, "--output", file) == 0
         content = json.loads(file.read_text())
         printed = capsys.readouterr().out
-        assert all(f"{row['total_gib']:.1f}" in printed for row in content["rows"])
+        assert all(f"{row['needed_gib']:.1f}" in printed for row in content["rows"])
         return content
 
     return run
@@ -36,31 +39,35 @@ def figures(tmp_path, call_main, capsys):
 @pytest.mark.parametrize(
     ("name", "gib"),
     [("H100", 79.2), ("h200", 139.8), ("NVIDIA H100 80GB HBM3", 79.2), ("80", 80), ("24GB", 24), ("44.5GiB", 44.5)]
-    + [("rtx 4090", 23.6), ("A100-SXM4-80GB", 79.1), ("A100-40GB", 40), ("H100 94 GB", 94), ("80 GB", 80)],
+    + [("rtx 4090", 23.5), ("A100-SXM4-80GB", 79.1), ("A100-40GB", 40), ("H100 94 GB", 94), ("80 GB", 80)]
+    + [("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 94.9), ("NVIDIA GH200 480GB", 94.5)]
+    + [("5090", 31.3), ("NVIDIA B300 SXM6 AC", 267.6), ("NVIDIA RTX 6000 Ada Generation", 47.4), ("L40S", 44.4)],
 )
 def test_gpu_is_a_name_or_a_number_of_gib(name, gib):
-    assert assumed_machine(name, num_gpus=1).gpu_gib == gib
+    assert named_machine(name, LaunchRanks()).gpu_gib == gib
 
 
-@pytest.mark.parametrize("name", ["H900", "H1000", "GH200", "H100:2", "L40", "4090 Ti", "-3", "0", "nan", ""])
-def test_unknown_gpu_is_refused(name):
-    with pytest.raises(UserError, match="--gpu"):
-        assumed_machine(name, num_gpus=1)
+def test_every_listed_name_is_known_and_others_are_refused():
+    assert all(named_machine(f"NVIDIA {name}", LaunchRanks()).capability >= (8, 0) for name in NAMES)
+    for name in ("H900", "H1000", "H100:2", "4090 Laptop GPU", "RTX 3090", "3090", "-3", "0", "nan", ""):
+        with pytest.raises(UserError, match="--gpu"):
+            named_machine(name, LaunchRanks())
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "hub_name", "random_init"),
     [
-        ("meta-llama/Meta-Llama-3.1-8B-Instruct", ["--model_name=meta-llama/Meta-Llama-3.1-8B-Instruct"]),
-        ("llama-3.1-8b-instruct", ["--model_name=meta-llama/Llama-3.1-8B"]),
-        ("Llama-57M", ["--model_name=Llama-57M", "--random_init"]),
-        ("embedded", ["--model_name=embedded"]),
-        (str(MODEL_DIR), [f"--model_name={MODEL_DIR}"]),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "meta-llama/Meta-Llama-3.1-8B-Instruct", False),
+        ("llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B", False),
+        ("Llama-57M", "Llama-57M", True),
+        ("embedded", "embedded", False),
+        (str(MODEL_DIR), str(MODEL_DIR), False),
     ],
 )
-def test_model_is_a_bundled_name_a_hub_id_or_a_folder(name, options):
-    hf_config, model_options = find_model(name)
-    assert hf_config.num_hidden_layers > 0 and model_options == options
+def test_model_is_a_bundled_name_a_hub_id_or_a_folder(name, hub_name, random_init):
+    hf_config, options = find_model(ModelConfig(model_name=name))
+    assert hf_config.num_hidden_layers > 0
+    assert options == {"model_name": hub_name, "random_init": random_init}
 
 
 @pytest.mark.parametrize("name", ["lama-3.1-8b", "owner/name"])
@@ -69,7 +76,7 @@ def test_misspelt_name_and_unreachable_hub_name_bundled_models_at_once(monkeypat
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("a request is repeated"))
     with pytest.raises(UserError, match="Llama-3.1-8B"):
-        find_model(name)
+        find_model(ModelConfig(model_name=name))
 
 
 def test_rows_cover_every_method_and_sharding_mode_and_fitting_rows_come_first(figures):
@@ -116,6 +123,16 @@ def test_printed_commands_parse(figures):
             config = parse_config(command[script + 1 :], parallel="multi" in command[script])
             assert config.data.batch_size * config.optim.gradient_accumulation_steps == 12
             assert (command[script] == "train_multi_gpu.py") == ("--num_gpus=4" in options)
+
+
+def test_options_of_the_run_hold_in_every_row_and_in_its_command(figures):
+    options = "--model_name=Qwen3-8B --gpu=5090 --lora_rank=32 --batch_size=auto --dataset_name=a.jsonl"
+    rows = figures(*options.split())["rows"]
+    assert [row["training"] for row in rows] == ["LoRA", "LoRA, recomputed"]
+    for row in rows:
+        config = parse_config(shlex.split(row["command"])[2:])
+        assert (config.lora.lora_rank, config.data.dataset_name) == (32, "a.jsonl")
+        assert row["fits"] == f"with --batch_size {config.data.batch_size}"
 
 
 def test_gpu_without_fp8_trains_in_bf16_and_impossible_options_are_refused(figures):
