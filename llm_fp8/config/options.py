@@ -249,9 +249,7 @@ class RunConfig:
 
     output_dir: str | None = option(None, "Folder of the run (default: a new one under runs/).")
     dry_run: bool = option(False, "Prepare the data, print counts, steps and memory, and exit.")
-    gpu: str | None = option(
-        None, "GPU to assume: its name or memory in GiB, as H100 or 80 (default: this machine's).", needs=("dry_run",)
-    )
+    gpu: str | None = option(None, "GPU to assume, as H100, or 80 for its GiB (default: this one).", needs=("dry_run",))
     resume_from: str | None = option(None, "'latest', or a checkpoint folder to continue from (default: start anew).")
     allow_changed: str | None = option(None, "Options that may have changed (default: none).", needs=("resume_from",))
     save_every: int | Literal["epoch"] | None = option(

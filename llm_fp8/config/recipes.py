@@ -31,7 +31,7 @@ class Recipe:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments that replace the class's defaults
     availability: str = "is_fp8_available"  # TE's function that returns whether a GPU supports it, and why not
     capability: tuple[int, int] = (8, 9)  # minimum, to judge a GPU that is not present
-    capability_below: tuple[int, int] | None = None  # the first capability whose kernels TE lacks
+    capability_below: tuple[int, int] = (99, 0)  # Transformer Engine lacks the kernels from here on
     scales_lag: bool = False  # scales come from earlier passes, so the first pass has no scales
     fp32_scales_on_hopper: bool = False  # not powers of two as in the class; halves the loss of quality
     one_scale_per_weight: bool = False  # as --fp8_params requires
@@ -41,13 +41,6 @@ class Recipe:
     """Bytes per element, scales included, of a GEMM input that is saved for the backward pass. If None, they are not
     measured, and the memory of a run is not estimated."""
     saves_fc2_input_twice: bool = False  # LayerNormMLP saves both layouts of its second GEMM's input
-
-    def why_lacking(self, capability: tuple[int, int]) -> str | None:
-        """Return why a GPU of this compute capability lacks the recipe, or None if it has the recipe."""
-        (major, minor), end = self.capability, self.capability_below
-        if self.capability <= capability < (end or (99, 0)):
-            return None
-        return f"it needs compute capability {major}.{minor} or later{f', below {end[0]}.{end[1]}' if end else ''}."
 
 
 RECIPES: dict[str, Recipe] = {

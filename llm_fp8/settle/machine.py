@@ -69,5 +69,5 @@ def assumed_machine(
 
 def lacking_by_capability(capability: tuple[int, int]) -> dict[str, str]:
     """Return recipe -> reason for each recipe of Transformer Engine that a GPU of this compute capability lacks."""
-    reasons = {name: RECIPES[name].why_lacking(capability) for name in recipe_names("te")}
-    return {name: reason for name, reason in reasons.items() if reason is not None}
+    rows = [(name, RECIPES[name].capability, RECIPES[name].capability_below) for name in recipe_names("te")]
+    return {n: f"it needs compute capability {a}.{b}." for n, (a, b), end in rows if not (a, b) <= capability < end}

@@ -14,11 +14,11 @@ from llm_fp8.models.source import check_model, load_config, load_tokenizer, reso
 from llm_fp8.observability.reporter import quiet_libraries
 from llm_fp8.run import run_dir
 from llm_fp8.run.run import load_data
-from llm_fp8.settle.machine import assumed_machine
+from llm_fp8.settle.machine import assumed_machine, detect_machine
 from llm_fp8.settle.plan import probe_hf_layers
 from llm_fp8.settle.resume import total_steps
 from llm_fp8.settle.settle import settle
-from llm_fp8.tools.gpus import find_machine
+from llm_fp8.tools.gpus import named_machine
 from llm_fp8.tools.memory import memory_lines
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -32,7 +32,8 @@ def dry_run(config: Config) -> int:
     start_process_group(ranks)
     source = resolve_source(config.model)
     hf_config = load_config(source)
-    machine = find_machine(config.run.gpu, config, ranks)
+    gpu = config.run.gpu
+    machine = detect_machine(config, ranks, asks_te=False) if gpu is None else named_machine(gpu, ranks)
     asks_for_gpu = config.model.use_te or config.data.batch_size == AUTO_BATCH_SIZE
     if machine.gpu is None and (asks_for_gpu or config.precision.mixed_precision in ("bf16", "fp8", "auto")):
         machine = assumed_machine(ranks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from llm_fp8.config.options import Config
 from llm_fp8.utils.errors import UserError, did_you_mean
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -32,9 +31,10 @@ MEMORY_GIB: dict[tuple[int, int], dict[str, float]] = {
     },
     (12, 1): {"GB10": 119.6},
 }  # fmt: skip
-"""Compute capability (https://developer.nvidia.com/cuda-gpus) -> GPU -> memory in GiB. It is `total_memory` as torch
-prints it when memory is full, in users' public reports: the lowest, of the largest size sold. RTX 2000 to 5000 Ada, PRO
-2000 to 5000, 4070, 5070 and smaller ones without a report have NVIDIA's published size less 2 to 6%, as their kin.
+"""Compute capability (https://developer.nvidia.com/cuda-gpus) -> GPU -> memory in GiB of its largest common size, as
+torch's `total_memory`: measured on H100 and H200, otherwise the lowest in users' public out-of-memory messages. Without
+such a message (RTX 2000 to 5000 Ada, PRO 2000 to 5000, 4070, 5070, smaller ones) NVIDIA's size less 2 to 6%, as it is
+for GPUs of this size and generation. A card with ECC off has up to 3 GiB more.
 """
 
 NAMES = [name for names in MEMORY_GIB.values() for name in names]
@@ -64,10 +64,3 @@ def named_machine(gpu: str, ranks: LaunchRanks) -> Machine:
     known_gib, capability = known[name]
     is_known = stated_gib is None or abs(float(stated_gib) - known_gib) < 4
     return assumed_machine(ranks, gpu, known_gib if is_known else float(stated_gib), capability)
-
-
-def find_machine(gpu: str | None, config: Config, ranks: LaunchRanks) -> Machine:
-    """Return the machine that --gpu names, or this machine if `gpu` is None. All ranks must call this function."""
-    from llm_fp8.settle.machine import detect_machine
-
-    return detect_machine(config, ranks, asks_te=False) if gpu is None else named_machine(gpu, ranks)

@@ -18,7 +18,7 @@ from llm_fp8.config.options import AUTO_BATCH_SIZE, EMBEDDED, Config, ModelConfi
 from llm_fp8.config.parser import parse_config, with_underscores
 from llm_fp8.config.validation import refusal
 from llm_fp8.models import BUNDLED
-from llm_fp8.tools.gpus import NAMES, find_machine
+from llm_fp8.tools.gpus import NAMES, named_machine
 from llm_fp8.tools.programs import wide_console
 from llm_fp8.tools.script import writable
 from llm_fp8.utils.errors import OneSentenceParser, UserError, did_you_mean, positive
@@ -65,7 +65,6 @@ class Row(NamedTuple):
             script = ["train_multi_gpu.py"] if is_here else ["-m", "llm_fp8", "train"]
             command = ["torchrun", f"--nproc_per_node={self.size.num_gpus}", *script]
         names = [name for name, value in options.items() if value != default[name] or name == "dataset_name"]
-        names.sort(key=lambda name: name not in ("model_name", "dataset_name"))
         words = [f"--{name}" if options[name] is True else f"--{name}={options[name]}" for name in names]
         return shlex.join([*command, *words])
 
@@ -167,19 +166,17 @@ def memory_lines(settled: Settled) -> list[str]:
     names = {HEAD: "lm_head, or the layer in computation"}
     parts = estimate.parts | {"CUDA, allocator, communication": estimate.beside_gib}
     lines += [f"  {names.get(part, part):36} {part_gib:8.2f} GiB" for part, part_gib in parts.items()]
-    return (
-        lines if estimate.is_whole else [*lines, "  activations are not counted: only those of TE decoders are known"]
-    )
+    if not estimate.is_whole:
+        lines.append("  activations are not counted: only those of TE decoders are known")
+    elif settled.size.spec is not None and settled.size.spec.delta_net:
+        lines.append("  gated delta nets are estimated from the sources of flash-linear-attention's kernels")
+    return lines
 
 
 def requested_options() -> tuple[Config, argparse.Namespace]:
     """Parse the command line: the options of the run, and those of this program."""
-    training_options = "such as --lora_rank 32, --batch_size auto or --max_seq_length 4096"
-    parser = OneSentenceParser(
-        description=(__doc__ or "").split("\n\n")[0],
-        epilog=f"It takes all options of train_multi_gpu.py, {training_options}; --help_all explains them.",
-        allow_abbrev=False,
-    )
+    epilog = "All options of train_multi_gpu.py, such as --lora_rank 32, hold; --help_all explains them."
+    parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], epilog=epilog, allow_abbrev=False)
     add = parser.add_argument
     names = f"hub id, folder, or bundled name: {', '.join(BUNDLED)} (default: that of --config, else {EMBEDDED})"
     add("--model_name", default=argparse.SUPPRESS, help=names)
@@ -196,31 +193,26 @@ def main() -> int:
     typed, own = requested_options()
 
     from llm_fp8.models.source import require_positions
-    from llm_fp8.settle.machine import assumed_machine
+    from llm_fp8.settle.machine import assumed_machine, detect_machine
     from llm_fp8.settle.settle import settle
 
     ranks = LaunchRanks(world_size=own.num_gpus, local_world_size=own.num_gpus)
-    machine = find_machine(own.gpu, typed, ranks)
-    if machine.gpu is None:
-        machine = assumed_machine(ranks)
-    hf_config, model = find_model(typed.model)
-    require_positions(hf_config, typed.data.max_seq_length, typed.model.model_name, "--max_seq_length")
-    config, names = typed.with_options(**model), ("model_name", "random_init", "lora_rank")
-    untyped = Config().with_options(**{name: typed.options[name] for name in names})
-    if config.optim.learning_rate == untyped.default_learning_rate:  # the run chooses it
-        config = config.with_options(learning_rate=Config().optim.learning_rate)
+    machine = detect_machine(typed, ranks, asks_te=False) if own.gpu is None else named_machine(own.gpu, ranks)
+    machine = machine if machine.gpu is not None else assumed_machine(ranks)
+    (hf_config, model), name = find_model(typed.model), typed.model.model_name
+    require_positions(hf_config, typed.data.max_seq_length, name, "--max_seq_length")
+    config = typed.with_options(**model)
     if config.precision.mixed_precision in (None, "auto"):
         config = config.with_options(mixed_precision="fp8" if machine.has_fp8 else "bf16")
-    if refusal(with_te := config.with_options(use_te=True)) is None:
-        config = with_te
+    with_te = config.with_options(use_te=True)
+    config = config if refusal(with_te) else with_te
     rows = rows_of(config, hf_config, machine)
     console = wide_console(markup=False, soft_wrap=True)  # a name may contain brackets
-    billions = rows[0].size.num_parameters / 1e9
+    billions, precision = rows[0].size.num_parameters / 1e9, config.precision.mixed_precision
     shape = f"{config.data.batch_size or 'auto'} x {config.data.max_seq_length:,}"
     assumed = ", assumed; --gpu names another" if own.gpu is None and machine.is_assumed else ""
     hardware = f"on {own.num_gpus} x {machine.gpu} ({machine.gpu_gib:.1f} GiB{assumed})"
-    model_name, precision = typed.model.model_name, config.precision.mixed_precision
-    console.print(f"{model_name}, {billions:.2f} billion parameters, {precision}, {shape} tokens {hardware}")
+    console.print(f"{name}, {billions:.2f} billion parameters, {precision}, {shape} tokens {hardware}")
     fitting = [row for row in rows if row.fits != "no"]
     if fitting:
         figures = (Column(title, justify="right") for title in ("tensors, GiB", "needed, GiB"))
@@ -234,13 +226,8 @@ def main() -> int:
     if unfit:
         console.print(f"do not fit, with the GiB needed: {'; '.join(unfit)}")
     console.print(f"{LEGEND}{' Single: one GPU, nothing is sharded.' if rows[0].size.mode == 'single' else ''}")
-    is_whole = rows[0].size.estimate().is_whole
-    if not is_whole:
-        console.print("note: this model has no TE decoder, so activations, logits and casts are not counted")
-    elif rows[0].size.spec is not None and rows[0].size.spec.delta_net:
-        console.print("note: gated delta nets are estimated from the sources of flash-linear-attention's kernels")
     if fitting:
-        console.print(f"the cheapest that {'fits' if is_whole else 'may fit'}:\n  {rows[0].command}")
+        console.print(f"the command of the first row:\n  {rows[0].command}")
         settled = settle(rows[0].size.config, hf_config, machine, num_parameters=rows[0].size.num_parameters)
         console.print("\n".join([*settled.notes, *memory_lines(settled)]))
     else:

@@ -19,12 +19,7 @@ from tests.support.documented_commands import README, config_of, training_comman
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 TRAINING = ("train_fp8", "train_multi_gpu")
-ACCEPT_TRAINING_OPTIONS = (
-    "llm_fp8.tools.diagnose.cli",
-    "llm_fp8.tools.memory",
-    "scripts.diagnose_fp8",
-    "scripts.memory",
-)
+ACCEPT_TRAINING_OPTIONS = ("llm_fp8.tools.diagnose.cli", "scripts.diagnose_fp8")
 PROGRAM = re.compile(
     rf"((?:scripts|benchmarks|examples)/\w+|{'|'.join(TRAINING)})\.py|llm-fp8 ({'|'.join(PROGRAMS)})\b"
 )

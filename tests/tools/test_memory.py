@@ -54,20 +54,13 @@ def test_every_listed_name_is_known_and_others_are_refused():
             named_machine(name, LaunchRanks())
 
 
-@pytest.mark.parametrize(
-    ("name", "hub_name", "random_init"),
-    [
-        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "meta-llama/Meta-Llama-3.1-8B-Instruct", False),
-        ("llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B", False),
-        ("Llama-57M", "Llama-57M", True),
-        ("embedded", "embedded", False),
-        (str(MODEL_DIR), str(MODEL_DIR), False),
-    ],
-)
-def test_model_is_a_bundled_name_a_hub_id_or_a_folder(name, hub_name, random_init):
-    hf_config, options = find_model(ModelConfig(model_name=name))
-    assert hf_config.num_hidden_layers > 0
-    assert options == {"model_name": hub_name, "random_init": random_init}
+def test_model_is_a_bundled_name_a_hub_id_or_a_folder():
+    hub_name = "meta-llama/Meta-Llama-3.1-8B-Instruct"
+    for name in (hub_name, "llama-3.1-8b-instruct", "Llama-57M", "embedded", str(MODEL_DIR)):
+        hf_config, options = find_model(ModelConfig(model_name=name))
+        assert hf_config.num_hidden_layers > 0
+        assert options["model_name"] == ("meta-llama/Llama-3.1-8B" if name.startswith("llama-") else name)
+        assert options["random_init"] == (name == "Llama-57M")
 
 
 @pytest.mark.parametrize("name", ["lama-3.1-8b", "owner/name"])
@@ -127,11 +120,9 @@ def test_printed_commands_parse(figures):
 
 def test_options_of_the_run_hold_in_every_row_and_in_its_command(figures):
     options = "--model_name=Qwen3-8B --gpu=5090 --lora_rank=32 --batch_size=auto --dataset_name=a.jsonl"
-    rows = figures(*options.split())["rows"]
-    assert [row["training"] for row in rows] == ["LoRA", "LoRA, recomputed"]
-    for row in rows:
+    for row, way in zip(figures(*options.split())["rows"], ("LoRA", "LoRA, recomputed"), strict=True):
         config = parse_config(shlex.split(row["command"])[2:])
-        assert (config.lora.lora_rank, config.data.dataset_name) == (32, "a.jsonl")
+        assert (row["training"], config.lora.lora_rank, config.data.dataset_name) == (way, 32, "a.jsonl")
         assert row["fits"] == f"with --batch_size {config.data.batch_size}"
 
 
