@@ -5,7 +5,6 @@ needs no GPU and no weights.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import shlex
 import sys
@@ -53,7 +52,11 @@ class Row(NamedTuple):
 
     way: str
     size: RunSize
-    fits: str  # 'yes', 'with --batch_size N', 'no', or 'without activations' if these cannot be estimated
+    fits: str  # 'yes', 'with --batch_size N', 'no', 'no: reason', or 'without activations' if these are not counted
+
+    @property
+    def runs(self) -> bool:
+        return not self.fits.startswith("no")
 
     @property
     def command(self) -> str:
@@ -111,15 +114,18 @@ def row_of(way: str, size: RunSize, machine: Machine) -> Row:
     requested_rows = size.config.data.batch_size
     automatic = requested_rows == AUTO_BATCH_SIZE
     fitted = size if automatic else largest_fitting(size, machine.gpu_gib or 0.0)
-    if fitted is not None:
-        with contextlib.suppress(UserError):  # a run would refuse these options
-            settled = settle(fitted.config, size.hf_config, machine, num_parameters=size.num_parameters)
-            if automatic:
-                fitted = fitted.changed(batch_size=settled.config.data.batch_size)
-            rows = fitted.config.data.batch_size
-            fits = "yes" if rows == requested_rows else f"with --batch_size {rows}"
-            return Row(way, fitted, "without activations" if size.spec is None else fits)
-    return Row(way, size.changed(batch_size=row_multiple(size)) if automatic else size, "no")
+    if fitted is None:
+        return Row(way, size, "no")
+    try:
+        settled = settle(fitted.config, size.hf_config, machine, num_parameters=size.num_parameters)
+    except UserError as error:  # with --batch_size auto, usually since no size fits
+        size = size.changed(batch_size=row_multiple(size)) if automatic else size
+        return Row(way, size, "no" if automatic else f"no: {error}")
+    if automatic:
+        fitted = fitted.changed(batch_size=settled.config.data.batch_size)
+    rows = fitted.config.data.batch_size
+    fits = "yes" if rows == requested_rows else f"with --batch_size {rows}"
+    return Row(way, fitted, "without activations" if size.spec is None else fits)
 
 
 def rows_of(config: Config, hf_config: PretrainedConfig, machine: Machine) -> list[Row]:
@@ -150,7 +156,7 @@ def rows_of(config: Config, hf_config: PretrainedConfig, machine: Machine) -> li
         rows.append(row)
     if not rows:
         raise UserError(f"{refusal(config, modes[0])}.")
-    return sorted(rows, key=lambda row: (row.fits == "no", row.fits != "yes"))
+    return sorted(rows, key=lambda row: (not row.runs, row.fits != "yes"))
 
 
 def memory_lines(settled: Settled) -> list[str]:
@@ -213,7 +219,7 @@ def main() -> int:
     assumed = ", assumed; --gpu names another" if own.gpu is None and machine.is_assumed else ""
     hardware = f"on {own.num_gpus} x {machine.gpu} ({machine.gpu_gib:.1f} GiB{assumed})"
     console.print(f"{name}, {billions:.2f} billion parameters, {precision}, {shape} tokens {hardware}")
-    fitting = [row for row in rows if row.fits != "no"]
+    fitting, unfit = [row for row in rows if row.runs], [row for row in rows if not row.runs]
     if fitting:
         figures = (Column(title, justify="right") for title in ("tensors, GiB", "needed, GiB"))
         table = Table("training", "sharding", *figures, "fits")
@@ -222,9 +228,9 @@ def main() -> int:
             way = row.way.replace("LoRA", f"LoRA of rank {row.size.config.lora.lora_rank}")
             table.add_row(way, row.size.mode, f"{estimate.total_gib:.1f}", f"{estimate.needed_gib:.1f}", row.fits)
         console.print(table, soft_wrap=False)
-    unfit = [f"{row.way} ({row.size.mode}) {row.size.estimate().needed_gib:.1f}" for row in rows if row.fits == "no"]
     if unfit:
-        console.print(f"do not fit, with the GiB needed: {'; '.join(unfit)}")
+        needs = (f"{way} ({size.mode}) {size.estimate().needed_gib:.1f}{fits[2:]}" for way, size, fits in unfit)
+        console.print(f"do not fit or run, with the GiB needed: {'; '.join(needs)}")
     console.print(f"{LEGEND}{' Single: one GPU, nothing is sharded.' if rows[0].size.mode == 'single' else ''}")
     if fitting:
         console.print(f"the command of the first row:\n  {rows[0].command}")
