@@ -17,7 +17,7 @@ from llm_fp8.config.options import AUTO_BATCH_SIZE, EMBEDDED, Config, ModelConfi
 from llm_fp8.config.parser import parse_config, with_underscores
 from llm_fp8.config.validation import refusal
 from llm_fp8.models import BUNDLED
-from llm_fp8.tools.gpus import NAMES, named_machine
+from llm_fp8.tools.gpus import GPUS, named_machine
 from llm_fp8.tools.programs import wide_console
 from llm_fp8.tools.script import writable
 from llm_fp8.utils.errors import OneSentenceParser, UserError, did_you_mean, positive
@@ -186,7 +186,7 @@ def requested_options() -> tuple[Config, argparse.Namespace]:
     add = parser.add_argument
     names = f"hub id, folder, or bundled name: {', '.join(BUNDLED)} (default: that of --config, else {EMBEDDED})"
     add("--model_name", default=argparse.SUPPRESS, help=names)
-    add("--gpu", help=f"GPU to assume: its memory in GiB, or {', '.join(NAMES)} (default: this machine's, else H100)")
+    add("--gpu", help=f"GPU to assume: its memory in GiB, or {', '.join(GPUS)} (default: this machine's, else H100)")
     add("--num_gpus", type=positive, default=1, help="(default %(default)s)")
     add("--output", type=writable, metavar="FILE", help="write the figures to this JSON file")
     own, others = parser.parse_known_args([with_underscores(word) for word in sys.argv[1:]])

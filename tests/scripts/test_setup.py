@@ -90,6 +90,13 @@ def test_command_that_quickstart_prints_last_works_when_copied(tmp_path: Path) -
     assert subprocess.run(["bash", "-c", command], capture_output=True, text=True).stdout == f"{clone}\n"
 
 
+def test_help_of_quickstart_explains_it_and_installs_nothing(tmp_path: Path) -> None:
+    environment = {**os.environ, "VENV_DIR": str(tmp_path / "venv")}
+    command = ["bash", "scripts/quickstart.sh", "--help"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "runs/quickstart" in done.stdout and not any(tmp_path.iterdir())
+
+
 def test_requirements_are_installed_again_after_a_change_or_a_failure(tmp_path: Path) -> None:
     file = tmp_path / "requirements.txt"
     file.write_text("# nothing yet\n")

@@ -14,7 +14,7 @@ from llm_fp8.config.options import ModelConfig
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.tools import memory
-from llm_fp8.tools.gpus import NAMES, named_machine
+from llm_fp8.tools.gpus import GPUS, named_machine
 from llm_fp8.tools.memory import WAYS, find_model
 from llm_fp8.tools.programs import wide_console
 from llm_fp8.utils.errors import UserError
@@ -48,7 +48,7 @@ def test_gpu_is_a_name_or_a_number_of_gib(name, gib):
 
 
 def test_every_listed_name_is_known_and_others_are_refused():
-    assert all(named_machine(f"NVIDIA {name}", LaunchRanks()).capability >= (8, 0) for name in NAMES)
+    assert all(named_machine(f"NVIDIA {name}", LaunchRanks()).capability >= (8, 0) for name in GPUS)
     for name in ("H900", "H1000", "H100:2", "4090 Laptop GPU", "RTX 3090", "3090", "-3", "0", "nan", ""):
         with pytest.raises(UserError, match="--gpu"):
             named_machine(name, LaunchRanks())
