@@ -91,9 +91,7 @@ def test_command_that_quickstart_prints_last_works_when_copied(tmp_path: Path) -
 
 
 def test_help_of_quickstart_explains_it_and_installs_nothing(tmp_path: Path) -> None:
-    environment = {**os.environ, "VENV_DIR": str(tmp_path / "venv")}
-    command = ["bash", "scripts/quickstart.sh", "--help"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = run_bash("scripts/quickstart.sh --help", VENV_DIR=str(tmp_path / "venv"))
     assert done.returncode == 0 and "runs/quickstart" in done.stdout and not any(tmp_path.iterdir())
 
 
