@@ -120,7 +120,7 @@ def row_of(way: str, size: RunSize, machine: Machine) -> Row:
         settled = settle(fitted.config, size.hf_config, machine, num_parameters=size.num_parameters)
     except UserError as error:  # with --batch_size auto, usually since no size fits
         size = size.changed(batch_size=row_multiple(size)) if automatic else size
-        return Row(way, size, "no" if automatic else f"no: {error}")
+        return Row(way, size, "no" if automatic else f"no: {error}".rstrip("."))
     if automatic:
         fitted = fitted.changed(batch_size=settled.config.data.batch_size)
     rows = fitted.config.data.batch_size

@@ -129,6 +129,8 @@ def test_options_of_the_run_hold_in_every_row_and_in_its_command(figures):
 def test_gpu_without_fp8_trains_in_bf16_and_impossible_options_are_refused(figures):
     rows = figures("--model_name=Llama-3.2-1B", "--gpu=A100")["rows"]
     assert "--mixed_precision=bf16" in rows[0]["command"]
+    rows = figures("--model_name=Llama-3.2-1B", "--gpu=A100", "--mixed_precision=no")["rows"]
+    assert any(row["fits"].startswith("no: --optimizer adamw_8bit needs") for row in rows)
     for option, value in (("mixed_precision", "fp8"), ("max_seq_length", 999999), ("num_gpus", 0)):
         with pytest.raises(UserError, match=f"--{option}"):
             figures("--model_name=Llama-3.2-1B", "--gpu=A100", f"--{option}={value}")
