@@ -1,8 +1,7 @@
 """Write a run's numbers to metrics.jsonl, trackers, the screen and summary.json (docs/monitoring.md). Only the main
 process writes.
 
-A line is printed every `log_every` steps. On a terminal, a progress bar stays below the lines until the last step. If
-metrics.jsonl is moved or deleted, the run ends at its next report.
+A line is printed every `log_every` steps. If metrics.jsonl is moved or deleted, the run ends at its next report.
 
 A resumed run repeats the steps after its checkpoint. It removes their lines from metrics.jsonl and then continues the
 file. In W&B it continues the same run. Trackers cannot delete steps, so steps that they already have are not sent.
@@ -20,8 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import throughput_summary
@@ -63,7 +60,6 @@ class ProgressDisplay:
     def __init__(self, total_steps: int, first_step: int = 0, log_every: int = 1) -> None:
         self._total_steps, self._first_step, self._log_every = total_steps, first_step, log_every
         self._recent_s: deque[float] = deque(maxlen=50)  # the time left is predicted from their median
-        self._bar: Any = None  # drawn after the first step, since messages of libraries before it do not clear a bar
 
     @surviving_closed_output()
     def step(self, record: Mapping[str, float]) -> None:
@@ -75,19 +71,6 @@ class ProgressDisplay:
             time_left = f"  {timedelta(seconds=round(statistics.median(self._recent_s) * (total - step)))} left"
         if step % self._log_every == 0 or is_first or step == total:
             say(f"step {step:>{len(str(total))}}/{total}  {_figures(record, _STEP)}{time_left}")
-        if step == total:
-            self.close()
-            return
-        if self._bar is None:
-            layout = {"bar_format": "{bar:10} {desc}", "dynamic_ncols": True, "leave": False}
-            self._bar = tqdm(total=total, initial=step, file=sys.stdout, disable=not sys.stdout.isatty(), **layout)
-        self._bar.n = step
-        self._bar.set_description_str(f"{step}/{total}{time_left}")  # also draws it
-
-    def close(self) -> None:
-        """Remove the progress bar from the screen."""
-        if self._bar is not None:
-            self._bar.close()
 
 
 def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -> int:
@@ -235,7 +218,6 @@ class RunReporter:
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         if self._is_main:
-            self._display.close()
             self._file.close()
         if error_type is None:
             self._to_trackers(lambda name, tracker: tracker.finish())

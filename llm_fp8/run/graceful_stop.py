@@ -63,7 +63,6 @@ class GracefulStop:
             return
         self.requested = name
         hint = " Press Ctrl-C again to stop at once." if number == signal.SIGINT else ""
-        erase_bar = "\r\x1b[K" if os.isatty(2) else ""
         # Not `print`, which the handler may have interrupted: buffered streams are not reentrant.
         with output.surviving_closed_output():
-            os.write(2, f"{erase_bar}{name} received: {self.what_follows}.{hint}\n".encode())
+            os.write(2, f"{name} received: {self.what_follows}.{hint}\n".encode())
