@@ -26,7 +26,6 @@ COLUMN_NAMES = (  # columns that training reads (`llm_fp8.data.rows`); --columns
 
 IN_FP8 = "mixed_precision=fp8|auto"
 WHOLE_MODEL = "sharding_mode=single|ddp"
-STREAM = "a stream has no number of steps per epoch"
 
 
 def option(
@@ -43,7 +42,7 @@ def option(
 
     `needs` are conditions without which the option has no effect. `excludes` maps each condition that forbids it to
     the reason. A condition NAME means that the option NAME is on, and NAME=PATTERN|PATTERN that its value matches a
-    pattern with wildcards. NAME may be the option itself. ` and ` or ` or ` joins conditions. sharding_mode is 'single'
+    wildcard pattern. NAME may be the option itself. ` and ` or ` or ` joins conditions. sharding_mode is 'single'
     on one GPU. `alias` is the option's name in transformers, if the meaning is exactly the same. `bounds` are at_least,
     at_most, above and below.
     `resume` says what happens if a resumed run changes the option. 'same' and 'scales' make it an error unless
@@ -59,7 +58,7 @@ class ModelConfig:
     """Model, its source and its construction."""
 
     model_name: str = option(
-        EMBEDDED, "Hub id or folder of a Llama, Qwen or Mistral model, or 'embedded'.", alias="model_name_or_path"
+        EMBEDDED, "Hub id or folder of a model, folder of a PEFT adapter, or 'embedded'.", alias="model_name_or_path"
     )
     use_te: bool = option(False, "Build the decoder of Transformer Engine modules (te_llama.py), on an NVIDIA GPU.")
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = option(
@@ -256,7 +255,6 @@ class RunConfig:
         None,
         "Steps between checkpoints, or epoch, beside one every 30 minutes; 0: none (default: every 30 minutes).",
         alias="save_steps",
-        excludes={"save_every=epoch and streaming": STREAM},
         at_least=0,
     )
     save_total_limit: int = option(2, "Checkpoints to keep, not counting that of --keep_best.", at_least=1)
@@ -265,7 +263,6 @@ class RunConfig:
         0,
         "Steps between evaluations, or epoch; 0: at the end only.",
         alias="eval_steps",
-        excludes={"eval_every=epoch and streaming": STREAM},
         resume="evaluation",
         at_least=0,
     )
@@ -324,42 +321,16 @@ class LoraConfig:
         return 2.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
 
 
-@dataclass(frozen=True)
-class Mode:
-    """Properties of a sharding mode, which distributes a model over N GPUs. `unsharded_bytes` and `sharded_bytes` count
-    weights, gradients and optimizer state per parameter between micro-batches. For example, `adamw_master` needs 12
-    bytes on each GPU in ddp, 12 / N + 2 (for unsharded bf16 weights) in fsdp_grad and 12 / N in fsdp_full.
-    """
-
-    engine: Literal["copies", "fsdp", "deepspeed"]  # copies: every GPU has the whole model
-    unsharded_bytes: int = 0  # on every GPU, in addition to its shard
-    sharded_bytes: int = 0  # to divide by N, if the engine stores optimizer state; if 0, --optimizer sets them
-    on_host: bool = False  # weights and optimizer state are in host memory
-
-    @property
-    def holds_masters(self) -> bool:
-        """True if the engine stores fp32 master weights in addition to the model's parameters."""
-        return self.sharded_bytes > 0
-
-
-MODES = {  # 'single' for one process
-    "single": Mode("copies"),
-    "ddp": Mode("copies"),
-    "fsdp_grad": Mode("fsdp", unsharded_bytes=2),
-    "fsdp_full": Mode("fsdp"),
-    "fsdp_hybrid": Mode("fsdp"),
-    "fsdp_offload": Mode("fsdp", on_host=True),
-    "deepspeed_1": Mode("deepspeed", unsharded_bytes=4, sharded_bytes=12),
-    "deepspeed_2": Mode("deepspeed", unsharded_bytes=2, sharded_bytes=14),
-    "deepspeed_3": Mode("deepspeed", sharded_bytes=16),
-}
+ShardingMode = Literal[
+    "auto", "ddp", "fsdp_grad", "fsdp_full", "fsdp_hybrid", "fsdp_offload", "deepspeed_1", "deepspeed_2", "deepspeed_3"
+]
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """Parallelism over several GPUs (train_multi_gpu.py)."""
 
-    sharding_mode: str = option(  # the parser adds choices from the table of modes
+    sharding_mode: ShardingMode = option(
         "auto",
         "ddp: every GPU holds the whole model; fsdp_grad: gradients and optimizer are sharded; fsdp_full: parameters "
         "too; fsdp_hybrid: inside a host only; fsdp_offload: fsdp_full in CPU memory; deepspeed_1 to _3: ZeRO; "

@@ -15,10 +15,19 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 
 import yaml
 
-from llm_fp8.config.options import AUTO_BATCH_SIZE, MODES, MOST_USED, SECTIONS, Config, ParallelConfig
+from llm_fp8.config.options import (
+    AUTO_BATCH_SIZE,
+    EMBEDDED,
+    MOST_USED,
+    SECTIONS,
+    Config,
+    ParallelConfig,
+    names_in,
+)
 from llm_fp8.config.recipes import DEFAULT, DEFAULTS, RECIPES, recipe_names
 from llm_fp8.config.validation import check_options
 from llm_fp8.utils.errors import OneSentenceParser, UserError, number, positive, reading
+from llm_fp8.utils.json_files import read_json
 from llm_fp8.utils.ranks import LaunchRanks
 
 OTHER_NAMES = Path(__file__).with_name("other_names.yaml")  # other trainers' options: advice -> names
@@ -127,8 +136,6 @@ class OptionsParser(OneSentenceParser):
         actions["save_every"].type = actions["eval_every"].type = number_or_epoch
         actions["gradient_checkpointing"].type = number_or_share_or_auto
         actions["gradient_checkpointing"].nargs, actions["gradient_checkpointing"].const = "?", 1  # the flag alone
-        if parallel:
-            actions["sharding_mode"].choices = ("auto", *(mode for mode in MODES if mode != "single"))
         actions["fp8_scenario"].choices = (DEFAULT, *recipe_names())
         rows = "; ".join(f"{name} ({recipe.backend}): {recipe.summary}" for name, recipe in RECIPES.items())
         default = " or ".join(f"{recipe} ({backend})" for backend, recipe in DEFAULTS.items())
@@ -205,6 +212,21 @@ def parse_launch(
     return config
 
 
+def is_adapter_folder(folder: str | Path) -> bool:
+    """Return True if `folder` contains a PEFT adapter and no model."""
+    return (Path(folder) / "adapter_config.json").is_file() and not (Path(folder) / "config.json").is_file()
+
+
+def adapter_argv(folder: str) -> list[str]:
+    """Return the arguments that the PEFT adapter in `folder` determines, or [] without an adapter."""
+    if not is_adapter_folder(folder):
+        return []
+    names = {"r": "lora_rank", "target_modules": "lora_targets"}
+    with reading("--model_name", folder, "adapter_config.json", "Give an adapter of LoRA."):
+        entries = read_json(Path(folder) / "adapter_config.json")
+        return to_argv({names.get(key, key): entries[key] for key in (*names, "lora_alpha", "lora_dropout")})
+
+
 def _read(argv: list[str], parser: OptionsParser) -> tuple[Config, frozenset[str]]:
     """Parse `argv` and --config's file, but check no combinations. Return also the names of the options in them."""
     path = parser.parse_known_args(argv)[0].config
@@ -227,6 +249,11 @@ def _read(argv: list[str], parser: OptionsParser) -> tuple[Config, frozenset[str
         parser.error("it names another --config, which is not read; remove it")
     parser.origin = ""
     options = vars(parser.parse_args([*file_argv, *argv]))
+    adapter = vars(parser.parse_args(adapter_argv(options.get("model_name", EMBEDDED))))
+    for name in options.keys() & adapter.keys() - {"config", "lora_dropout"}:
+        if {*names_in(str(options[name]))} != {*names_in(str(adapter[name]))}:
+            raise UserError(f"--{name} {options[name]}: the adapter in --model_name has {adapter[name]}; drop it.")
+    options = {**adapter, **options}
     config = Config().with_options(**options)
     if "learning_rate" not in options:
         config = config.with_options(learning_rate=config.default_learning_rate)

@@ -69,6 +69,8 @@ def check_options(config: Config) -> None:
         raise UserError(f"--context_parallel_size {size} needs a --max_seq_length that is a multiple of {2 * size}.")
     if config.precision.mixed_precision in ("fp8", "auto") or config.packing:
         check_tokens(config, FP8_SIZE_MULTIPLE, "fp8 kernels and packed sequences")
+    if config.data.streaming and "epoch" in (run.save_every, run.eval_every):
+        raise UserError("--save_every and --eval_every take no epoch with --streaming: its length is unknown.")
     if run.output_dir == "":
         raise UserError("--output_dir is empty; give a folder, or drop it.")
     if run.resume_from == "latest" and run.output_dir is None:

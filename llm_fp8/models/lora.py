@@ -5,10 +5,9 @@
 As in PEFT, B starts at zero, and A with uniform random numbers in +-1/sqrt(in). Their seed is a hash of --seed and the
 layer's name, so A starts with the same numbers in every precision, decoder, layout and world size.
 
-PEFT adds the adapters to Hugging Face's decoder. In a mixture of experts, attention and shared experts get adapters;
-routed experts get them if --lora_targets includes them. PEFT does not support the TE decoder's fused modules. We add a
-submodule `adapters` to each, with an A and B for each Hugging Face layer, which a forward hook calls. All adapters are
-exported and merged as PEFT adapters. Their GEMMs run in the run's compute dtype, never in fp8.
+PEFT adds the adapters to Hugging Face's decoder. It does not support the TE decoder's fused modules. We add a submodule
+`adapters` to each, with an A and B for each Hugging Face layer, which a forward hook calls. All adapters are exported
+and merged as PEFT adapters. Their GEMMs run in the run's compute dtype, never in fp8.
 """
 
 from __future__ import annotations
@@ -301,6 +300,24 @@ def initialize_adapters_(model: PreTrainedModel, seed: int) -> None:
         shard = local_shard(adapter.a)
         shard.data.copy_(full[shard.start : shard.start + len(shard.data)])
         local_shard(adapter.b).data.zero_()
+
+
+def load_adapters_(model: PreTrainedModel, folder: str) -> None:
+    """Fill the adapters (or shards) from the PEFT adapter in `folder`, or raise `UserError` if both differ."""
+    from peft import PeftConfig, load_peft_weights
+
+    free = {"r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "base_model_name_or_path"}
+    free |= {"inference_mode", "task_type", "auto_mapping", "peft_version"}  # other settings must be PEFT's defaults
+    with reading("--model_name", folder, "the adapter", "Merge it and train the result (scripts/merge_adapter.py)."):
+        settings, plain = (vars(each) for each in (PeftConfig.from_pretrained(folder), peft_config(LoraConfig(1), ())))
+        if others := sorted(name for name in plain.keys() - free if settings.get(name) != plain[name]):
+            raise ValueError(f"{listed(others)} in adapter_config.json")
+        stored, targets = load_peft_weights(folder, "cpu"), adapter_tensors(model)
+        shapes, expected = ({(name, *each[name].shape) for name in each} for each in (stored, targets))
+        if misfits := [name for name, *_ in sorted(shapes ^ expected)]:
+            raise ValueError(f"adapter and model do not both have {listed(misfits)} in one shape")
+        for name, matrix in targets.items():
+            local_shard(matrix).fill(te_llama.stacked((name, tuple(matrix.shape)))[0], stored[name])
 
 
 def with_adapter(weight: Tensor, adapter: Adapter, full_tensor: Callable[[Tensor], Tensor]) -> Tensor:

@@ -40,7 +40,7 @@ import torch
 from transformers import PretrainedConfig
 
 import te_llama
-from llm_fp8.config.options import ALL_LINEAR, MODES, Config, OptimizerKind
+from llm_fp8.config.options import ALL_LINEAR, Config, OptimizerKind
 from llm_fp8.config.recipes import RECIPES, row_of
 from llm_fp8.kernels.cross_entropy import default_chunk_tokens
 from llm_fp8.models.source import text_config
@@ -54,6 +54,37 @@ Amount: TypeAlias = float | Literal["auto"]  # a value of --gradient_checkpointi
 STATE, CASTS, ACTIVATIONS, HEAD = "weights, gradients, optimizer", "fp8 casts of weights", "activations", "lm_head"
 _BF16, _FP32 = 2, 4
 _SHARDS_WITHOUT_ROOM = 0.4  # largest fraction of gradient shards that needed new memory in recorded runs
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Properties of a sharding mode, which distributes a model over N GPUs. `unsharded_bytes` and `sharded_bytes` count
+    weights, gradients and optimizer state per parameter between micro-batches. For example, `adamw_master` needs 12
+    bytes on each GPU in ddp, 12 / N + 2 (for unsharded bf16 weights) in fsdp_grad and 12 / N in fsdp_full.
+    """
+
+    engine: Literal["copies", "fsdp", "deepspeed"]  # copies: every GPU has the whole model
+    unsharded_bytes: int = 0  # on every GPU, in addition to its shard
+    sharded_bytes: int = 0  # to divide by N, if the engine stores optimizer state; if 0, --optimizer sets them
+    on_host: bool = False  # weights and optimizer state are in host memory
+
+    @property
+    def holds_masters(self) -> bool:
+        """True if the engine stores fp32 master weights in addition to the model's parameters."""
+        return self.sharded_bytes > 0
+
+
+MODES = {  # 'single' for one process
+    "single": Mode("copies"),
+    "ddp": Mode("copies"),
+    "fsdp_grad": Mode("fsdp", unsharded_bytes=2),
+    "fsdp_full": Mode("fsdp"),
+    "fsdp_hybrid": Mode("fsdp"),
+    "fsdp_offload": Mode("fsdp", on_host=True),
+    "deepspeed_1": Mode("deepspeed", unsharded_bytes=4, sharded_bytes=12),
+    "deepspeed_2": Mode("deepspeed", unsharded_bytes=2, sharded_bytes=14),
+    "deepspeed_3": Mode("deepspeed", sharded_bytes=16),
+}
 
 
 @dataclass(frozen=True)

@@ -88,9 +88,12 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
         # DDP would broadcast the frozen fp8 weights as bf16, the dtype that torch reports.
         ignore_in_ddp(training_model, [name for name, p in training_model.named_parameters() if not p.requires_grad])
     if config.trains_adapters:
-        from llm_fp8.models.lora import initialize_adapters_
+        from llm_fp8.models.lora import initialize_adapters_, load_adapters_
 
         initialize_adapters_(model, config.optim.seed)
+        if (adapter := plan.source.adapter) is not None:
+            load_adapters_(model, adapter)
+            plan.say(f"adapters: those in {adapter}, trained on")
     if strategy.context_group is not None:
         strategy.context_group.attach(layers)
     plan.say(built.describe_left_out())

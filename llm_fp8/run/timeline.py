@@ -149,7 +149,6 @@ class Timeline:
         return self.stepper.clock.stamp()
 
     def _due(self, every: int | Literal["epoch"]) -> bool:
-        """Return True if `every` steps have passed since this was last due, or if the last step ended an epoch."""
         return self.loader.epoch.is_integer() if every == "epoch" else every > 0 and self.step % every == 0
 
     def read_pending(self) -> None:

@@ -16,11 +16,11 @@ import torch
 from transformers import PretrainedConfig
 
 import te_llama
-from llm_fp8.config.options import ALL_LINEAR, AUTO_BATCH_SIZE, MODES, Config, OptimizerKind
+from llm_fp8.config.options import ALL_LINEAR, AUTO_BATCH_SIZE, Config, OptimizerKind
 from llm_fp8.config.recipes import DEFAULTS, Backend, recipe_for, recipe_names, row_of
 from llm_fp8.config.validation import check_declared, check_options, check_tokens, refusal
 from llm_fp8.models.build import count_parameters
-from llm_fp8.models.memory import RunSize, holds_frozen_in_fp8, resolve_optimizer, state_bytes
+from llm_fp8.models.memory import MODES, RunSize, holds_frozen_in_fp8, resolve_optimizer, state_bytes
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.optim.optimizers import OPTIMIZERS, learning_rate_schedule
 from llm_fp8.precision.plan import PrecisionPlan, choose_backend

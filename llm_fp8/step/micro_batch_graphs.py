@@ -31,9 +31,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from llm_fp8.config.options import MODES, Config
+from llm_fp8.config.options import Config
 from llm_fp8.data.collate import Batch
 from llm_fp8.distributed.process_group import gathered, largest
+from llm_fp8.models.memory import MODES
 from llm_fp8.observability.metrics import GIB, RESERVE_GIB
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.torch_internals import local_of

@@ -138,8 +138,8 @@ def main() -> int:
     from scipy.stats import binomtest
 
     from llm_fp8.data.prepare import prepare_data
-    from llm_fp8.models.export import adapter_base, load_exported, tokenizer_of
     from llm_fp8.observability.reporter import quiet_libraries
+    from llm_fp8.tools.exported import adapter_base, load_exported, tokenizer_of
 
     quiet_libraries()
     base = adapter_base(options.model_name)

@@ -8,14 +8,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 from transformers import TrainingArguments
 
-from llm_fp8.config.options import EMBEDDED, FIELDS, MOST_USED, SECTIONS, Config
+from llm_fp8.config.options import EMBEDDED, FIELDS, MOST_USED, SECTIONS, Config, ShardingMode
 from llm_fp8.config.parser import OTHER_NAMES, OptionsParser, parse_config, to_argv
 from llm_fp8.config.recipes import RECIPE_OPTIONS
+from llm_fp8.models.memory import MODES
 from llm_fp8.utils.errors import UserError
 from tests.support.documented_commands import COMMANDS, config_of, options_of
 
@@ -220,6 +222,10 @@ def test_every_option_is_used_in_the_package():
     through_properties = {"fp8_bf16_modules", "dataset_weights", "lora_targets", "columns", "allow_changed", "packing"}
     through_properties |= {"use_wandb", "report_to", "wandb_project", "lora_alpha"}
     assert set(Config().options) - names <= through_properties
+
+
+def test_every_sharding_mode_has_a_row():
+    assert {"single", *get_args(ShardingMode)} == {"auto", *MODES}
 
 
 def test_conditions_in_the_declarations_name_existing_options():

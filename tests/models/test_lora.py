@@ -96,6 +96,21 @@ def test_run_equals_peft_in_a_plain_loop_and_its_adapter_merges(tmp_path, tied_m
     train(*reference_options(tied_model, sixteen_rows, tmp_path / "run"), *sizes)
     check_with_peft(tmp_path / "run", tied_model, sixteen_rows)
     check_merged(tied_model, tmp_path / "run" / "final", monkeypatch)
+    check_continued(tmp_path / "run", sixteen_rows)
+
+
+def check_continued(run: Path, rows: str, *more: str) -> None:
+    """Without a learning rate, a run that starts from the adapter exports it again. Its loss is that of the adapter."""
+    options = reference_options(run / "final", rows, run / "next")
+    train(*options, "--batch_size=16", "--learning_rate=0", *more)
+    first, second = adapter(run), adapter(run / "next")
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert steps(run / "next")[0]["loss"] < steps(run)[-1]["loss"] < steps(run)[0]["loss"]
+    config, continued = (json.loads((each / "final/adapter_config.json").read_text()) for each in (run, run / "next"))
+    assert config == continued
+    for contradiction in ("--lora_rank=5", "--lora_alpha=5", "--lora_targets=q_proj,v_proj,o_proj", "--random_init"):
+        with pytest.raises(UserError, match=contradiction.partition("=")[0]):
+            train(*options, contradiction, f"--output_dir={run / 'refused'}")
 
 
 def merge(adapter: Path, base: str, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -138,6 +153,8 @@ def test_adapters_trained_elsewhere_merge_as_in_peft_or_are_refused(tmp_path, ti
     model.save_pretrained(tmp_path / "adapter")
     if kind in FOREIGN_ADAPTERS:
         check_merged(tied_model, tmp_path / "adapter", monkeypatch)
+        with pytest.raises(UserError, match="--model_name .*adapter|--lora_targets"):
+            train(f"--model_name={tmp_path / 'adapter'}", f"--output_dir={tmp_path / 'run'}", "--max_seq_length=128")
         return
     tensors = load_file(file := tmp_path / "adapter" / "adapter_model.safetensors")
     name, tensor = next(iter(tensors.items()))
@@ -192,6 +209,7 @@ def test_te_decoder_trains_the_adapters_of_peft(tmp_path, request, sixteen_rows,
     assert set(json.loads((tmp_path / "final" / "adapter_config.json").read_text())["target_modules"]) == {
         name.split(".")[-3] for name in adapter(tmp_path)
     }
+    check_continued(tmp_path, sixteen_rows, "--use_te")
 
 
 NAMED_TARGETS = [("llama2", "k_proj,o_proj"), ("gemma3_text", "up_proj"), ("phi3_partial_rope", "gate_up_proj")]
