@@ -214,7 +214,7 @@ def parse_launch(
 
 def is_adapter_folder(folder: str | Path) -> bool:
     """Return True if `folder` contains a PEFT adapter and no model."""
-    return (Path(folder) / "adapter_config.json").is_file() and not (Path(folder) / "config.json").is_file()
+    return os.path.isfile(f"{folder}/adapter_config.json") and not os.path.isfile(f"{folder}/config.json")
 
 
 def adapter_argv(folder: str) -> list[str]:

@@ -22,16 +22,16 @@ from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_scheduler
 
 from llm_fp8.config.options import OptimConfig, OptimizerKind
 from llm_fp8.optim.adamw_master import draw_lower_bits_
 from llm_fp8.utils.errors import reading
+from llm_fp8.utils.te_internals import prefer_torchs_cudnn
 
 NamedParameters = Iterable[tuple[str, Parameter]]
 Groups = list[dict[str, Any]]
@@ -98,25 +98,11 @@ OPTIMIZERS: dict[OptimizerKind, OptimizerRow] = {
     "adamw_master": OptimizerRow(torch.bfloat16, 2 + 4 + 2, _adamw_master, keeps_lower_bits=True),  # m, v, remainder
     "adamw_8bit": OptimizerRow(torch.bfloat16, 2 * (1 + 4 / 256), _adamw_8bit),  # codes, an fp32 scale per block
 }
-"""To add an optimizer, add a row here and its name to `OptimizerKind`."""
-
-
-def build_optimizer(
-    config: OptimConfig, kind: OptimizerKind, named_parameters: NamedParameters, draws_lower_bits: bool = False
-) -> Optimizer:
-    """Build the optimizer `kind`. If `draws_lower_bits`, master weights get random lower bits (`adamw_master`)."""
-    return OPTIMIZERS[kind].build(named_parameters, config, draws_lower_bits)
 
 
 def unwrap(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer inside Accelerate's wrapper, which may skip or patch the step."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-
-
-def not_optimised(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Return the names of trainable parameters of `model` that are not in `optimizer`."""
-    known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    return [name for name, weight in model.named_parameters() if weight.requires_grad and weight not in known]
 
 
 def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
@@ -181,19 +167,30 @@ def effective_warmup_steps(num_warmup_steps: float, total_steps: int) -> int:
 
 
 def learning_rate_schedule(config: OptimConfig, total_steps: int) -> Callable[[int], float]:
-    """Return transformers' schedule, a function from a step, counted from 0, to its fraction of the peak rate.
-
-    Warm-up omits transformers' first step at rate 0: over w steps it is 1/w, 2/w, ..., 1, also with 'constant'.
-    `total_steps` includes the steps before a resume. Raise `UserError` if --lr_scheduler_kwargs does not fit.
+    """Return transformers' schedule, a function from a step, counted from 0, to its fraction of the peak rate. Warm-up
+    omits the first step at rate 0: over w steps it is 1/w, 2/w, ..., 1, also with 'constant'. `total_steps` includes
+    steps before a resume. Raise `UserError` if --lr_scheduler_kwargs does not fit.
     """
     warmup_steps = effective_warmup_steps(config.num_warmup_steps, total_steps)
-    name = "constant_with_warmup" if config.lr_scheduler == "constant" else config.lr_scheduler
+    name, arguments = config.lr_scheduler, config.lr_scheduler_kwargs
+
+    def usual(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+        return {"constant": 1.0, "linear": 1.0 - progress}.get(name, (1.0 + math.cos(math.pi * progress)) / 2)
+
+    if name in ("constant", "linear", "cosine") and not arguments:
+        return usual
+    prefer_torchs_cudnn()  # transformers imports PEFT, which imports Transformer Engine
+    from transformers import get_scheduler
+
     peak = torch.optim.SGD([torch.zeros(())], lr=config.learning_rate)  # some schedules end at an absolute rate
-    with reading("--lr_scheduler", config.lr_scheduler, "--lr_scheduler_kwargs"):
-        shape = get_scheduler(name, peak, warmup_steps, total_steps, config.lr_scheduler_kwargs).lr_lambdas[0]
-        omitted = int(shape(0) == 0)
-        shape(total_steps - 1)  # fails if an argument has the wrong type
-    return lambda step: shape(step + omitted if step < warmup_steps else step)
+    with reading("--lr_scheduler", name, "--lr_scheduler_kwargs"):
+        theirs = get_scheduler(name, peak, warmup_steps, total_steps, arguments).lr_lambdas[0]
+        omitted = int(theirs(0) == 0)
+        theirs(total_steps - 1)  # fails if an argument has the wrong type
+    return lambda step: theirs(step + omitted if step < warmup_steps else step)
 
 
 def build_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: int, completed_steps: int = 0) -> LambdaLR:

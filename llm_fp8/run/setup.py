@@ -15,7 +15,7 @@ from llm_fp8.data.loader import TrainLoader
 from llm_fp8.models.build import allocate_and_fill, build_structure, fill_weights, filled_layers
 from llm_fp8.models.model import Model, is_adapter
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.optim.optimizers import build_optimizer, build_scheduler
+from llm_fp8.optim.optimizers import OPTIMIZERS, build_scheduler
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import Fp8Coverage, gemms_per_weight, measure_coverage
 from llm_fp8.settle.plan import RunPlan
@@ -128,7 +128,7 @@ def build_stepper(setup: TrainingSetup, loader: TrainLoader | None, num_steps: i
     """
     plan, options, strategy = setup.plan, setup.plan.config.optim, setup.plan.strategy
     parameters = setup.training_model.named_parameters()
-    optimizer = build_optimizer(options, plan.optimizer_kind, parameters, plan.draws_lower_bits)
+    optimizer = OPTIMIZERS[plan.optimizer_kind].build(parameters, options, plan.draws_lower_bits)
     # A prepared model may treat every backward pass as training, so scales are computed before `prepare`. FSDP's
     # parameters may be replaced by `prepare`, so scales are computed after it.
     if loader is not None and not strategy.shards_parameters:

@@ -29,7 +29,6 @@ from llm_fp8.config.accelerate_env import PREFIX, RECIPE_ENTRIES, is_default, te
 from llm_fp8.config.recipes import DEFAULTS, recipe_names, row_of
 from llm_fp8.distributed.process_group import gathered
 from llm_fp8.observability.kernel_trace import kernel_times, record_kernels
-from llm_fp8.optim.optimizers import not_optimised
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify, worst
 from llm_fp8.precision.context import backend_in
 from llm_fp8.precision.coverage import ModuleState, linear_weights, linears_left, measure_coverage, plain_linears
@@ -166,7 +165,10 @@ def judge(
     else:
         compute = _COMPUTE[next(model.parameters()).dtype] if requested == "no" else requested
         expected = ExpectedKernels(compute, compute)
-    missing = [] if optimizer is None else not_optimised(model, optimizer)
+    groups = [] if optimizer is None else optimizer.param_groups
+    known = {parameter for group in groups for parameter in group["params"]}
+    trained = (name for name, weight in model.named_parameters() if weight.requires_grad and weight not in known)
+    missing = [] if optimizer is None else list(trained)
     # An optimizer without any of the parameters holds shards or copies of them, as ZeRO's does.
     if missing and len(missing) < sum(parameter.requires_grad for parameter in model.parameters()):
         parameters = f"{len(missing)} of the parameters that require a gradient"

@@ -100,7 +100,7 @@ def test_plain_run_imports_no_optional_package_and_no_unused_mode(plain_run):
     modes = "distributed.deepspeed distributed.fsdp distributed.fp8_params "
     modes += "distributed.context_parallel precision.torchao precision.frozen observability.trackers optim.offload "
     modes += "config.accelerate_env models.fp8_checkpoint"
-    unused = {"transformer_engine", "deepspeed", "wandb", *(f"llm_fp8.{mode}" for mode in modes.split())}
+    unused = {"transformer_engine", "deepspeed", "peft", "wandb", *(f"llm_fp8.{mode}" for mode in modes.split())}
     assert not unused & set(loaded)
 
 
