@@ -24,7 +24,7 @@ COLUMN_NAMES = (  # columns that training reads (`llm_fp8.data.rows`); --columns
     "output", "prompt", "completion", "text", "system", "system_prompt", "history", "functions", "chat_template_kwargs",
 )  # fmt: skip
 
-IN_FP8 = "mixed_precision=fp8|auto"
+IN_FP8 = "mixed_precision=fp8"
 WHOLE_MODEL = "sharding_mode=single|ddp"
 
 
@@ -97,9 +97,9 @@ class ModelConfig:
 class PrecisionConfig:
     """Precision of the linear layers."""
 
-    mixed_precision: Literal["no", "bf16", "fp16", "fp8", "auto"] | None = option(
+    mixed_precision: Literal["no", "bf16", "fp16", "fp8"] | None = option(
         None,
-        "no (fp32), bf16, fp16, fp8, or auto: bf16 or fp8, as measured (default: bf16 on a GPU, else fp32).",
+        "no (fp32), bf16, fp16 or fp8 (default: bf16 on a GPU, else fp32).",
         excludes={"mixed_precision=fp16 and sharding_mode=fsdp_*|deepspeed_*": "use bf16"},
     )
     fp8_backend: Literal["auto", "te", "torchao"] = option(  # a resumed run has the recipe, which implies the back end
@@ -110,7 +110,6 @@ class PrecisionConfig:
             "fp8_backend=torchao and use_te": "its layers are Transformer Engine's",
             "fp8_backend=torchao and sharding_mode=deepspeed_*": "DeepSpeed moves parameters of compiled modules",
             "fp8_backend=torchao and lora_rank": "torchao computes gradients of frozen weights too",
-            "fp8_backend=torchao and mixed_precision=auto": "auto measures Transformer Engine's modules",
         },
     )
     fp8_scenario: str = option(  # the parser adds choices and help from the table of recipes
@@ -346,7 +345,6 @@ class ParallelConfig:
         excludes={
             "fp8_backend=torchao and sharding_mode=fsdp_hybrid": "use fsdp_grad or fsdp_full",
             "optimizer=adamw_master|adamw_8bit": "--fp8_params keeps fp32 weights",
-            "mixed_precision=auto": "the measured bf16 run would gather in fp8 too",
         },
     )
     context_parallel_size: int = option(
@@ -355,7 +353,6 @@ class ParallelConfig:
         needs=("use_te", "sharding_mode=fsdp_*"),
         excludes={
             "mixed_precision=no": "attention over several GPUs runs in bf16",
-            "mixed_precision=auto": "auto measures the work of one GPU",
             "cuda_graphs": "ring attention cannot be captured",
         },
         at_least=1,

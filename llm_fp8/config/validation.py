@@ -67,7 +67,7 @@ def check_options(config: Config) -> None:
     run, max_tokens, size = config.run, config.data.max_seq_length, config.parallel.context_parallel_size
     if size > 1 and max_tokens % (2 * size) != 0:
         raise UserError(f"--context_parallel_size {size} needs a --max_seq_length that is a multiple of {2 * size}.")
-    if config.precision.mixed_precision in ("fp8", "auto") or config.packing:
+    if config.precision.mixed_precision == "fp8" or config.packing:
         check_tokens(config, FP8_SIZE_MULTIPLE, "fp8 kernels and packed sequences")
     if config.data.streaming and "epoch" in (run.save_every, run.eval_every):
         raise UserError("--save_every and --eval_every take no epoch with --streaming: its length is unknown.")

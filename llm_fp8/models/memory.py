@@ -192,7 +192,6 @@ class RunSize:
     mode: str  # sharding mode
     num_gpus: int  # number of GPUs that share a copy of the model
     num_parameters: int  # without adapters; tied weights count once
-    may_be_bf16: bool = False  # True if --mixed_precision auto may replace the fp8 `recipe` by bf16
     lacks_delta_kernels: bool = False  # True if gated delta nets run torch code, whose memory is not counted
 
     @cached_property
@@ -236,7 +235,7 @@ class RunSize:
         if config.parallel.fp8_params:
             return True
         splits = all(rows % self.num_gpus == 0 for rows in te_llama.linear_rows(sizes))
-        return splits and not self.may_be_bf16 and holds_frozen_in_fp8(config, self.mode, self.recipe)
+        return splits and holds_frozen_in_fp8(config, self.mode, self.recipe)
 
     def num_adapter_parameters(self, spec: te_llama.DecoderSizes) -> int:
         shapes = [shape for layer in spec.layers if layer for shape in te_llama.linear_shapes(layer).items()]
@@ -287,7 +286,7 @@ class RunSize:
         casts = layouts * layers * layer_linear if recipe != "bf16" and keeps_casts else 0
         # Transposes of frozen weights with one scale exist only during a layer's backward pass.
         transposed = layer_linear if self.adapted and fp8_weights else 0
-        if casts and not self.sharded and not self.may_be_bf16 and holds_frozen_in_fp8(config, mode, recipe):
+        if casts and not self.sharded and holds_frozen_in_fp8(config, mode, recipe):
             state -= _BF16 * layers * layer_linear
             if RECIPES[recipe].one_scale_per_weight:
                 casts, transposed = casts // 2, layer_linear
@@ -380,8 +379,3 @@ class RunSize:
         if (sizes := self.sizes) and (sizes.delta_net or (sizes.zero_centered_gain and not self.config.model.use_te)):
             return False  # only `spec` counts; and transformers saves the fp32 results of norms with gain 1 + w
         return not (casts or eager or self.recipe in ("no", "fp16") or MODES[self.mode].holds_masters)
-
-    @property
-    def alternatives(self) -> list[RunSize]:
-        """This run and, if its precision may become bf16, the same run in bf16."""
-        return [self, dataclasses.replace(self, recipe="bf16")] if self.may_be_bf16 else [self]

@@ -22,7 +22,7 @@ from llm_fp8.observability.metrics import GIB, describe_full_gpu
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.optim.optimizers import bytes_on_host, effective_warmup_steps
 from llm_fp8.run.setup import TrainingSetup
-from llm_fp8.run.timeline import RunResults, Timeline
+from llm_fp8.run.timeline import Timeline
 from llm_fp8.settle.plan import RunPlan
 from llm_fp8.utils.errors import UserError, nearest_existing, reading
 from llm_fp8.utils.json_files import read_json, write_json_atomic
@@ -50,14 +50,13 @@ def announce(plan: RunPlan) -> None:
     say(f"optimizer: {plan.optimizer_kind}, {adapters if rank else f'parameters in {trained}'}")
 
 
-def _precision_record(setup: TrainingSetup, results: RunResults) -> dict[str, Any]:
+def _precision_record(setup: TrainingSetup) -> dict[str, Any]:
     plan = setup.plan
     return {
         **plan.precision.to_dict(),
         "coverage": setup.coverage.to_dict(),
         "optimizer": plan.optimizer_kind,
         "parameter_dtype": str(plan.parameter_dtype),
-        **({"measured_tokens_per_s": results.measured_tokens_per_s} if results.measured_tokens_per_s else {}),
     }
 
 
@@ -69,7 +68,7 @@ def record_run(timeline: Timeline) -> None:
     on_host = bytes_on_host(timeline.stepper.optimizer)
     record: dict[str, Any] = {
         "config": config.to_dict(),
-        "precision": _precision_record(setup, timeline.results),
+        "precision": _precision_record(setup),
         "effective": {
             "packing": config.packing,
             "attn_implementation": setup.attention,
@@ -164,7 +163,7 @@ def summary_of(timeline: Timeline, exported: Path | None) -> dict[str, Any]:
     setup, results, history = timeline.setup, timeline.results, timeline.history
     recorded, certificate = results.recorded, results.certificate
     summary = {
-        "precision": _precision_record(setup, results),
+        "precision": _precision_record(setup),
         "attention_backend": results.attention_backend,
         **setup.plan.parallel_record,
         "recorded_step": None if recorded is None else recorded.to_dict(),

@@ -72,11 +72,6 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
             resume.refuse_finished(plan.config, claimed, resume_from, resumed, num_steps)
         phase_ends("data")
 
-        if plan.measures_precision:
-            from llm_fp8.run.auto_precision import choose_precision
-
-            plan, results.measured_tokens_per_s = choose_precision(config, plan, data)
-            phase_ends("auto_precision")
         folder = claimed or run_dir.default_folder(plan, stack)
         records.announce(plan)
         options = resume.run_options(plan.config, data, num_steps)

@@ -44,7 +44,6 @@ class RunResults:
     clock: PhaseClock = field(default_factory=PhaseClock)  # started with the script
     started_s: float = field(default_factory=time.time)
     attention_backend: str | None = None  # chosen by Transformer Engine in the first step
-    measured_tokens_per_s: dict[str, float] | None = None  # precision -> tokens/s (--mixed_precision auto)
     recorded: StepProfile | None = None
     certificate: Certificate | None = None
     summary: dict[str, Any] = field(default_factory=dict)  # content of summary.json, after it is written

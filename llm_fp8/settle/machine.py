@@ -51,7 +51,7 @@ def detect_machine(config: Config, ranks: LaunchRanks, asks_te: bool = True) -> 
     lacking = lacking_by_capability(capability)
     no_compiler = missing_for_compiler()
     no_torchao = no_compiler or (None if package_version("torchao") else "torchao is not installed")
-    wants_te = config.precision.mixed_precision in ("fp8", "auto") and choose_backend(config, no_torchao)[0] == "te"
+    wants_te = config.precision.mixed_precision == "fp8" and choose_backend(config, no_torchao)[0] == "te"
     if asks_te and wants_te and capability >= MIN_FP8_CAPABILITY:
         te = require_te(f"--mixed_precision {config.precision.mixed_precision}")
         answers = {name: getattr(te, RECIPES[name].availability)(return_reason=True) for name in recipe_names("te")}

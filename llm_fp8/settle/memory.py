@@ -31,8 +31,7 @@ def row_multiple(run: RunSize) -> int:
 
 def fits(run: RunSize, gpu_gib: float) -> bool:
     """Return True if the run fits in `gpu_gib` GiB and fp8 GEMMs support the number of tokens of a micro-batch."""
-    needed = max(part.estimate().needed_gib for part in run.alternatives)
-    return run.config.data.batch_size % row_multiple(run) == 0 and needed <= gpu_gib
+    return run.config.data.batch_size % row_multiple(run) == 0 and run.estimate().needed_gib <= gpu_gib
 
 
 def settle_micro_batches(run: RunSize, gpu_gib: float, resumed_rows: int | None = None) -> RunSize:
@@ -56,8 +55,8 @@ def settle_micro_batches(run: RunSize, gpu_gib: float, resumed_rows: int | None 
     for share, rows in itertools.product(shares, cuts):
         options = {"batch_size": rows, "gradient_accumulation_steps": cuts[rows], "gradient_checkpointing": share}
         run = run.changed(**options)
-        estimates = [part.estimate(upper_bound=True) for part in run.alternatives]
-        if all(part.is_whole and part.needed_gib <= (1 - MARGIN) * gpu_gib for part in estimates):
+        estimate = run.estimate(upper_bound=True)
+        if estimate.is_whole and estimate.needed_gib <= (1 - MARGIN) * gpu_gib:
             return run
     return run
 
@@ -135,13 +134,12 @@ def _suggestions(run: RunSize, gpu_gib: float) -> str:
         changes += [] if run.adapted else [sharded | EIGHT_BIT]
     if not run.sharded and not run.adapted:
         changes += [EIGHT_BIT, OFFLOADED, EIGHT_BIT | RECOMPUTED, OFFLOADED | RECOMPUTED]
-    # If --mixed_precision auto chose bf16, options for fp8 make the run inconsistent, but do not forbid a change.
-    is_judged, suggestions = refusal(run.config, run.mode) is None, []
+    suggestions = []
     for change in changes:
         if "gradient_checkpointing" in change and (run.spec is None or run.config.model.gradient_checkpointing == 1):
             continue  # activations are not estimated, or all layers are already recomputed
         changed = run.changed(**change)
-        if is_judged and refusal(changed.config, changed.mode):
+        if refusal(changed.config, changed.mode):
             continue  # these options would be an error
         fitted = largest_fitting(changed, gpu_gib)
         if fitted is not None and (fitted.spec is None) == (run.spec is None):

@@ -1,8 +1,7 @@
 """Settle a run, given options, config.json and machine: precision, sharding, optimizer, micro-batches, memory.
 
 `settle` is a pure function: it allocates nothing, uses no GPU, reads no file, and returns equal results for equal
-arguments. A run, a dry run and `llm-fp8 memory` call it, so they make the same decisions. With --mixed_precision auto a
-run calls it again after both precisions were measured.
+arguments. A run, a dry run and `llm-fp8 memory` call it, so they make the same decisions.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ class Settled:
     size: RunSize
     num_requested_micro_batches: int  # per step, before merging; `config` has the merged number
     eager_reason: str | None  # why transformers' decoder layers are not compiled, or None if they are
-    measures_precision: bool = False  # True if --mixed_precision auto must still measure; until then `precision` is fp8
     notes: tuple[str, ...] = ()  # sentences to print: memory, merged micro-batches, sharding, fallback of fp8
 
     @property
@@ -82,9 +80,7 @@ class Settled:
         sizes = self.size.sizes
         if sizes is None or sizes.attention_dropout > 0 or sizes.residual_dropout > 0 or sizes.delta_net:
             return False
-        # With 'auto', fp8 options are allowed in a bf16 run, which ignores them.
-        requested = self.config.with_options(cuda_graphs=True, mixed_precision="auto")
-        return False if refusal(requested, self.mode) else None
+        return False if refusal(self.config.with_options(cuda_graphs=True), self.mode) else None
 
     @property
     def holds_frozen_in_fp8(self) -> bool:
@@ -99,7 +95,6 @@ def settle(
     hf_config: PretrainedConfig,
     machine: Machine,
     resumed: Mapping[str, Any] | None = None,
-    measured: str | None = None,
     num_parameters: int | None = None,
 ) -> Settled:
     """Settle the run with the options `requested`, which `check_options` must have accepted. Raise `UserError` if the
@@ -107,7 +102,6 @@ def settle(
 
     Args:
         resumed: contents of meta.json in the checkpoint to continue. The run has the same micro-batches and precision.
-        measured: the faster precision, bf16 or fp8, if --mixed_precision auto has measured both.
         num_parameters: the model's number of parameters, if it is already known.
     """
     config, ranks, notes = requested, machine.ranks, list[str]()
@@ -117,17 +111,12 @@ def settle(
     if config.precision.mixed_precision == "fp8":
         backend, why = choose_backend(config, machine.no_torchao, saved.partition("fp8 ")[2])
         check_options(config := config.with_options(fp8_backend=backend))
-    check_declared(config, mode)  # before 'auto' is replaced by bf16 on a machine without fp8
-    is_auto = config.precision.mixed_precision == "auto"
-    may_be_either = is_auto and machine.has_fp8
-    if is_auto:
-        config = config.with_options(mixed_precision="fp8" if may_be_either else "bf16")
-    precision = resolve_precision(config, machine)
+    check_declared(config, mode)
+    precision = dataclasses.replace(resolve_precision(config, machine), backend_reason=why)
     optimizer_kind = resolve_optimizer(config, mode, precision.compute_name, "cpu" if machine.gpu is None else "cuda")
     recipe = precision.effective_scenario or precision.effective
-    # With `may_be_either`, --batch_size auto gives the same rows after the precision is measured, and in a resumed run.
     shards = ranks.local_world_size if mode == "fsdp_hybrid" else ranks.world_size  # GPUs that share a copy of it
-    size = RunSize(config, hf_config, recipe, mode, shards, num_parameters, may_be_either, machine.lacks_delta_kernels)
+    size = RunSize(config, hf_config, recipe, mode, shards, num_parameters, machine.lacks_delta_kernels)
     if size.shards_in_fp8:
         size = size.changed(fp8_params=True)
     if machine.gpu_gib is not None:
@@ -138,10 +127,6 @@ def settle(
     elif config.model.gradient_checkpointing == "auto":
         size = size.changed(gradient_checkpointing=0)
         notes.append("--gradient_checkpointing auto: without a GPU no layer is recomputed")
-    if may_be_either and (measured == "bf16" or (saved and not saved.startswith("fp8"))):
-        size = size.changed(mixed_precision="bf16")
-        precision = resolve_precision(size.config, machine)
-    precision = dataclasses.replace(precision, requested="auto" if is_auto else precision.requested, backend_reason=why)
     config = size.config
     learning_rate_schedule(config.optim, total_steps=100)  # refuses wrong arguments before weights are loaded
     check_machine(config, machine, mode, precision, size)
@@ -162,7 +147,6 @@ def settle(
         size=size,
         num_requested_micro_batches=requested.optim.gradient_accumulation_steps,
         eager_reason=why_eager(config, mode, precision, machine.no_compiler),
-        measures_precision=may_be_either and resumed is None and measured is None,
         notes=tuple(notes),
     )
 
@@ -196,7 +180,7 @@ def resolve_precision(config: Config, machine: Machine) -> PrecisionPlan:
         if requested == "fp16" and machine.gpu is None:
             raise UserError("--mixed_precision fp16 needs a CUDA GPU; use bf16 or no (fp32) on the CPU.")
         return PrecisionPlan(requested=requested, effective=requested)
-    backend: Backend = "torchao" if options.fp8_backend == "torchao" else "te"  # --mixed_precision auto: te
+    backend: Backend = "torchao" if options.fp8_backend == "torchao" else "te"
     wanted = recipe_for(options.fp8_scenario, backend)
     if not machine.has_fp8 and (machine.gpu is not None or backend == "te"):  # torchao's modules can be emulated
         needs = f"a GPU of compute capability 8.9 or later; found {machine.gpu or 'no CUDA GPU'}"

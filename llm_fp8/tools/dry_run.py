@@ -35,7 +35,7 @@ def dry_run(config: Config) -> int:
     gpu = config.run.gpu
     machine = detect_machine(config, ranks, asks_te=False) if gpu is None else named_machine(gpu, ranks)
     asks_for_gpu = config.model.use_te or config.data.batch_size == AUTO_BATCH_SIZE
-    if machine.gpu is None and (asks_for_gpu or config.precision.mixed_precision in ("bf16", "fp8", "auto")):
+    if machine.gpu is None and (asks_for_gpu or config.precision.mixed_precision in ("bf16", "fp8")):
         machine = assumed_machine(ranks)
     resumed = run_dir.find_checkpoint(Path(config.run.output_dir or "runs"), config.run.resume_from, ranks)
     settled = settle(config, hf_config, machine, None if resumed is None else resumed.meta)

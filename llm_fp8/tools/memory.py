@@ -210,7 +210,7 @@ def main() -> int:
     (hf_config, model), name = find_model(typed.model), typed.model.model_name
     require_positions(hf_config, typed.data.max_seq_length, name, "--max_seq_length")
     config = typed.with_options(**model)
-    if config.precision.mixed_precision in (None, "auto"):
+    if config.precision.mixed_precision is None:
         config = config.with_options(mixed_precision="fp8" if machine.has_fp8 else "bf16")
     with_te = config.with_options(use_te=True)
     config = config if refusal(with_te) else with_te

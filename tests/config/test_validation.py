@@ -55,7 +55,6 @@ REFUSED = [
     ("amax_history_len", FP8 + "--fp8_scenario current --amax_history_len 16"),
     ("fp8_backend", FP8 + "--fp8_backend torchao --use_te"),
     ("fp8_backend", FP8 + "--fp8_backend torchao --lora_rank 4"),
-    ("fp8_backend", "--mixed_precision auto --fp8_backend torchao"),
     ("fp8_backend", FP8 + "--fp8_backend torchao --sharding_mode deepspeed_2"),
     ("fp8_recast_weights", FP8 + "--fp8_recast_weights --sharding_mode fsdp_grad"),
     ("fp8_params", FP8 + "--fp8_params --use_te --sharding_mode ddp"),

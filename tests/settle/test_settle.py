@@ -9,7 +9,6 @@ from transformers import LlamaConfig
 
 from llm_fp8.config.parser import parse_config
 from llm_fp8.mixers.delta_net import DeltaNetSizes
-from llm_fp8.models.source import load_config, resolve_source
 from llm_fp8.settle.machine import Machine, assumed_machine
 from llm_fp8.settle.settle import Settled, check_te_decoder, choose_mode, settle
 from llm_fp8.utils.errors import UserError
@@ -98,7 +97,6 @@ def test_cuda_graphs_are_refused_with_dropout():
         (FP8, ONE, "fp8 delayed", "single", "adamw_master"),
         (FP8 + "--fp8_scenario mxfp8", ONE, "fp8 delayed", "single", "adamw_master"),
         (FP8 + "--fp8_scenario mxfp8", B200, "fp8 mxfp8", "single", "adamw_master"),
-        ("--mixed_precision auto", CPU, "bf16", "single", "adamw_fp32"),
         (GRAPHS, FOUR, "bf16", "ddp", "adamw_master"),
         ("--sharding_mode fsdp_hybrid", FOUR, "bf16", "fsdp_hybrid", "adamw_master"),
         ("--use_te --context_parallel_size 4 --sharding_mode fsdp_full", FOUR, "bf16", "fsdp_full", "adamw_master"),
@@ -123,8 +121,6 @@ NO_COMPILER = dataclasses.replace(ONE, no_torchao="no gcc", no_compiler="no gcc"
         ("--compile", CPU, "fp32", None, None),
         ("", CPU, "fp32", None, "no GPU"),
         ("--no_compile", ONE, "bf16", None, "--no_compile"),
-        ("--mixed_precision auto", ONE, "fp8 delayed", None, "break the graph"),
-        ("--mixed_precision auto", assumed_machine(LaunchRanks(), "A100", 79.1, (8, 0)), "bf16", None, None),
         (FP8, ONE, "fp8 delayed", "--use_te", "fused"),
         (FP8_HF, ONE, "fp8 tensorwise", "faster", None),
         (FP8_HF + "--no_compile", ONE, "fp8 delayed", "--no_compile", "--no_compile"),
@@ -150,23 +146,6 @@ def test_resumed_run_keeps_the_back_end_of_its_checkpoint():
         resumed = {"fingerprint": {"precision": f"fp8 {recipe}"}, "options": {"batch_size": 8}}
         run = settle(parse_config(FP8_HF.split()), LLAMA, machine, resumed)
         assert (run.precision.backend, run.precision.effective_scenario) == (backend, recipe)
-
-
-def test_auto_precision_keeps_micro_batches_after_measurement_and_resume():
-    options = "--mixed_precision auto --use_te --batch_size 2 --gradient_accumulation_steps 4 --max_seq_length 1024"
-    model = load_config(resolve_source(parse_config(["--model_name=Llama-3.2-1B", "--random_init"]).model))
-    config = parse_config(options.split())
-    unmeasured = settle(config, model, ONE)
-    assert unmeasured.measures_precision and unmeasured.precision.requested == "auto"
-    for measured, name in (("bf16", "bf16"), ("fp8", "fp8 delayed")):
-        run = settle(config, model, ONE, measured=measured)
-        assert not run.measures_precision and run.precision.name == name
-        assert run.config.data == unmeasured.config.data and run.config.optim == unmeasured.config.optim
-        resumed = {"fingerprint": {"precision": name}, "options": {"batch_size": 2}}
-        run = settle(config, model, ONE, resumed)
-        assert not run.measures_precision and run.precision.name == name
-        assert (run.config.data.batch_size, run.config.optim.gradient_accumulation_steps) == (2, 4)
-    assert config == parse_config(options.split()), "settle must not change its argument"
 
 
 @pytest.mark.parametrize(

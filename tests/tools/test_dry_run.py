@@ -20,7 +20,7 @@ def run_options(tiny_model, rows) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["--use_te", "--mixed_precision=fp8"], ["--use_te", "--mixed_precision=auto", "--batch_size=auto"]]
+    "options", [[], ["--use_te", "--mixed_precision=fp8"], ["--use_te", "--mixed_precision=fp8", "--batch_size=auto"]]
 )
 def test_dry_run_prints_steps_and_memory_and_writes_nothing(tmp_path, run_options, capsys, options):
     assert train(*run_options, "--batch_size=8", *options, f"--output_dir={tmp_path / 'run'}") == 0
