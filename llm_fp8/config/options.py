@@ -22,6 +22,7 @@ EXPERTS = "experts"  # entry of --lora_targets: the weights of routed experts
 COLUMN_NAMES = (  # columns that training reads (`llm_fp8.data.rows`); --columns maps them to the dataset's names
     "problem", "generated_solution", "messages", "tools", "conversations", "instruction", "input",
     "output", "prompt", "completion", "text", "system", "system_prompt", "history", "functions", "chat_template_kwargs",
+    "input_ids", "labels", "attention_mask",
 )  # fmt: skip
 
 IN_FP8 = "mixed_precision=fp8"
