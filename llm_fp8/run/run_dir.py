@@ -23,7 +23,7 @@ from llm_fp8.settle.resume import LATEST
 from llm_fp8.utils import errors
 from llm_fp8.utils.errors import UserError, listed, nearest_existing, reading
 from llm_fp8.utils.output import say
-from llm_fp8.utils.ranks import LaunchRanks, agree_on
+from llm_fp8.utils.ranks import LaunchRanks, launcher_store
 
 LOCK = ".lock"  # locked by a run's main process; empty until the run begins to write, and never deleted after that
 _SAVED = ("summary.json", "final", "checkpoints/step-*")  # a folder with none of these can be used by another run
@@ -136,6 +136,12 @@ def run_lock(folder: Path) -> Iterator[Path]:
 def _sign(folder: Path) -> None:
     """Write process id and host to the lock file, which also marks the folder as a run's."""
     (folder / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}")
+
+
+def agree_on(name: str, value: str) -> str:
+    """Return the `value` that the first caller passed for `name`. All ranks get the same, even after a restart."""
+    store = launcher_store()
+    return value if store is None else store.compare_set(f"llm_fp8/agreed/{name}", "", value).decode()
 
 
 def begin_in(folder: Path) -> None:

@@ -52,12 +52,6 @@ def launcher_store():  # type: ignore[no-untyped-def]
     return TCPStore(*address, is_master=False, timeout=timedelta(seconds=20))
 
 
-def agree_on(name: str, value: str) -> str:
-    """Return the `value` that the first caller passed for `name`. All ranks get the same, even after a restart."""
-    store = launcher_store()
-    return value if store is None else store.compare_set(f"llm_fp8/agreed/{name}", "", value).decode()
-
-
 def end_with_parent() -> None:
     """Make the kernel send SIGTERM to this process when its parent ends, so that no rank continues alone."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
