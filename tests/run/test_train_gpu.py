@@ -58,6 +58,14 @@ def test_losses_of_backward_follow_those_of_bf16(optimizer, model_folder, tmp_pa
     assert backward[0] == bf16[0] > bf16[-1] + 0.1 and backward == pytest.approx(bf16, rel=2e-3)
 
 
+def test_exported_adapter_is_trained_on_in_fp8(model_folder, tmp_path):
+    options = (*PRECISIONS["delayed"], "--learning_rate=1e-3", "--num_warmup_steps=0", "--max_steps=6")
+    run_successfully(model_folder, tmp_path / "first", *options, "--lora_rank=4")
+    run_successfully(tmp_path / "first" / "final", tmp_path / "second", *options)
+    first, second = losses(tmp_path / "first"), losses(tmp_path / "second")
+    assert second[0] < first[0] and gpu_training.certificate_of(tmp_path / "second")["verdict"] == "certified"
+
+
 def test_run_reports_recipe_and_attention_and_exports_a_hugging_face_model(model_folder, tmp_path):
     options = ("--mixed_precision", "fp8", "--fp8_scenario", "mxfp8", "--max_steps", "4")
     output = run_successfully(model_folder, tmp_path / "run", *options)
