@@ -68,8 +68,10 @@ def nearest_existing(path: Path) -> Path:
 
 def unwritable_reason(error: OSError) -> str | None:
     """Return the system's message if `error` means that a file cannot be written (full disk, permission), else None."""
-    refusals = (*FULL_DISK, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
-    return os.strerror(error.errno) if error.errno in refusals else None
+    # A writable file may be denied too, for example a program that is not executable.
+    is_writable = isinstance(error.filename, (str, Path)) and os.access(error.filename, os.W_OK)
+    denied = error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG) and not is_writable
+    return os.strerror(error.errno or 0) if error.errno in FULL_DISK or denied else None
 
 
 def listed(names: Iterable[str]) -> str:

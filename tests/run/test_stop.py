@@ -10,6 +10,7 @@ import os
 import pty
 import signal
 import struct
+import subprocess
 import sys
 import termios
 from pathlib import Path
@@ -175,3 +176,9 @@ def test_full_disk_error_does_not_name_an_input(tmp_path):
     with pytest.raises(UserError, match="^(?!.*--model_name).*No space"), explained_failures(lambda: tmp_path, bool):
         with reading("--model_name", "a/b"):
             raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_program_without_execute_permission_is_no_folder_to_correct(tmp_path):
+    (tmp_path / "ptxas").touch(mode=0o600)
+    with pytest.raises(PermissionError), explained_failures(lambda: tmp_path, bool):
+        subprocess.run([tmp_path / "ptxas"])
