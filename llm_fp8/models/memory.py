@@ -290,11 +290,13 @@ class RunSize:
             state -= _BF16 * layers * layer_linear
             if RECIPES[recipe].one_scale_per_weight:
                 casts, transposed = casts // 2, layer_linear
-        elif one_micro_batch and not config.model.cuda_graphs:  # a layer's casts last from its forward to its backward
-            casts -= casts * recomputed // layers
-        # Layers are recomputed one by one, when the memory of lm_head and of later layers is free. The last one:
-        num_below = recomputes[-1] + 1 if recomputed else 0
-        kept_below = tokens * ((num_below - recomputed) * per_layer + _BF16 * h * recomputed)
+        elif one_micro_batch and not (self.adapted or config.model.cuda_graphs):
+            casts -= casts * recomputed // layers  # they last from a layer's forward to its backward pass only
+        passes = [(1.0, activations, head)]  # share of gradients that is missing, stored tensors, tensors in use
+        if recomputed:  # at the last such layer the memory of lm_head and of later layers is free
+            num_below = recomputes[-1] + 1
+            kept = tokens * ((num_below - recomputed) * per_layer + _BF16 * h * recomputed)
+            passes.append((num_below / layers, kept, tokens * working + transposed))
 
         optimizer, unsharded = OPTIMIZERS[self.optimizer], keeps_unsharded_gradients(mode, config)
         gradient_bytes = optimizer.parameter_dtype.itemsize
@@ -317,21 +319,15 @@ class RunSize:
 
         graphs = config.model.cuda_graphs
         copies = 2 if graphs and not self.sharded else 1  # for the graphs and for an eager micro-batch
-        peaks = [(state + gathered, copies * activations, copies * head)]
-        if recomputed:
-            peaks.append((state + gathered, copies * kept_below, copies * (tokens * working + transposed)))
         if graphs and self.sharded:
             state += all_gradients  # gradients of graphs, in addition to those of an eager micro-batch
-        beside_layer = 0.0
-        if mode == "fsdp_full" and not self.adapted:
-            # fp32 gradients of the next layer, while they are reduced, and gradients of fc2 and lm_head.
-            beside_layer = _FP32 * layer_linear + _BF16 * h * (f + vocabulary)
-        if one_micro_batch and copies == 1:
-            peaks = [
-                (state + gathered - all_gradients, activations, head),
-                (state + gathered + beside_layer, 0.0, tokens * working),  # the first layer, last in the backward pass
-                (state + gathered - all_gradients * num_below / layers, kept_below, tokens * working + transposed),
-            ]
+        absent = all_gradients if one_micro_batch and copies == 1 else 0.0  # when the backward pass begins
+        peaks = [(state + gathered - share * absent, copies * stored, copies * used) for share, stored, used in passes]
+        # In fsdp_full: fp32 gradients of the next layer, while they are reduced, and gradients of fc2 and lm_head.
+        is_full = mode == "fsdp_full" and not self.adapted
+        beside_layer = _FP32 * layer_linear + _BF16 * h * (f + vocabulary) if is_full else 0.0
+        if absent:  # the first layer, last in the backward pass
+            peaks.append((state + gathered + beside_layer, 0.0, tokens * working))
             if beside_layer:  # torch's `foreach_reduce` copies the outermost unit's bf16 gradients to fp32
                 peaks.append((state + 3 * outermost, 0.0, 0.0))
             if beside_layer and layers - 2 not in recomputes:  # second to last layer, when fc1's gradient is computed
@@ -341,15 +337,14 @@ class RunSize:
                 below, saved = activations - 2 * tokens * per_layer, per_layer + 4 * h + f
                 peaks.append((state + live, below, tokens * saved))
         if recomputed and beside_layer and not unsharded:  # the last recomputed layer
-            live = state - all_gradients if one_micro_batch else state
-            live += _BF16 * layer_linear  # weights of the previous layer
-            peaks.append((live + gathered + beside_layer, kept_below - _BF16 * h * tokens, tokens * working))
+            live = state - absent + _BF16 * layer_linear  # weights of the previous layer
+            peaks.append((live + gathered + beside_layer, kept - _BF16 * h * tokens, tokens * working))
         parts = max(peaks, key=sum)
         untracked = 0.0
         if self.sharded:
             untracked = outermost * (1 + 1 / num_gpus)  # the gathered unit and this GPU's shard
             if graphs:
-                untracked += activations + head  # those of an eager micro-batch
+                untracked += max(stored + used for _, stored, used in passes)  # those of an eager micro-batch
             if one_micro_batch:
                 untracked += _SHARDS_WITHOUT_ROOM * gradient_bytes * trained / num_gpus
         elif mode == "ddp":
