@@ -33,6 +33,7 @@ from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.torch_internals import wrap_forward
 
 _CHUNK = 64  # tokens of a document that flash-linear-attention's kernels compute together
+_PROBE_TOKENS = 8192
 _FUNCTIONS = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")  # for which transformers prefers optional packages
 
 
@@ -208,9 +209,10 @@ def mix_by_kernels(net: DeltaNet, qkv: Tensor, z: Tensor, g: Tensor, beta: Tenso
 def problem_of_kernels(sizes: DeltaNetSizes, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why flash-linear-attention cannot compute in `dtype` on `device`, or None if it can.
 
-    Two short documents run forward and backward, since the package refuses some pairs of GPU and Triton. Triton then
-    compiles the kernels in all their variants and keeps the fastest, which a line says. The package's kernels for fp32
-    inputs round to TF32 and are not used.
+    Two documents run forward and backward, since the package refuses some pairs of GPU and Triton. Triton then compiles
+    the kernels in all their variants, which a line says, and keeps the fastest. Most kernels keep it for inputs of any
+    length, so the documents are as long as a micro-batch. The package's kernels for fp32 inputs round to TF32 and are
+    not used.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return f"it has no exact kernels for {str(dtype).removeprefix('torch.')} on {device.type}"
@@ -220,12 +222,14 @@ def problem_of_kernels(sizes: DeltaNetSizes, device: torch.device, dtype: torch.
     for parameter in net.parameters():
         nn.init.ones_(parameter)
     like: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": True}
-    qkv = torch.ones(1, 100, sum(sizes.qkv_sizes), **like)
-    z = torch.ones(1, 100, sizes.num_heads, sizes.head_dim, **like)
-    g, beta = (torch.zeros(1, 100, sizes.num_heads, **like | {"dtype": kind}) for kind in (torch.float32, dtype))
+    qkv = torch.ones(1, _PROBE_TOKENS, sum(sizes.qkv_sizes), **like)
+    z = torch.ones(1, _PROBE_TOKENS, sizes.num_heads, sizes.head_dim, **like)
+    g, beta = (
+        torch.zeros(1, _PROBE_TOKENS, sizes.num_heads, **like | {"dtype": kind}) for kind in (torch.float32, dtype)
+    )
     try:
         with torch.enable_grad():
-            cu_seqlens = torch.tensor([0, 64, 100], dtype=torch.int32, device=device)
+            cu_seqlens = torch.tensor([0, 5000, _PROBE_TOKENS], dtype=torch.int32, device=device)
             mix_by_kernels(net, qkv, z, g, beta, cu_seqlens).sum().backward()
     except Exception as error:  # missing, too old or new, or a failure of Triton: each has its own class
         return " ".join(str(error).split()) or type(error).__name__

@@ -80,6 +80,7 @@ _RULES: tuple[tuple[KernelClass, str], ...] = (
     ),
     ("solver", r"trsm|trsv|cusolver|magma|(?<![a-z])(?:getr[fs]|potr[fs]|geqrf)"),
     ("elementwise", r"prepare_grouped_gemm"),  # lists the matrices for the grouped GEMM that follows
+    ("elementwise", r"^_bmm_outer_product_kernel$"),  # torch 2.13's bmm over one column, without tensor cores
     ("cast", r"rht_gemm"),  # TE's NVFP4 casts, whose Hadamard transform is a GEMM of 16 columns
     ("gemm", r"gemm|nvjet|gemv|cublaslt|splitk|matmul|^dot_kernel|dot_kernel<|wgmma_mm"),
     ("optimizer", r"^_(?:eight_bit_)?update_kernel$|adam|lpnorm|multi_tensor_l2norm|optimizer|lamb_|lion_"),

@@ -127,6 +127,7 @@ NO_GEMMS = {
     OF_BOTH_TYPES: "other",
     "void batch_trsm_left_kernel<float, 256, 4, false, true, true, true, false, true>(cublasTrsmParams<float>, float, "
     "float const*, int)": "solver",
+    "_bmm_outer_product_kernel": "elementwise",
     # names of flash-linear-attention, causal-conv1d and mamba-ssm
     **dict.fromkeys(
         "chunk_gated_delta_rule_fwd_kernel_h_blockdim64 chunk_fwd_kernel_o chunk_bwd_kernel_dqkwg gdn_gate_bwd_kernel "

@@ -1,7 +1,7 @@
 """Tiny models of the supported families in the hub's layout, and a check of which features work with a family.
 
-`python -m tests.support.hub_families` prints the table of families in docs/precision.md. Speeds are those in
-benchmarks/results/families_4b.json, if there is such a file.
+`python -m tests.support.hub_families` prints the table of families in docs/precision.md, and that of their speeds, which
+are in benchmarks/results/families_4b.json.
 """
 
 from __future__ import annotations
@@ -167,15 +167,23 @@ def write_hub_model(folder: Path, name: str) -> Path:
 
 DOCUMENT = REPOSITORY / "docs" / "precision.md"
 SPEEDS = REPOSITORY / "benchmarks" / "results" / "families_4b.json"
+VARIANTS = {  # of benchmarks/families_4b.json -> column
+    "bf16": "bf16",
+    "fp8": "fp8",
+    "backward": "`backward`",
+    "hf_eager": "Hugging Face, eager",
+    "hf_compiled": "compiled",
+    "hf_torchao": "torchao's fp8",
+}
 
 
-def speed_cells(family: str) -> dict[str, str]:
-    """Return the cells of the family's tokens/s in `SPEEDS`, with the model's size, or none if that file is missing."""
-    if not SPEEDS.exists():
-        return {}
-    rows = [row for row in read_json(SPEEDS)["rows"] if row["row"] == family and "tokens_per_s" in row]
-    speeds = {row["variant"]: f"{row['tokens_per_s']:,.0f} ({row['model'].rpartition('-')[2]})" for row in rows}
-    return {f"{precision} tokens/s (size)": speeds.get(precision, "-") for precision in ("bf16", "fp8")}
+def speed_rows() -> list[dict[str, str]]:
+    """Return the rows of the table of speeds: a row per model in `SPEEDS`, a column per variant."""
+    rows: dict[str, dict[str, str]] = {}
+    for entry in read_json(SPEEDS)["rows"]:
+        speed = f"{entry['tokens_per_s']:,.0f}" if "tokens_per_s" in entry else "-"
+        rows.setdefault(entry["model"], {"tokens/s": entry["model"]})[VARIANTS[entry["variant"]]] = speed
+    return [{title: row.get(title, "-") for title in ("tokens/s", *VARIANTS.values())} for row in rows.values()]
 
 
 def check_family(name: str, folder: Path) -> dict[str, str]:
@@ -223,7 +231,7 @@ def check_family(name: str, folder: Path) -> dict[str, str]:
         "packing": "yes" if in_te else packing,
         "LoRA": _check_adapter(options, folder),
         "sharded": "yes",
-    } | speed_cells(shown_name(name))
+    }
 
 
 def _check_adapter(options: ModelConfig, folder: Path) -> str:
@@ -325,4 +333,4 @@ if __name__ == "__main__":
     for family in FAMILIES:
         with tempfile.TemporaryDirectory() as place:
             rows.append(check_family(family, Path(place)))
-    print(markdown_table(rows))
+    print(markdown_table(rows), markdown_table(speed_rows()), sep="\n\n")
