@@ -1,8 +1,8 @@
-"""Llama, Mistral, Qwen2/2.5, Qwen3 and Gemma 3 with decoder layers made of Transformer Engine (TE) modules.
+"""Models of many families (`FAMILIES`) with decoder layers made of Transformer Engine (TE) modules.
 
 `build_te_model(config, ...)` returns Hugging Face's `LlamaForCausalLM` (or `Qwen2ForCausalLM`, ...) and replaces its
-decoder layers, rotary table and (except in Gemma) final norm. Embedding, `lm_head`, `generate`, `save_pretrained` and
-PEFT support are Hugging Face's.
+decoder layers, rotary table and final norm (unless its gain is 1 + w). Embedding, `lm_head`, `generate`,
+`save_pretrained` and PEFT support are Hugging Face's.
 
 For each model family, a function (see `FAMILIES`) returns a `LayerSpec` for each layer of a config, or None for a layer
 that is not replaced. A Llama layer looks like this:
@@ -18,7 +18,8 @@ that is not replaced. A Llama layer looks like this:
       │                     fp8 are one kernel (`llm_fp8.kernels.swiglu`)
       └─ + residual
 
-Gemma 3 has GeGLU, norms with gain 1 + w, two more norms before the residuals are added, and two rotary tables.
+Gemma 3 has GeGLU, norms with gain 1 + w, two more norms before the residuals are added, and two rotary tables. Most of
+Qwen3.5's layers have a gated delta net (`llm_fp8.mixers.delta_net`) between their first GEMM and `Linear`.
 
 TE's fused modules quantise an activation once per group of GEMMs, fuse the norm with the cast, and have fp8 kernels for
 fprop, dgrad and wgrad. This file does not select a precision: the modules run in fp8 under `te.autocast`, and otherwise
@@ -36,33 +37,37 @@ There are four forms of input for attention:
 `parameter_map` defines how TE's and Hugging Face's parameters correspond: every TE tensor consists of one or more
 Hugging Face tensors, stacked along dim 0. Conversion is slicing, so it is exact in both directions and needs no GPU.
 
-Sources: TE 2.20 (`LayerNormLinear`, `LayerNormMLP`, `DotProductAttention`, `apply_rotary_pos_emb`); transformers 5
-(`modeling_llama.py` and its siblings) for the architecture and the rotary frequencies.
+Sources: TE 2.20; transformers 5 (`modeling_llama.py` and its siblings) for architectures and rotary frequencies.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
 from llm_fp8.kernels.swiglu import fuse_swiglu_backward
+from llm_fp8.mixers.delta_net import DeltaNet, DeltaNetSizes
 from llm_fp8.utils.torch_internals import materialize_
 
 ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 """Hugging Face's name of the gate's activation -> Transformer Engine's name of the gated activation."""
-STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""RoPE types whose frequencies do not depend on the sequence length, so that the table can be computed once."""
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+"""RoPE types whose frequencies do not depend on the sequence length (longrope's do not up to a limit)."""
+NO_ROPE = "no RoPE"
+"""Value of `LayerSpec.rope` and key of the table, with angles of 0, for layers that do not rotate q and k."""
 
 
 class UnsupportedArchitecture(ValueError):
@@ -130,27 +135,29 @@ class LayerSpec:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
-    attention_scale: float
-    """Factor of q k before the softmax, without YaRN's `attention_scaling`."""
+    attention_scale: float  # factor of q k before the softmax, without YaRN's `attention_scaling`
     attention_dropout: float = 0.0
-    window: int | None = None
-    """Number of last positions that a token attends to, including its own. None for all."""
-    rope: str | None = None
-    """Key of the RoPE table, which is the layer type. None if all layers share one table."""
-    activation: str = "swiglu"
-    """Transformer Engine's name: "swiglu", or "geglu" with the tanh approximation of GELU."""
+    window: int | None = None  # number of last positions that a token attends to, including its own; None for all
+    rope: str | None = None  # key of the RoPE table: the layer type or `NO_ROPE`; None if all layers share one table
+    activation: str = "swiglu"  # Transformer Engine's name: "swiglu", or "geglu" with the tanh approximation of GELU
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    zero_centered_gain: bool = False
-    """If True, all norms multiply by 1 + weight instead of weight."""
-    attention_norms: tuple[str, str | None] = ("input_layernorm", None)
+    joint_qk_norm: bool = False  # True if the QK norm is over all heads together, not over each head
+    fused_projections: bool = False
+    """If True, Hugging Face's q, k and v are one tensor (qkv_proj), and gate and up are another (gate_up_proj)."""
+    residual_dropout: float = 0.0
+    residual_scale: float = 1.0  # factor of the outputs of attention and MLP when they are added to the residual
+    output_gate: bool = False  # True if q_proj also returns gates, whose sigmoid multiplies attention's output
+    delta_net: DeltaNetSizes | None = None  # sizes of the gated delta net that replaces attention
+    zero_centered_gain: bool = False  # True if all norms multiply by 1 + weight instead of weight
+    attention_norms: tuple[str | None, str | None] = ("input_layernorm", None)
     """Hugging Face's names of the norms before and after attention, or None for no norm."""
-    mlp_norms: tuple[str, str | None] = ("post_attention_layernorm", None)
+    mlp_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None)
     """Hugging Face's names of the norms before and after the MLP, or None for no norm."""
     unfused_mlp: bool = False
-    """If True, fc1 and fc2 are separate modules, as adapters require. This is slower than LayerNormMLP."""
+    """If True, fc1 and fc2 are separate modules, as adapters and MLPs without a norm before them require. Slower."""
 
     @property
     def q_size(self) -> int:
@@ -161,6 +168,19 @@ class LayerSpec:
     def kv_size(self) -> int:
         """Number of output features of the key projection. The value projection has the same number."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def projections(self) -> dict[str, int]:
+        """Hugging Face's name of each projection of the layer's input -> number of its output features."""
+        if self.delta_net is not None:
+            return self.delta_net.projections
+        sizes = {"q_proj": self.q_size * (1 + self.output_gate), "k_proj": self.kv_size, "v_proj": self.kv_size}
+        return {"qkv_proj": sum(sizes.values())} if self.fused_projections else sizes
+
+    @property
+    def qk_norm_sizes(self) -> tuple[int, int]:
+        """Numbers of elements over which the norms of q and k are computed."""
+        return (self.q_size, self.kv_size) if self.joint_qk_norm else (self.head_dim, self.head_dim)
 
     @property
     def norm_options(self) -> dict[str, Any]:
@@ -174,19 +194,14 @@ LayerSpecs: TypeAlias = tuple[LayerSpec | None, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSizes(LayerSpec):
-    """Sizes of a whole decoder for estimating memory. Every layer is treated like the largest one."""
+    """Sizes of a decoder for estimating memory: those of its largest layer, or of a gated delta net, if it has any."""
 
-    windows: tuple[int | None, ...]
+    layers: LayerSpecs
     vocab_size: int
     tied_embeddings: bool
 
-    @property
-    def num_layers(self) -> int:
-        """Number of decoder layers."""
-        return len(self.windows)
 
-
-def _llama(config: Any, **features: Any) -> LayerSpecs:
+def _llama(config: Any, **features: Any) -> tuple[LayerSpec, ...]:
     """Describe the layers of Llama and Mistral. `features` are fields of `LayerSpec` to override for other families."""
     hidden_act = getattr(config, "hidden_activation", None) or config.hidden_act
     if hidden_act not in ACTIVATIONS:
@@ -208,17 +223,27 @@ def _llama(config: Any, **features: Any) -> LayerSpecs:
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
     )
     common |= features
-    return tuple(LayerSpec(window=_window(config, layer), **common) for layer in range(config.num_hidden_layers))
+    tables = getattr(config, "rope_parameters", None) or {}
+    windows = {"sliding_attention": getattr(config, "sliding_window", None)}
+    # A config without layer types (Mistral) has one window for all layers.
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return tuple(LayerSpec(window=windows.get(kind), rope=kind if kind in tables else None, **common) for kind in types)
 
 
-def _qwen2(config: Any) -> LayerSpecs:
-    """Describe Qwen2 and Qwen2.5. Only q, k and v have biases, although no entry of the config says so."""
-    return _llama(config, qkv_bias=True, output_bias=False)
+def _smollm3(config: Any) -> LayerSpecs:
+    """Describe SmolLM3, in which some layers have no RoPE."""
+    rotated = zip(_llama(config), config.no_rope_layers, strict=False)
+    return tuple(spec if has_rope else replace(spec, rope=NO_ROPE) for spec, has_rope in rotated)
 
 
-def _qwen3(config: Any) -> LayerSpecs:
-    """Describe Qwen3, which has a norm over each head of q and k."""
-    return _llama(config, qk_norm=True)
+def _seed_oss(config: Any) -> LayerSpecs:
+    """Describe Seed-OSS, which has its own entry for the output bias, and dropout before residuals are added."""
+    return _llama(config, output_bias=config.attention_out_bias, residual_dropout=config.residual_dropout)
+
+
+def _granite(config: Any) -> LayerSpecs:
+    """Describe Granite. Its other multipliers, of embeddings and logits, are outside the layers."""
+    return _llama(config, attention_scale=config.attention_multiplier, residual_scale=config.residual_multiplier)
 
 
 def _gemma3(config: Any) -> LayerSpecs:
@@ -226,7 +251,7 @@ def _gemma3(config: Any) -> LayerSpecs:
     for entry in ("attn_logit_softcapping", "use_bidirectional_attention"):
         if getattr(config, entry, None):
             raise UnsupportedArchitecture(f"Transformer Engine's attention does not support {entry}")
-    specs = _llama(
+    return _llama(
         config,
         qk_norm=True,
         zero_centered_gain=True,
@@ -234,23 +259,62 @@ def _gemma3(config: Any) -> LayerSpecs:
         mlp_norms=("pre_feedforward_layernorm", "post_feedforward_layernorm"),
         attention_scale=1 / math.sqrt(config.query_pre_attn_scalar),
     )
-    return tuple(replace(spec, rope=name) for spec, name in zip(specs, config.layer_types, strict=True) if spec)
+
+
+def _phi3(config: Any) -> LayerSpecs:
+    """Describe Phi-3 and Phi-4, which have fused projections and may have dropout before residuals are added."""
+    return _llama(config, fused_projections=True, residual_dropout=config.resid_pdrop)
+
+
+def _olmo(config: Any, joint_qk_norm: bool = True) -> tuple[LayerSpec, ...]:
+    """Describe OLMo 2 and 3, which have norms after attention and MLP only, and norms over all of q and all of k."""
+    norms: dict[str, Any] = {"attention_norms": (None, "post_attention_layernorm")}
+    norms |= {"mlp_norms": (None, "post_feedforward_layernorm")}
+    return _llama(config, qk_norm=True, joint_qk_norm=joint_qk_norm, **norms)
+
+
+def _exaone4(config: Any) -> LayerSpecs:
+    """Describe EXAONE 4: OLMo's norms, but over each head of q and k, and RoPE only in layers with a window, if any."""
+    specs = _olmo(config, joint_qk_norm=False)
+    return tuple(replace(spec, rope=NO_ROPE) if config.sliding_window and not spec.window else spec for spec in specs)
+
+
+def _qwen3_5(config: Any) -> LayerSpecs:
+    """Describe Qwen3.5: attention with an output gate in some layers, gated delta nets in the others."""
+    attention, sizes = _llama(config, qk_norm=True, output_gate=True, zero_centered_gain=True), DeltaNetSizes.of(config)
+    if sum(sizes.projections.values()) % 16 != 0 or config.hidden_act != "silu" or config.attention_bias:
+        raise UnsupportedArchitecture("gated delta nets need SiLU, no biases and, for fp8, a multiple of 8 value heads")
+    net: dict[str, Any] = dict(num_heads=sizes.num_heads, head_dim=sizes.head_dim, qk_norm=False, output_gate=False)
+    types = zip(attention, config.layer_types, strict=True)
+    return tuple(replace(spec, delta_net=sizes, **net) if name == "linear_attention" else spec for spec, name in types)
 
 
 FAMILIES: dict[str, Callable[[Any], LayerSpecs]] = {
     "llama": _llama,
     "mistral": _llama,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
+    "mistral3": _llama,
+    "ministral3": _llama,
+    "qwen2": functools.partial(_llama, qkv_bias=True, output_bias=False),  # no entry of the config says so
+    "qwen3": functools.partial(_llama, qk_norm=True),
+    "smollm3": _smollm3,
+    "seed_oss": _seed_oss,
+    "granite": _granite,
+    "phi3": _phi3,
+    "olmo2": _olmo,
+    "olmo3": _olmo,
+    "exaone4": _exaone4,
     "gemma3": _gemma3,
     "gemma3_text": _gemma3,
+    "qwen3_5": _qwen3_5,
+    "qwen3_5_text": _qwen3_5,
 }
 """model_type -> function from the language model's config to the description of its layers."""
 
 
-def layer_specs(config: PretrainedConfig, unfused_mlp: bool = False) -> LayerSpecs:
+def layer_specs(config: PretrainedConfig, unfused_mlp: bool = False, num_tokens: int = 0) -> LayerSpecs:
     """Describe the decoder layers of a model, given its Hugging Face config. For `unfused_mlp` see `LayerSpec`. Raise
-    `UnsupportedArchitecture` if the TE decoder does not support the model.
+    `UnsupportedArchitecture` if the TE decoder does not support the model, or documents of `num_tokens`: longrope has
+    other frequencies, and Ministral 3 other scores, in documents longer than original_max_position_embeddings.
     """
     if config.model_type not in FAMILIES:
         raise UnsupportedArchitecture(
@@ -259,38 +323,24 @@ def layer_specs(config: PretrainedConfig, unfused_mlp: bool = False) -> LayerSpe
     decoder = config.get_text_config(decoder=True)
     for table in rope_tables(decoder):
         if (rope_type := table.get("rope_type", "default")) not in STATIC_ROPE_TYPES:
-            raise UnsupportedArchitecture(
-                f"rope_type '{rope_type}' depends on the sequence length at run time (supported: "
-                f"{', '.join(STATIC_ROPE_TYPES)})"
-            )
+            raise UnsupportedArchitecture(f"rope_type '{rope_type}' depends on the sequence length at run time")
+        changes = rope_type == "longrope" or table.get("llama_4_scaling_beta")
+        if changes and num_tokens > (limit := table["original_max_position_embeddings"]):
+            raise UnsupportedArchitecture(f"--max_seq_length above {limit} would change its RoPE or attention scores")
     specs = FAMILIES[config.model_type](decoder)
-    return tuple(spec and replace(spec, unfused_mlp=unfused_mlp) for spec in specs)
-
-
-def keeps_hf_layers(config: PretrainedConfig) -> bool:
-    """Return True if any layer of the decoder is not replaced by a TE layer."""
-    return None in layer_specs(config)
+    return tuple(spec and replace(spec, unfused_mlp=unfused_mlp or spec.mlp_norms[0] is None) for spec in specs)
 
 
 def decoder_sizes(config: PretrainedConfig) -> DecoderSizes:
     """Return the sizes of a whole decoder. Raise `UnsupportedArchitecture` if `layer_specs` does."""
     specs, decoder = layer_specs(config), config.get_text_config(decoder=True)
-    largest = max(filter(None, specs), key=lambda spec: spec.intermediate_size)
+    largest = max(filter(None, specs), key=lambda spec: (spec.delta_net is not None, spec.intermediate_size))
     return DecoderSizes(
         **vars(largest),
-        windows=tuple(None if spec is None else spec.window for spec in specs),
+        layers=specs,
         vocab_size=decoder.vocab_size,
         tied_embeddings=bool(config.tie_word_embeddings),
     )
-
-
-def _window(config: PretrainedConfig, layer: int) -> int | None:
-    """Return a layer's window, or None. A config without layer types (Mistral) has one window for all layers."""
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None and layer_types[layer] != "sliding_attention":
-        return None
-    return window
 
 
 def stacked(*tensors: tuple[str, tuple[int, ...]]) -> tuple[Part, ...]:
@@ -304,32 +354,32 @@ def stacked(*tensors: tuple[str, tuple[int, ...]]) -> tuple[Part, ...]:
 
 def layer_map(spec: LayerSpec) -> dict[str, tuple[Part, ...]]:
     """Return the `parameter_map` of one TE decoder layer, with names relative to the layer."""
-    h, ffn, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
-    attention = {"q": (q, h), "k": (kv, h), "v": (kv, h)}
-    entries = {
-        "qkv.layer_norm_weight": stacked((f"{spec.attention_norms[0]}.weight", (h,))),
-        "qkv.weight": stacked(*((f"self_attn.{name}_proj.weight", shape) for name, shape in attention.items())),
-    }
+    h, ffn, inputs = spec.hidden_size, spec.intermediate_size, spec.projections.items()
+    mixer, output = ("self_attn", "o_proj") if spec.delta_net is None else ("linear_attn", "out_proj")
+    entries = {"qkv.weight": stacked(*((f"{mixer}.{name}.weight", (size, h)) for name, size in inputs))}
     if spec.qkv_bias:
-        biases = ((f"self_attn.{name}_proj.bias", shape[:1]) for name, shape in attention.items())
-        entries["qkv.bias"] = stacked(*biases)
+        entries["qkv.bias"] = stacked(*((f"{mixer}.{name}.bias", (size,)) for name, size in inputs))
+    if spec.delta_net is not None:
+        for name, shape in spec.delta_net.parameters.items():
+            entries[f"delta_net.{name}"] = stacked((f"{mixer}.{name}", shape))
     if spec.qk_norm:
-        for name in ("q_norm.weight", "k_norm.weight"):
-            entries[name] = stacked((f"self_attn.{name}", (spec.head_dim,)))
-    entries["output.weight"] = stacked(("self_attn.o_proj.weight", (h, q)))
+        for name, size in zip(("q_norm.weight", "k_norm.weight"), spec.qk_norm_sizes, strict=True):
+            entries[name] = stacked((f"{mixer}.{name}", (size,)))
+    entries["output.weight"] = stacked((f"{mixer}.{output}.weight", (h, spec.q_size)))
     if spec.output_bias:
-        entries["output.bias"] = stacked(("self_attn.o_proj.bias", (h,)))
+        entries["output.bias"] = stacked((f"{mixer}.{output}.bias", (h,)))
     norm, fc1, fc2 = ("mlp.fc1.", "mlp.fc1.", "mlp.fc2.") if spec.unfused_mlp else ("mlp.", "mlp.fc1_", "mlp.fc2_")
-    entries[f"{norm}layer_norm_weight"] = stacked((f"{spec.mlp_norms[0]}.weight", (h,)))
-    # TE's SwiGLU and GeGLU apply the activation to the first half of fc1.
-    entries[f"{fc1}weight"] = stacked(("mlp.gate_proj.weight", (ffn, h)), ("mlp.up_proj.weight", (ffn, h)))
+    # TE's SwiGLU and GeGLU apply the activation to the first half of fc1, as Hugging Face does to gate_up_proj.
+    gate_up = {"gate_up_proj": 2 * ffn} if spec.fused_projections else {"gate_proj": ffn, "up_proj": ffn}
+    entries[f"{fc1}weight"] = stacked(*((f"mlp.{name}.weight", (size, h)) for name, size in gate_up.items()))
     entries[f"{fc2}weight"] = stacked(("mlp.down_proj.weight", (h, ffn)))
     if spec.mlp_bias:
-        entries[f"{fc1}bias"] = stacked(("mlp.gate_proj.bias", (ffn,)), ("mlp.up_proj.bias", (ffn,)))
+        entries[f"{fc1}bias"] = stacked(*((f"mlp.{name}.bias", (size,)) for name, size in gate_up.items()))
         entries[f"{fc2}bias"] = stacked(("mlp.down_proj.bias", (h,)))
-    for name, (_, hf_name) in {"output_norm": spec.attention_norms, "mlp_norm": spec.mlp_norms}.items():
+    norms = ("qkv.layer_norm_weight", "output_norm.weight", f"{norm}layer_norm_weight", "mlp_norm.weight")
+    for name, hf_name in zip(norms, (*spec.attention_norms, *spec.mlp_norms), strict=True):
         if hf_name:
-            entries[f"{name}.weight"] = stacked((f"{hf_name}.weight", (h,)))
+            entries[name] = stacked((f"{hf_name}.weight", (h,)))
     return entries
 
 
@@ -353,10 +403,16 @@ def parameter_map(model: nn.Module) -> dict[str, tuple[Part, ...]]:
     return entries
 
 
-def layer_weight_shapes(spec: LayerSpec) -> tuple[tuple[int, int], ...]:
-    """Return the shape [rows, columns] of each linear weight in a TE decoder layer."""
-    matrices = [parts for parts in layer_map(spec).values() if len(parts[0].shape) == 2]
-    return tuple((parts[-1].stop, parts[0].shape[1]) for parts in matrices)
+def linear_shapes(spec: LayerSpec) -> dict[str, tuple[int, ...]]:
+    """Return the weight's shape [out, in] of each linear layer of a Hugging Face layer, by its name, such as q_proj."""
+    parts = itertools.chain.from_iterable(layer_map(spec).values())
+    return {part.hf_name.split(".")[-2]: part.shape for part in parts if len(part.shape) == 2}
+
+
+def linear_rows(sizes: DecoderSizes) -> set[int]:
+    """Return the numbers of rows that the linear weights in TE decoder layers have."""
+    maps = [layer_map(spec) for spec in {*sizes.layers} if spec is not None]
+    return {parts[-1].stop for entries in maps for parts in entries.values() if len(parts[0].shape) == 2}
 
 
 def in_hf_layout(entries: Mapping[str, tuple[Part, ...]], te_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -373,8 +429,8 @@ def in_hf_layout(entries: Mapping[str, tuple[Part, ...]], te_tensors: Mapping[st
 class RotaryTable(nn.Module):
     """RoPE angles of every position, with Hugging Face's frequencies. All layers, or all of one type, share a table.
 
-    `forward` returns the angles, fp32 [max_positions, 1, 1, rotary_dim], in the layout of TE's fused kernel: the halves
-    of the last dimension are equal. YaRN also multiplies cos and sin by a = `attention_scaling`. We multiply the
+    `angles` are fp32 [max_positions, 1, 1, rotary_dim] in the layout of TE's fused kernel: the halves of the last
+    dimension are equal. YaRN also multiplies cos and sin by a = `attention_scaling`. We multiply the
     softmax scale by a² instead, since (a q)(a k) = a² q k.
     """
 
@@ -392,50 +448,34 @@ class RotaryTable(nn.Module):
             angles = torch.outer(positions, getattr(reference, f"{prefix}inv_freq").float())
             self.angles[layer_type] = torch.cat((angles, angles), dim=-1)[:, None, None, :].to(device)
 
-    def forward(
-        self, hidden: Tensor | None = None, position_ids: Tensor | None = None, layer_type: str | None = None
-    ) -> Tensor:
-        """Return the angles of `layer_type`. Hugging Face passes the other arguments, which are ignored."""
-        return self.angles[layer_type]
+    def forward(self, *_: object, **__: object) -> None:
+        """Return no cos and sin to Hugging Face's model, since TE layers have their own `angles`."""
 
 
-class _GatedActivation(torch.autograd.Function):
-    """Gated activation by TE's kernels: [tokens, 2 * ffn] (gate, then up) -> activation(gate) * up [tokens, ffn]."""
+def _input_linear(spec: LayerSpec, norm: str | None, size: int, bias: bool, shared: dict[str, Any]) -> nn.Module:
+    """Return attention's or the MLP's first linear layer, with `size` outputs, after RMSNorm unless `norm` is None."""
+    import transformer_engine.pytorch as te
 
-    @staticmethod
-    def forward(ctx: Any, gate_and_up: Tensor, name: str) -> Tensor:
-        import transformer_engine_torch as tex
-
-        ctx.name = name
-        ctx.save_for_backward(gate_and_up)
-        return getattr(tex, name)(gate_and_up, None)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        import transformer_engine_torch as tex
-
-        return getattr(tex, f"d{ctx.name}")(gradient.contiguous(), *ctx.saved_tensors, None), None
+    if norm is None:
+        return te.Linear(spec.hidden_size, size, bias=bias, **shared)
+    options = {"normalization": "RMSNorm", **spec.norm_options, **shared}
+    return te.LayerNormLinear(spec.hidden_size, size, bias=bias, **options)
 
 
 class UnfusedMLP(nn.Module):
     """LayerNormMLP with `fc1` and `fc2` as separate modules."""
 
-    def __init__(self, spec: LayerSpec, **shared: Any) -> None:
+    def __init__(self, spec: LayerSpec, shared: dict[str, Any]) -> None:
         import transformer_engine.pytorch as te
 
         super().__init__()
-        h, ffn = spec.hidden_size, spec.intermediate_size
-        self.activation = spec.activation
-        self.fc1 = te.LayerNormLinear(
-            h, 2 * ffn, bias=spec.mlp_bias, normalization="RMSNorm", **spec.norm_options, **shared
-        )
-        self.fc2 = te.Linear(ffn, h, bias=spec.mlp_bias, **shared)
+        self.fc1 = _input_linear(spec, spec.mlp_norms[0], 2 * spec.intermediate_size, spec.mlp_bias, shared)
+        self.activation = {"swiglu": te.ops.SwiGLU, "geglu": te.ops.GEGLU}[spec.activation]()
+        self.fc2 = te.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias, **shared)
 
     def forward(self, hidden_states: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """Return the MLP's output [B, S, h]. For `is_first_microbatch` see `TEDecoderLayer`."""
-        gate_and_up = self.fc1(hidden_states, is_first_microbatch=is_first_microbatch)
-        activated = _GatedActivation.apply(gate_and_up.flatten(0, 1), self.activation)
-        activated = activated.unflatten(0, gate_and_up.shape[:2])
+        activated = self.activation(self.fc1(hidden_states, is_first_microbatch=is_first_microbatch))
         return self.fc2(activated, is_first_microbatch=is_first_microbatch)
 
 
@@ -459,37 +499,34 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         self.num_key_value_groups = spec.num_heads // spec.num_kv_heads
         self.is_causal = True
         self.softmax_scale = softmax_scale
-        self.angles: Tensor | None = None  # used if the model passes cos and sin for Hugging Face's layers instead
+        self.angles: Tensor | None = None  # of `RotaryTable`
         self.context_size, self.context_rank = 1, 0
         # TE compares `device` with "meta" to skip allocation, so it must be a string, not a torch.device.
         shared: dict[str, Any] = {"params_dtype": dtype, "device": str(device)}
-        self.qkv = te.LayerNormLinear(
-            spec.hidden_size,
-            spec.q_size + 2 * spec.kv_size,
-            bias=spec.qkv_bias,
-            normalization="RMSNorm",
-            **spec.norm_options,
-            **shared,
-        )
+        size = sum(spec.projections.values())
+        self.qkv = _input_linear(spec, spec.attention_norms[0], size, spec.qkv_bias, shared)
         norm = functools.partial(te.RMSNorm, **spec.norm_options, dtype=dtype, device=device)
         if spec.qk_norm:
-            self.q_norm, self.k_norm = norm(spec.head_dim), norm(spec.head_dim)
-        self.attention = te.DotProductAttention(
-            spec.num_heads,
-            spec.head_dim,
-            num_gqa_groups=spec.num_kv_heads,
-            attention_dropout=spec.attention_dropout,
-            qkv_format="bshd",
-            attn_mask_type="causal",
-            window_size=(-1, 0) if spec.window is None else (spec.window - 1, 0),
-            softmax_scale=softmax_scale,
-            layer_number=layer + 1,
-        )
+            self.q_norm, self.k_norm = map(norm, spec.qk_norm_sizes)
+        if spec.delta_net is not None:
+            self.delta_net = DeltaNet(spec.delta_net, spec.norm_eps, layer, dtype, device)
+        else:
+            self.attention = te.DotProductAttention(
+                spec.num_heads,
+                spec.head_dim,
+                num_gqa_groups=spec.num_kv_heads,
+                attention_dropout=spec.attention_dropout,
+                qkv_format="bshd",
+                attn_mask_type="causal",
+                window_size=(-1, 0) if spec.window is None else (spec.window - 1, 0),
+                softmax_scale=softmax_scale,
+                layer_number=layer + 1,
+            )
         self.output = te.Linear(spec.q_size, spec.hidden_size, bias=spec.output_bias, **shared)
         self.output_norm = norm(spec.hidden_size) if spec.attention_norms[1] else None
         self.mlp: nn.Module
         if spec.unfused_mlp:
-            self.mlp = UnfusedMLP(spec, **shared)
+            self.mlp = UnfusedMLP(spec, shared)
         else:
             self.mlp = te.LayerNormMLP(
                 spec.hidden_size,
@@ -522,30 +559,41 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
-        position_embeddings: Tensor | tuple[Tensor, Tensor] | None = None,
         cu_seq_lens_q: Tensor | None = None,
         max_length_q: int | None = None,
         **_: Any,
     ) -> Tensor:
         """Return hidden states [B, S, h]. The docstring of this file explains the forms of input."""
-        angles = position_embeddings if isinstance(position_embeddings, Tensor) else self.angles
-        assert angles is not None
+        assert self.angles is not None
         fused = self.qkv(hidden_states, is_first_microbatch=self.is_first_microbatch)
-        if cu_seq_lens_q is not None:
-            context = self._documents(fused, angles, cu_seq_lens_q, max_length_q)
+        if self.spec.delta_net is not None:
+            context = self.delta_net(fused, cu_seq_lens_q, attention_mask, past_key_values)
+        elif cu_seq_lens_q is not None:
+            context = self._documents(fused, self.angles, cu_seq_lens_q, max_length_q)
         else:
-            context = self._general(fused, angles, position_ids, attention_mask, past_key_values)
+            context = self._general(fused, self.angles, position_ids, attention_mask, past_key_values)
+        if self.spec.output_gate:  # q_proj returns query and gate of the first head, then of the second
+            gates = fused[..., : 2 * self.spec.q_size].unflatten(-1, (-1, 2, self.spec.head_dim))[..., 1, :]
+            context = context * gates.flatten(-2).sigmoid()
         attended = self.output(context, is_first_microbatch=self.is_first_microbatch)
-        hidden_states = hidden_states + (self.output_norm(attended) if self.output_norm else attended)
+        hidden_states = self._add(hidden_states, attended, self.output_norm)
         transformed = self.mlp(hidden_states, is_first_microbatch=self.is_first_microbatch)
-        return hidden_states + (self.mlp_norm(transformed) if self.mlp_norm else transformed)
+        return self._add(hidden_states, transformed, self.mlp_norm)
+
+    def _add(self, residual: Tensor, output: Tensor, norm: nn.Module | None) -> Tensor:
+        """Add the `output` of attention or MLP, after its norm (if any), dropout and factor, to `residual`."""
+        output = F.dropout(norm(output) if norm else output, self.spec.residual_dropout, self.training)
+        return torch.add(residual, output, alpha=self.spec.residual_scale)
 
     def _split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split `fused`, the QKV projection's output, into views q, k, v [..., heads, d]. Apply the QK norm, if any."""
         spec = self.spec
-        q, k, v = fused.unflatten(-1, (-1, spec.head_dim)).split(
-            (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=-2
-        )
+        heads = (spec.num_heads * (1 + spec.output_gate), spec.num_kv_heads, spec.num_kv_heads)
+        q, k, v = fused.unflatten(-1, (-1, spec.head_dim)).split(heads, dim=-2)
+        if spec.output_gate:
+            q = q[..., ::2, :]
+        if spec.joint_qk_norm:
+            return self.q_norm(q.flatten(-2)).view_as(q), self.k_norm(k.flatten(-2)).view_as(k), v
         return (self.q_norm(q), self.k_norm(k), v) if spec.qk_norm else (q, k, v)
 
     def _one_kernel_rotates(self, fused: Tensor) -> bool:
@@ -589,22 +637,18 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         `max_seqlen` describe the unsliced documents.
         """
         batch, length = fused.shape[:2]
-        num_documents = cu_seqlens.shape[0] - 1
-        packed = self.context_size > 1 or (batch == 1 and num_documents != batch)
-        if packed:
-            q, k, v = self._split_and_rotate(fused.flatten(0, 1), angles, cu_seqlens, max_seqlen)
+        if packed := self.context_size > 1 or (batch == 1 and len(cu_seqlens) != 2):
+            rotated = self._split_and_rotate(fused.flatten(0, 1), angles, cu_seqlens, max_seqlen)
         else:
-            q, k, v = self._split_and_rotate(fused, angles, None, None)
+            rotated, max_seqlen = self._split_and_rotate(fused, angles, None, None), length
         context = self.attention(
-            q,
-            k,
-            v,
+            *rotated,
             qkv_format="thd" if packed else "bshd",
             attn_mask_type="padding_causal",
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=max_seqlen if packed else length,
-            max_seqlen_kv=max_seqlen if packed else length,
+            max_seqlen_q=max_seqlen,
+            max_seqlen_kv=max_seqlen,
         )
         return context.reshape(batch, length, -1)
 
@@ -678,6 +722,8 @@ def build_te_model(
     if all(spec and not spec.zero_centered_gain for spec in specs):  # otherwise Hugging Face's norm is not replaced
         eps = decoder.config.rms_norm_eps
         decoder.norm = te.RMSNorm(decoder.config.hidden_size, eps=eps, dtype=dtype, device=device)
+    if any(spec and spec.rope == NO_ROPE for spec in specs):
+        rotary.attention_scaling[NO_ROPE], rotary.angles[NO_ROPE] = 1.0, torch.zeros_like(rotary.angles[None])
     for layer, spec in enumerate(specs):
         if spec is not None:
             softmax_scale = rotary.attention_scaling[spec.rope] ** 2 * spec.attention_scale

@@ -14,6 +14,7 @@ import os
 import sys
 
 from llm_fp8.tools.script import CUDA_DEFAULTS, IMPORTED_S, importing, run_script
+from llm_fp8.utils.output import say
 
 os.environ.update({**CUDA_DEFAULTS, **os.environ})  # before torch is imported
 
@@ -37,6 +38,9 @@ def train(description: str, parallel: bool = False) -> int:
 
 def main() -> int:
     """Train on one GPU, and return the exit code."""
+    if not sys.argv[1:]:
+        say("Without options, this is a trial: 1.7 million random weights learn from 6,000 arithmetic problems.")
+        say("It takes three to nine minutes on a CPU. Choose others with --model_name and --dataset_name (see --help).")
     return train(str(__doc__))
 
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from llm_fp8.config.parser import parse_config
 from llm_fp8.config.recipes import RECIPES
+from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.observability.metrics import RECORDED_STEP
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.tools.programs import run_program, torchrun, training_command
@@ -41,12 +42,13 @@ SPEEDS = ("tokens_per_s", "real_tokens_per_s", "model_tflops")
 
 @dataclass(frozen=True)
 class Workload:
-    model: str  # bundled architecture or folder
+    model: str  # bundled architecture or folder, or only a name
     batch_size: int
     seq_length: int
     micro_batches: int
     num_gpus: int = 1
     dataset: str | None = None  # None: random tokens
+    config: dict[str, Any] | None = None  # the model's config.json, if `model` is only its name
 
     @property
     def name(self) -> str:
@@ -105,6 +107,16 @@ def write_random_rows(path: Path, num_rows: int, length: int) -> None:
             file.write(json_line({"text": text}))
 
 
+def write_config(folder: Path, entries: dict[str, Any]) -> None:
+    """Write the config of a model without weights, and the embedded tokenizer, to `folder`. Entries that are missing in
+    `entries` are the defaults of transformers' config class for the `model_type`.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    AutoConfig.for_model(**entries).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(MODEL_DIR).save_pretrained(folder)
+
+
 class Plan(NamedTuple):
     num_steps: int
     warmup: int  # number of first steps, which are not timed
@@ -116,8 +128,12 @@ def measure(work: Workload, variant: Variant, dataset: str, plan: Plan) -> dict[
     """Train `variant` on `dataset` once. Return timed steps, all losses, one step's kernels, or {"failed": reason}."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch, "run")
-        command = variant.command(work.num_gpus, [*work.argv(dataset, plan.num_steps), "--output_dir", str(folder)])
+        folder, model = Path(scratch, "run"), Path(scratch, "model")
+        argv = [*work.argv(dataset, plan.num_steps), "--output_dir", str(folder)]
+        if work.config is not None:
+            write_config(model, work.config)
+            argv += ["--model_name", str(model)]
+        command = variant.command(work.num_gpus, argv)
         outcome = run_program(command, log=Path(scratch, "log"), environ=environ, timeout_s=plan.timeout_s)
         if outcome.failure is not None:
             return {"failed": outcome.failure}

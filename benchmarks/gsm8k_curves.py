@@ -7,14 +7,8 @@ The question is whether fp8 stays within the spread of bf16 over seeds. Every ru
 same data with the same number of tokens per step. The seed changes the initial weights and the order of the data. Each
 fp8 run has a bf16 run with the same seed. `benchmarks/plots.py curves` draws the result.
 
-    python benchmarks/gsm8k_curves.py --data gsm8k_train.jsonl --num_gpus 4 --seeds 1 \\
-        --output benchmarks/results/multi_gpu_curves.json
-
-Results are written after each run, and repeating the command continues from its --output. Trainings that need one GPU
-run at the same time on all visible GPUs.
-
-With --num_gpus the question is whether several GPUs train like one. bf16 and delayed scaling train on one GPU, and on
---num_gpus GPUs in each sharding mode of `MODES`, with the same global batch, seed and optimizer.
+Results are written after each run, and repeating the command continues from its --output. Trainings run at the same
+time on all visible GPUs.
 """
 
 from __future__ import annotations
@@ -36,9 +30,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpus import visible_gpus
-from llm_fp8.config.recipes import precision_name, recipe_argv
+from llm_fp8.config.recipes import precision_name
 from llm_fp8.observability.provenance import collect_provenance
-from llm_fp8.tools.programs import training_command
+from llm_fp8.tools.programs import recipe_argv, training_command
 from llm_fp8.tools.script import run_script, writable
 from llm_fp8.utils.errors import FailedCheck, OneSentenceParser, UserError, positive, reading
 from llm_fp8.utils.json_files import read_json, read_jsonl, write_json_atomic
@@ -46,38 +40,24 @@ from llm_fp8.utils.packages import REPOSITORY
 
 VARIANTS = {"bf16": ("--mixed_precision", "bf16")}
 VARIANTS |= {name: recipe_argv(name) for name in ("delayed", "current", "backward", "block")}
-DEFAULT_VARIANTS = ",".join(VARIANTS)
-MODES = ("fsdp_full", "ddp")  # values of --sharding_mode to compare with one GPU
-ROWS = 8  # rows of a micro-batch, summed over the GPUs
+ROWS = 8  # rows of a micro-batch
 MICRO_BATCHES = 2  # micro-batches of a step
 MODEL = "Llama-57M"  # trains from scratch in a minute, but is large enough to learn from the text
 
 
 @dataclass(frozen=True)
 class Job:
-    precision: str
+    variant: str
     seed: int
-    mode: str | None = None  # value of --sharding_mode; None on one GPU
-
-    @property
-    def variant(self) -> str:
-        return self.precision if self.mode is None else f"{self.mode}:{self.precision}"
-
-    def num_gpus(self, settings: argparse.Namespace) -> int:
-        return 1 if self.mode is None else settings.num_gpus
 
     def options(self, folder: Path, settings: argparse.Namespace) -> list[str]:
-        rows = ROWS // self.num_gpus(settings)
-        multi_gpu = [] if self.mode is None else ["--sharding_mode", self.mode]
-        if settings.num_gpus > 1:
-            multi_gpu += ["--optimizer", "adamw_fp32"]
         return [
             "--model_name", MODEL, "--random_init", "--use_te", "--dataset_name", settings.data,
-            "--validation_fraction", "0.05", "--max_seq_length", "1024", "--batch_size", str(rows),
+            "--validation_fraction", "0.05", "--max_seq_length", "1024", "--batch_size", str(ROWS),
             "--gradient_accumulation_steps", str(MICRO_BATCHES), "--num_epochs", str(settings.epochs),
             "--learning_rate", "1e-3", "--weight_decay", "0.1", "--num_warmup_steps", "50", "--eval_every",
             str(settings.eval_every), "--seed", str(self.seed), "--output_dir", str(folder), "--no_export",
-            *VARIANTS[self.precision], *multi_gpu
+            *VARIANTS[self.variant]
         ]  # fmt: skip
 
 
@@ -101,19 +81,14 @@ def parse_variants(text: str) -> list[str]:
 
 
 def plan(settings: argparse.Namespace) -> list[Job]:
-    seeds = parse_seeds(settings.seeds)
-    if settings.num_gpus == 1:
-        return [Job(variant, seed) for seed in seeds for variant in parse_variants(settings.variants)]
-    variants = [(precision, mode) for mode in (None, *MODES) for precision in ("bf16", "delayed")]
-    return [Job(precision, seed, mode) for seed in seeds for precision, mode in variants]
+    variants = parse_variants(settings.variants)
+    return [Job(variant, seed) for seed in parse_seeds(settings.seeds) for variant in variants]
 
 
 def run_job(job: Job, settings: argparse.Namespace, folder: Path, gpu: str) -> dict[str, Any]:
-    """Train one job in the run folder `folder` and return its results. A job for one GPU runs on `gpu`."""
-    environment = dict(os.environ)
-    if job.mode is None:
-        environment["CUDA_VISIBLE_DEVICES"] = gpu
-    command = training_command(job.num_gpus(settings), *job.options(folder, settings))
+    """Train one job on the GPU `gpu`, in the run folder `folder`, and return its results."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+    command = training_command(1, *job.options(folder, settings))
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise FailedCheck(f"{job.variant} with seed {job.seed} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
@@ -156,29 +131,6 @@ def compare(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"bf16_mean": statistics.mean(bf16), "bf16_spread": max(bf16) - min(bf16), "variants": variants}
 
 
-def compare_to_one_gpu(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return, for each variant on several GPUs, how its eval losses differ from those on one GPU with the same seed."""
-    on_one_gpu = {(run["variant"], run["seed"]): run for run in runs if run["num_gpus"] == 1}
-    variants: dict[str, list[dict[str, Any]]] = {}
-    for run in runs:
-        if run["num_gpus"] == 1:
-            continue
-        reference = on_one_gpu[run["variant"].partition(":")[2], run["seed"]]
-        rows, reference_rows = run["global_batch_size"], reference["global_batch_size"]
-        if rows != reference_rows:
-            raise FailedCheck(f"{run['variant']} used {rows} rows a step, but one GPU used {reference_rows}")
-        pairs = zip(run["evaluations"], reference["evaluations"], strict=True)
-        difference = {
-            "seed": run["seed"],
-            "final_eval_loss": run["final_eval_loss"],
-            "final_eval_loss_one_gpu": reference["final_eval_loss"],
-            "final_difference": run["final_eval_loss"] - reference["final_eval_loss"],
-            "largest_difference": max(abs(loss - base) for (*_, loss), (*_, base) in pairs),
-        }
-        variants.setdefault(run["variant"], []).append(difference)
-    return {"variants": variants}
-
-
 def finished_runs(settings: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[list[Any], list[Any]]:
     """Return the runs in --output and their provenance. Raise `UserError` if their options differ from `settings`."""
     output: Path = settings.output
@@ -191,7 +143,7 @@ def finished_runs(settings: argparse.Namespace, parser: argparse.ArgumentParser)
     if Path(script).name != Path(__file__).name:
         raise UserError(f"--output {output} was written by {script}; give another file.")
     earlier = parser.parse_args(argv)
-    for name in ("data", "epochs", "eval_every", "num_gpus"):
+    for name in ("data", "epochs", "eval_every"):
         if (value := getattr(earlier, name)) != getattr(settings, name):
             raise UserError(
                 f"--output {output} holds runs with --{name} {value}; give another file or the same options."
@@ -201,33 +153,22 @@ def finished_runs(settings: argparse.Namespace, parser: argparse.ArgumentParser)
 
 def make_parser() -> argparse.ArgumentParser:
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0])
-    add, names = parser.add_argument, ", ".join(VARIANTS)
+    add = parser.add_argument
     add("--data", required=True, help="GSM8K's training problems as jsonl in OpenMathInstruct-2's columns")
     add("--output", required=True, type=writable, help="JSON file to write")
     add("--seeds", default="1,2,3", help="comma-separated seeds of every variant (default %(default)s)")
-    add("--variants", default=DEFAULT_VARIANTS, help=f"comma-separated, on one GPU: {names} (default %(default)s)")
+    add("--variants", default=",".join(VARIANTS), help="separated by commas (default %(default)s)")
     add("--epochs", type=positive, default=4, help="passes over the text (default %(default)s)")
     add("--eval_every", type=positive, default=25, help="optimizer steps between evaluations (default %(default)s)")
-    gpus = "compare one GPU with 2, 4 or 8 (default %(default)s: compare precisions)"
-    add("--num_gpus", type=int, default=1, choices=(1, 2, 4, 8), help=gpus)
-    parallel = "trainings at a time (default %(default)s); a training on several GPUs uses all"
-    add("--parallel", type=positive, default=4, help=parallel)
+    add("--parallel", type=positive, default=4, help="trainings at a time (default %(default)s)")
     return parser
-
-
-def check(settings: argparse.Namespace) -> None:
-    """Raise `UserError` for an option that has no effect or would make every training fail."""
-    if settings.num_gpus > 1 and settings.variants != DEFAULT_VARIANTS:
-        raise UserError(f"--variants {settings.variants} has no effect with --num_gpus above 1; drop one of them.")
-    parse_variants(settings.variants)
-    if not Path(settings.data).is_file():
-        raise UserError(f"--data {settings.data}: no such file; give GSM8K's training problems as jsonl.")
 
 
 def main() -> int:
     parser = make_parser()
     settings = parser.parse_args()
-    check(settings)
+    if not Path(settings.data).is_file():
+        raise UserError(f"--data {settings.data}: no such file; give GSM8K's training problems as jsonl.")
     jobs = plan(settings)
     order = [(job.variant, job.seed) for job in jobs]
     runs, earlier_provenance = finished_runs(settings, parser)
@@ -258,7 +199,7 @@ def main() -> int:
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)  # the other runs would fail in the same way
             raise
-    comparison = compare(runs) if settings.num_gpus == 1 else compare_to_one_gpu(runs)
+    comparison = compare(runs)
     write(comparison)
     print(json.dumps(comparison, indent=2))
     return 0

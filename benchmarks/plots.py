@@ -219,8 +219,8 @@ def draw_parts(rows: list[Row], path: Path) -> None:
 
 
 def draw_curves(record: Row, path: Path) -> None:
-    """Draw eval losses in the second half of runs on one GPU: each variant's mean over seeds, and bf16's range."""
-    runs = [run for run in record["runs"] if ":" not in run["variant"]]
+    """Draw eval losses in the second half of runs: each variant's mean over seeds, and bf16's range."""
+    runs = record["runs"]
     figure, axis = plt.subplots(figsize=(8, 4.2), layout="constrained")
     ends, finals, last = {}, {}, 0.0
     for variant in dict.fromkeys(run["variant"] for run in runs):

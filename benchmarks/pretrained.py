@@ -204,7 +204,7 @@ def run_job(job: Job, settings: argparse.Namespace, batches: list[Batch], scratc
 
 
 def interval(differences: list[float]) -> dict[str, Any]:
-    """Return the mean of paired differences and half the width of its 95% interval (Student's t; None for one pair)."""
+    """Return the mean of paired differences and half the width of its 95% interval (Student's t; None below three)."""
     mean = t_interval(differences)
     half = None if mean.low is None else mean.value - mean.low
     return {"num_pairs": len(differences), "mean": mean.value, "half_width": half, "differences": differences}

@@ -4,14 +4,19 @@
     python benchmarks/speed_table.py --list
     python benchmarks/speed_table.py --output speed_table.json --rows 1b,8b
     python benchmarks/speed_table.py --table benchmarks/speed_table_h100.json --output speed_table_h100.json
+    python benchmarks/speed_table.py --table benchmarks/families_4b.json --output benchmarks/results/families_4b.json
 
 The rows are in benchmarks/speed_table.json, or in the file --table. A row has these entries:
 
     row                           its name, which ends in _xN if num_gpus is N
     model, batch_size, seq_length, micro_batches, num_gpus, dataset     the workload (scripts/benchmark.py)
+    config                        entries of the model's config.json, if `model` is only its name (optional)
     variants                      name -> options of the training scripts, or 'baseline NAME OPTIONS'
     target_tokens_per_s_per_gpu   the target of our fastest variant (optional)
     target_times_padded           with a dataset: our target as a multiple of hf_bf16's real tokens/s (optional)
+
+benchmarks/families_4b.json has a row per family of models, with a published shape of about 4 billion parameters or the
+nearest. `python -m tests.support.hub_families` prints its results in the table of families.
 
 Rows that need more GPUs than are visible are reported and left out. The output is written after every row. Repeating
 the command measures the missing rows.
@@ -52,7 +57,7 @@ def read_table(path: Path, names: str | None = None) -> list[Row]:
 
 
 def workload_of(row: Row) -> Workload:
-    names = ("model", "batch_size", "seq_length", "micro_batches", "num_gpus", "dataset")
+    names = ("model", "batch_size", "seq_length", "micro_batches", "num_gpus", "dataset", "config")
     return Workload(**{name: row[name] for name in names if name in row})
 
 

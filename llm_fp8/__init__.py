@@ -1,4 +1,4 @@
-"""Fine-tuning of Llama, Qwen and Mistral models in FP8, MXFP8 and BF16; the names for other programs."""
+"""Fine-tuning of Llama, Qwen, Gemma and Mistral models in FP8, MXFP8 and BF16; the names for other programs."""
 
 from __future__ import annotations
 

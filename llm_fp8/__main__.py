@@ -16,6 +16,7 @@ PROGRAMS = {
     "memory": ("llm_fp8.tools.memory", "estimate whether a model fits a GPU, and with which options; needs no GPU"),
     "compare": ("llm_fp8.tools.compare.cli", "compare bf16 and fp8 runs that differ in nothing else"),
     "diagnose": ("llm_fp8.tools.diagnose.cli", "show where a step's precision, time and memory go"),
+    "certify": ("llm_fp8.tools.certify", "check in which precision the training program of somebody else computes"),
     "evaluate": ("llm_fp8.tools.evaluate", "measure the share of held-out problems that a model answers right"),
     "export-fp8": ("llm_fp8.tools.export_fp8", "write an exported model in fp8, as vLLM loads it"),
 }

@@ -3,7 +3,7 @@
 mode. This needs no GPU and no weights.
 
 python scripts/memory.py --model_name Llama-3.1-8B --gpu H100 --num_gpus 2
-python scripts/memory.py --model_name ./my-model --gpu 80 --max_seq_length 4096 --batch_size 2
+python scripts/memory.py --model_name ./my-model --gpu "RTX 4090" --max_seq_length 4096 --batch_size auto --lora_rank 32
 """
 
 from __future__ import annotations

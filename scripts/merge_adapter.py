@@ -41,11 +41,12 @@ def main() -> int:
     options = parse(sys.argv[1:])
     # Imported after parsing, so that --help and wrong options do not wait for torch.
     from llm_fp8.models.build import model_on_meta, without_towers
-    from llm_fp8.models.export import adapter_base, export_hf, load_exported, merged_by_peft, tokenizer_of
+    from llm_fp8.models.export import export_hf
     from llm_fp8.models.model import Model
     from llm_fp8.models.side_files import Origin
     from llm_fp8.models.source import ModelSource, checkpoint_of
     from llm_fp8.observability.reporter import quiet_libraries
+    from llm_fp8.tools.exported import adapter_base, load_exported, merged_by_peft, tokenizer_of
     from llm_fp8.utils.json_files import read_json
 
     quiet_libraries()

@@ -1,11 +1,21 @@
 #!/usr/bin/env bash
-# From a fresh clone to a trained model: makes .venv, then fine-tunes the model in this repository on the problems in this
-# repository, offline, on whatever is here (fp8 on a GPU that has it, else bf16 or fp32, or the CPU). A few minutes.
+# From a fresh clone to a trained model: installs PyTorch and the other packages into .venv, then fine-tunes the small model in this
+# repository for 250 steps on the arithmetic problems in this repository, in fp8 on a GPU that has it, else in bf16 or fp32, or on the CPU.
+# The first time, installing takes several minutes. Training takes one to six minutes on a CPU. No hub account is needed.
 #
 #   scripts/quickstart.sh [options of train_fp8.py]
 #   scripts/quickstart.sh --gpu      only installs, and what GPUs need also where there is none: on a cluster's login node, in an image
+#   scripts/quickstart.sh --help     prints this and installs nothing
 #
-# Each run starts afresh in runs/quickstart.
+#   PYTHON    the interpreter to make the environment with (default: python3, if it is 3.10 to 3.13)
+#   VENV_DIR  where the environment lies (default: .venv)
+#
+# Each run starts afresh in runs/quickstart. 'python train_fp8.py --help' then explains the options.
+
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
+    sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    exit
+fi
 
 # shellcheck source=scripts/_setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"

@@ -17,6 +17,7 @@ from urllib.parse import urlparse
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_fp8.config.options import RunConfig
+from llm_fp8.observability.trackers import project_name
 from llm_fp8.tools.script import run_script
 from llm_fp8.utils.errors import OneSentenceParser, reading
 
@@ -116,7 +117,7 @@ def main() -> int:
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("--entity", help="W&B user or team that owns the project (default: your own)")
-    add("--project", default=RunConfig().project, help="W&B project (default: %(default)s)")
+    add("--project", default=project_name(RunConfig()), help="W&B project (default: %(default)s)")
     add("--group", help="show the runs of this W&B group only (default: all training runs)")
     add("--name", default="fp8 comparison", help="name of the view (default: %(default)s)")
     add("--view", metavar="URL", help="address of a saved view to update instead of creating one")

@@ -73,7 +73,7 @@ def test_wheel_installs_command_with_callable_programs(wheel):
     entry_points = configparser.ConfigParser()
     entry_points.read_string(metadata(wheel, "entry_points.txt"))
     assert dict(entry_points["console_scripts"]) == {"llm-fp8": "llm_fp8.__main__:main"}
-    assert set(PROGRAMS) == {"train", "verify", "memory", "compare", "diagnose", "evaluate", "export-fp8"}
+    assert set(PROGRAMS) == {"train", "verify", "memory", "compare", "diagnose", "certify", "evaluate", "export-fp8"}
     for module, _ in PROGRAMS.values():
         assert f"{module.replace('.', '/')}.py" in wheel.namelist()
         assert callable(import_module(module).main)
@@ -84,7 +84,7 @@ def test_wheel_installs_command_with_callable_programs(wheel):
     (["--version"], 0, f"llm-fp8 {__version__}\n"),
     ([], 2, "error: the following arguments are required: COMMAND"),
     (["trian"], 2, "error: argument COMMAND: invalid choice: 'trian'"),
-    (["memory", "--batch_size=x"], 2, "'llm-fp8 memory --help' lists the options."),
+    (["memory", "--batch_size=x"], 2, "'llm-fp8 memory --help_all' lists the options."),
     (["verify", "--batch_size=0"], 2, "error: argument --batch_size: must be at least 1"),
     (["train", "--batch_size=0"], 2, "batch_size: must be at least 1"),
 ])  # fmt: skip

@@ -8,12 +8,8 @@ of `run.json` are derived from the fields. The command line overrides the YAML f
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
-
-from llm_fp8.utils.errors import UserError, reading
 
 EMBEDDED = "embedded"  # the model and the dataset in this repository
 SCRATCH_LEARNING_RATE = 1e-3  # for random initial weights (the embedded model, or --random_init)
@@ -22,15 +18,14 @@ AUTO_BATCH_SIZE = 0  # means --batch_size auto until the run chooses a size
 
 ALL_LINEAR = "all-linear"  # value of --lora_targets: all linear layers but the lm_head
 EXPERTS = "experts"  # entry of --lora_targets: the weights of routed experts
-DECODER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Hugging Face's names of a decoder layer's linear layers, in the order of computation."""
 
 COLUMN_NAMES = (  # columns that training reads (`llm_fp8.data.rows`); --columns maps them to the dataset's names
     "problem", "generated_solution", "messages", "tools", "conversations", "instruction", "input",
     "output", "prompt", "completion", "text", "system", "system_prompt", "history", "functions", "chat_template_kwargs",
+    "input_ids", "labels", "attention_mask",
 )  # fmt: skip
 
-IN_FP8 = "mixed_precision=fp8|auto"
+IN_FP8 = "mixed_precision=fp8"
 WHOLE_MODEL = "sharding_mode=single|ddp"
 
 
@@ -39,7 +34,6 @@ def option(
     help: str,
     *,
     alias: str | None = None,
-    bare: int | None = None,
     needs: tuple[str, ...] = (),
     excludes: dict[str, str] | None = None,
     resume: Literal["same", "scales", "evaluation", "total_steps", "global_batch_size"] | None = None,
@@ -49,14 +43,14 @@ def option(
 
     `needs` are conditions without which the option has no effect. `excludes` maps each condition that forbids it to
     the reason. A condition NAME means that the option NAME is on, and NAME=PATTERN|PATTERN that its value matches a
-    pattern with wildcards. NAME may be the option itself. ` and ` or ` or ` joins conditions. sharding_mode is 'single'
-    on one GPU. `alias` is the option's name in transformers, if the meaning is exactly the same. `bare` is the value of
-    a numeric option if the flag has no number. `bounds` are at_least, at_most, above and below.
+    wildcard pattern. NAME may be the option itself. ` and ` or ` or ` joins conditions. sharding_mode is 'single'
+    on one GPU. `alias` is the option's name in transformers, if the meaning is exactly the same. `bounds` are at_least,
+    at_most, above and below.
     `resume` says what happens if a resumed run changes the option. 'same' and 'scales' make it an error unless
     --allow_changed names the option: the result changes and, for 'scales', the meaning of delayed scaling's histories.
     For 'evaluation' the change is only reported. The other values name the setting that is compared instead.
     """
-    declared = {"help": help, "aliases": [f"--{alias}"] if alias else [], "bare": bare, "bounds": bounds}
+    declared = {"help": help, "aliases": [f"--{alias}"] if alias else [], "bounds": bounds}
     return field(default=default, metadata={**declared, "needs": needs, "excludes": excludes or {}, "resume": resume})
 
 
@@ -65,7 +59,7 @@ class ModelConfig:
     """Model, its source and its construction."""
 
     model_name: str = option(
-        EMBEDDED, "Hub id or folder of a Llama, Qwen or Mistral model, or 'embedded'.", alias="model_name_or_path"
+        EMBEDDED, "Hub id or folder of a model, folder of a PEFT adapter, or 'embedded'.", alias="model_name_or_path"
     )
     use_te: bool = option(False, "Build the decoder of Transformer Engine modules (te_llama.py), on an NVIDIA GPU.")
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = option(
@@ -76,7 +70,7 @@ class ModelConfig:
     chat_template: str | None = option(None, "Chat template: a file, or the text itself (default: the tokenizer's).")
     random_init: bool = option(False, "Start from random weights of the model's architecture.")
     gradient_checkpointing: float | Literal["auto"] = option(
-        0, "Recompute every n-th layer (no number: all), a share such as 0.5, or auto: as few as memory allows.", bare=1
+        0, "Recompute every n-th layer (no number: all), a share such as 0.5, or auto: as few as memory allows."
     )
     cuda_graphs: bool | None = option(
         None,
@@ -89,28 +83,35 @@ class ModelConfig:
             f"optimizer=adamw_fp32 and {WHOLE_MODEL}": "graphs need bf16 parameters",
         },
     )
+    compile: bool | None = option(
+        None,
+        "Compile the decoder layers of transformers' models (default: on a GPU where it works).",
+        excludes={
+            "use_te": "its kernels are fused already",
+            "fp8_backend=te": "Transformer Engine's modules break the graph of a layer",
+            "sharding_mode=deepspeed_*": "DeepSpeed moves parameters of compiled modules",
+        },
+    )
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
     """Precision of the linear layers."""
 
-    mixed_precision: Literal["no", "bf16", "fp16", "fp8", "auto"] | None = option(
+    mixed_precision: Literal["no", "bf16", "fp16", "fp8"] | None = option(
         None,
-        "no (fp32), bf16, fp16, fp8, or auto: bf16 or fp8, as measured (default: bf16 on a GPU, else fp32).",
+        "no (fp32), bf16, fp16 or fp8 (default: bf16 on a GPU, else fp32).",
         excludes={"mixed_precision=fp16 and sharding_mode=fsdp_*|deepspeed_*": "use bf16"},
     )
-    fp8_backend: Literal["te", "torchao"] = option(
-        "te",
-        "Transformer Engine, or torchao without --use_te (emulated on a CPU).",
+    fp8_backend: Literal["auto", "te", "torchao"] = option(  # a resumed run has the recipe, which implies the back end
+        "auto",
+        "te (Transformer Engine), torchao (emulated on a CPU), or auto: torchao if it is possible, and faster.",
         needs=(IN_FP8,),
         excludes={
-            "use_te": "its layers are Transformer Engine's",
-            "sharding_mode=deepspeed_*": "DeepSpeed moves parameters of compiled modules",
-            "lora_rank": "torchao computes gradients of frozen weights too",
-            "mixed_precision=auto": "auto measures Transformer Engine's modules",
+            "fp8_backend=torchao and use_te": "its layers are Transformer Engine's",
+            "fp8_backend=torchao and sharding_mode=deepspeed_*": "DeepSpeed moves parameters of compiled modules",
+            "fp8_backend=torchao and lora_rank": "torchao computes gradients of frozen weights too",
         },
-        resume="same",
     )
     fp8_scenario: str = option(  # the parser adds choices and help from the table of recipes
         "default", "A recipe that this GPU lacks falls back to 'default' with a warning.", needs=(IN_FP8,)
@@ -171,7 +172,7 @@ class DataConfig:
     packing: bool | None = option(None, "Pack whole samples into full sequences (default: on with --use_te).")
     train_on_prompt: bool = option(False, "Compute the loss on the prompt too, not only on the solution.")
     overlong: Literal["drop", "truncate"] = option("drop", "Drop or truncate samples longer than --max_seq_length.")
-    chat_template_kwargs: str | None = option(
+    chat_template_kwargs: dict[str, Any] | None = option(
         None,
         "JSON of the chat template's variables, as in '{\"enable_thinking\": false}'; a row's column overrides it.",
     )
@@ -182,12 +183,6 @@ class DataConfig:
         return None if self.dataset_weights is None else [float(word) for word in self.dataset_weights.split(",")]
 
     @property
-    def template_kwargs(self) -> dict[str, Any]:
-        """The object in --chat_template_kwargs. Raises `UserError` if it is not an object."""
-        with reading("--chat_template_kwargs", self.chat_template_kwargs, "JSON", "Give an object."):
-            return dict(json.loads(self.chat_template_kwargs or "{}").items())
-
-    @property
     def column_names(self) -> dict[str, str]:
         """The pairs in --columns: our name of a column -> the name in the dataset."""
         pairs = [pair.partition("=") for pair in names_in(self.columns)]
@@ -195,6 +190,10 @@ class DataConfig:
 
 
 OptimizerKind = Literal["adamw_fp32", "adamw_master", "adamw_8bit"]
+Scheduler = Literal[  # transformers' names, but for those that wait for an eval loss
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
+    "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -211,9 +210,17 @@ class OptimConfig:
     )
     gradient_accumulation_steps: int = option(1, "Micro-batches per step.", resume="global_batch_size", at_least=1)
     merge_micro_batches: bool = option(True, "Merge micro-batches of a step, as many as fit GPU memory.")
-    num_warmup_steps: int = option(100, "Steps of linear warm-up, at most a tenth of all.", resume="same", at_least=0)
-    lr_scheduler: Literal["linear", "cosine", "constant"] = option(
-        "cosine", "Shape of the learning rate after warm-up.", alias="lr_scheduler_type", resume="same"
+    num_warmup_steps: float = option(
+        100, "Steps of warm-up, at most a tenth of all; below 1: their share of all steps.", resume="same", at_least=0
+    )
+    lr_scheduler: Scheduler = option(
+        "cosine", "Schedule of the learning rate, by transformers' name.", alias="lr_scheduler_type", resume="same"
+    )
+    lr_scheduler_kwargs: dict[str, Any] | None = option(
+        None,
+        "JSON of its arguments, as in '{\"min_lr_rate\": 0.1}' (default: transformers').",
+        excludes={"lr_scheduler=constant*": "it has no arguments"},
+        resume="same",
     )
     weight_decay: float = option(0.0, "Decoupled weight decay; norms and biases are exempt.", resume="same", at_least=0)
     adam_beta2: float = option(0.95, "Decay of the second moment.", resume="same", at_least=0, below=1)
@@ -241,18 +248,23 @@ class RunConfig:
 
     output_dir: str | None = option(None, "Folder of the run (default: a new one under runs/).")
     dry_run: bool = option(False, "Prepare the data, print counts, steps and memory, and exit.")
+    gpu: str | None = option(None, "GPU to assume, as H100, or 80 for its GiB (default: this one).", needs=("dry_run",))
     resume_from: str | None = option(None, "'latest', or a checkpoint folder to continue from (default: start anew).")
     allow_changed: str | None = option(None, "Options that may have changed (default: none).", needs=("resume_from",))
-    save_every: int | None = option(
+    save_every: int | Literal["epoch"] | None = option(
         None,
-        "Steps between checkpoints, in addition to one every 30 minutes; 0: none (default: every 30 minutes).",
+        "Steps between checkpoints, or epoch, beside one every 30 minutes; 0: none (default: every 30 minutes).",
         alias="save_steps",
         at_least=0,
     )
     save_total_limit: int = option(2, "Checkpoints to keep, not counting that of --keep_best.", at_least=1)
     export: bool = option(True, "Write the final weights as a Hugging Face checkpoint with tokenizer and model card.")
-    eval_every: int = option(
-        0, "Steps between evaluations; 0: at the end only.", alias="eval_steps", resume="evaluation", at_least=0
+    eval_every: int | Literal["epoch"] = option(
+        0,
+        "Steps between evaluations, or epoch; 0: at the end only.",
+        alias="eval_steps",
+        resume="evaluation",
+        at_least=0,
     )
     keep_best: bool = option(
         False, "Keep and export the checkpoint with the lowest eval loss.", needs=("eval_every",), resume="evaluation"
@@ -280,11 +292,6 @@ class RunConfig:
         names = names_in(f"wandb,{self.report_to}" if self.use_wandb else self.report_to)
         return tuple(name for name in names if name != "none")
 
-    @property
-    def project(self) -> str:
-        """The name of the project to which the run belongs in its trackers."""
-        return self.wandb_project or os.environ.get("WANDB_PROJECT", "llm-fp8")
-
 
 @dataclass(frozen=True)
 class LoraConfig:
@@ -305,11 +312,8 @@ class LoraConfig:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The names in --lora_targets. Raises `UserError` if there are none or all-linear is mixed with layer names."""
-        names = names_in(self.lora_targets)
-        if not names or (ALL_LINEAR in names and not {*names} <= {ALL_LINEAR, EXPERTS}):
-            raise UserError(f"--lora_targets must name layers, as in q_proj,v_proj, or be {ALL_LINEAR}[,{EXPERTS}].")
-        return names
+        """The names in --lora_targets."""
+        return names_in(self.lora_targets)
 
     @property
     def scaling(self) -> float:
@@ -320,38 +324,6 @@ class LoraConfig:
 ShardingMode = Literal[
     "auto", "ddp", "fsdp_grad", "fsdp_full", "fsdp_hybrid", "fsdp_offload", "deepspeed_1", "deepspeed_2", "deepspeed_3"
 ]
-
-
-@dataclass(frozen=True)
-class Mode:
-    """Properties of a sharding mode, which distributes a model over N GPUs. `unsharded_bytes` and `sharded_bytes` count
-    weights, gradients and optimizer state per parameter between micro-batches. For example, `adamw_master` needs 12
-    bytes on each GPU in ddp, 12 / N + 2 (for unsharded bf16 weights) in fsdp_grad and 12 / N in fsdp_full. The fsdp
-    modes need 4 bytes more while gradients accumulate, unless --sync_every_micro_batch reduces them immediately.
-    """
-
-    engine: Literal["copies", "fsdp", "deepspeed"]  # copies: every GPU has the whole model
-    unsharded_bytes: int = 0  # on every GPU, in addition to its shard
-    sharded_bytes: int = 0  # to divide by N, if the engine stores optimizer state; if 0, --optimizer sets them
-    on_host: bool = False  # weights and optimizer state are in host memory
-
-    @property
-    def holds_masters(self) -> bool:
-        """True if the engine stores fp32 master weights in addition to the model's parameters."""
-        return self.sharded_bytes > 0
-
-
-MODES = {  # 'single' for one process
-    "single": Mode("copies"),
-    "ddp": Mode("copies"),
-    "fsdp_grad": Mode("fsdp", unsharded_bytes=2),
-    "fsdp_full": Mode("fsdp"),
-    "fsdp_hybrid": Mode("fsdp"),
-    "fsdp_offload": Mode("fsdp", on_host=True),
-    "deepspeed_1": Mode("deepspeed", unsharded_bytes=4, sharded_bytes=12),
-    "deepspeed_2": Mode("deepspeed", unsharded_bytes=2, sharded_bytes=14),
-    "deepspeed_3": Mode("deepspeed", sharded_bytes=16),
-}
 
 
 @dataclass(frozen=True)
@@ -370,11 +342,10 @@ class ParallelConfig:
     fp8_params: bool = option(
         False,
         "Gather decoder weights in fp8, half the bytes of bf16; with --use_te, modules hold them in fp8.",
-        needs=(IN_FP8, "use_te or fp8_backend=torchao", "sharding_mode=fsdp_grad|fsdp_full|fsdp_hybrid"),
+        needs=(IN_FP8, "use_te or fp8_backend=torchao|auto", "sharding_mode=fsdp_grad|fsdp_full|fsdp_hybrid"),
         excludes={
             "fp8_backend=torchao and sharding_mode=fsdp_hybrid": "use fsdp_grad or fsdp_full",
             "optimizer=adamw_master|adamw_8bit": "--fp8_params keeps fp32 weights",
-            "mixed_precision=auto": "the measured bf16 run would gather in fp8 too",
         },
     )
     context_parallel_size: int = option(
@@ -383,7 +354,6 @@ class ParallelConfig:
         needs=("use_te", "sharding_mode=fsdp_*"),
         excludes={
             "mixed_precision=no": "attention over several GPUs runs in bf16",
-            "mixed_precision=auto": "auto measures the work of one GPU",
             "cuda_graphs": "ring attention cannot be captured",
         },
         at_least=1,
@@ -427,10 +397,6 @@ class Config:
         return Config(**sections)
 
     @property
-    def num_slices(self) -> int:
-        return self.parallel.context_parallel_size  # slices of a sequence, one for each GPU that shares it
-
-    @property
     def packing(self) -> bool:
         """True if rows are packed: the value of --packing or, without it, of --use_te."""
         return self.model.use_te if self.data.packing is None else self.data.packing
@@ -470,30 +436,3 @@ RESUME = {name: each.metadata["resume"] for name, each in FIELDS.items() if each
 """Option -> effect of a change in a resumed run (see `option`)."""
 SETTINGS = {name: name if kind in ("same", "scales") else kind for name, kind in RESUME.items() if kind != "evaluation"}
 """Option -> setting that a resumed run compares, which is the option itself or one that it helps to decide."""
-
-OTHER_NAMES = {  # other trainers' options that do not resemble ours, or mean something else -> advice
-    "accumulate_grad_batches grad_accum grad_accum_steps": "use --gradient_accumulation_steps",
-    "activation_checkpointing recompute use_gradient_checkpointing": "use --gradient_checkpointing",
-    "adam_beta1": "it is always 0.9",
-    "adapter lora lora_r peft r use_lora use_peft": "use --lora_rank",
-    "amp bf16 dtype fp16 fp8 torch_dtype use_bf16 use_fp8": "use --mixed_precision bf16, fp16 or fp8",
-    "base_lr lr max_lr peak_lr": "use --learning_rate",
-    "block_size context_length cutoff_len max_length seqlen sequence_len": "use --max_seq_length",
-    "bs bsz micro_batch_size": "use --batch_size",
-    "clip clip_grad clip_grad_norm grad_clip gradient_clipping": "use --max_grad_norm",
-    "data_files data_path train_data train_dataset train_file": "use --dataset_name",
-    "dataset_text_field": "use --columns text=NAME",
-    "deepspeed": "use --sharding_mode deepspeed_2 or --deepspeed_config",
-    "eval_batch_size per_device_eval_batch_size": "evaluation uses --batch_size",
-    "fsdp": "use --sharding_mode",
-    "gpus n_gpus nproc_per_node num_gpus": "use torchrun --nproc_per_node with train_multi_gpu.py",
-    "hub_model_id push_to_hub": "upload final/ with 'hf upload'",
-    "iters max_iters num_steps steps total_steps train_steps": "use --max_steps",
-    "load_best_model_at_end": "use --keep_best",
-    "load_in_4bit load_in_8bit quantization_bit": "--lora_rank with --use_te in fp8 keeps frozen weights in fp8",
-    "lora_target_modules target_modules": "use --lora_targets",
-    "no_cuda use_cpu": "write CUDA_VISIBLE_DEVICES= before the command",
-    "resume_from_checkpoint": "use --resume_from with 'latest' or a checkpoint folder",
-    "train_on_inputs": "use --train_on_prompt",
-    "warmup_ratio warmup_steps": "use --num_warmup_steps, in optimizer steps",
-}

@@ -10,18 +10,29 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from llm_fp8.config.options import AUTO_BATCH_SIZE, MOST_USED, OTHER_NAMES, SECTIONS, Config, ParallelConfig
+from llm_fp8.config.options import (
+    AUTO_BATCH_SIZE,
+    EMBEDDED,
+    MOST_USED,
+    SECTIONS,
+    Config,
+    ParallelConfig,
+    names_in,
+)
 from llm_fp8.config.recipes import DEFAULT, DEFAULTS, RECIPES, recipe_names
 from llm_fp8.config.validation import check_options
 from llm_fp8.utils.errors import OneSentenceParser, UserError, number, positive, reading
+from llm_fp8.utils.json_files import read_json
 from llm_fp8.utils.ranks import LaunchRanks
 
+OTHER_NAMES = Path(__file__).with_name("other_names.yaml")  # other trainers' options: advice -> names
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+UNIONS = (UnionType, Union)  # origins of `int | None` and of `Literal["a"] | None`
 
 
 class _ShortHelp(argparse.HelpFormatter):
@@ -46,6 +57,11 @@ def number_or_auto(word: str) -> int:
     return AUTO_BATCH_SIZE if word == "auto" else positive(word)
 
 
+def number_or_epoch(word: str) -> int | str:
+    """Parse the value of --save_every or --eval_every: a number of steps, or 'epoch'."""
+    return word if word == "epoch" else number(int, at_least=0)(word)
+
+
 def number_or_share_or_auto(word: str) -> float | str:
     """Parse the value of --gradient_checkpointing: n (every n-th layer), a fraction of layers, a boolean or 'auto'."""
     with contextlib.suppress(ValueError):
@@ -63,6 +79,11 @@ def true_or_false_or_auto(word: str) -> bool | None:
     return None if word == "auto" else true_or_false(word)
 
 
+def json_object(word: str) -> dict[str, Any]:
+    """Parse a JSON object, as in '{"num_cycles": 2}'."""
+    return {} | json.loads(word)
+
+
 def with_underscores(word: str) -> str:
     """Replace the hyphens in the name of a command-line option by underscores, but not those in its value."""
     name, sign, value = word.partition("=")
@@ -71,19 +92,20 @@ def with_underscores(word: str) -> str:
 
 def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hint: Any) -> None:
     """Add the option of a `field` of type `hint` to the parser's `group`. A boolean also gets --name and --no_name."""
-    kind = next(each for each in get_args(hint) if each is not NoneType) if NoneType in get_args(hint) else hint
-    text, bare, bounds = (field.metadata[key] for key in ("help", "bare", "bounds"))
+    kind = next(each for each in get_args(hint) if each is not NoneType) if get_origin(hint) in UNIONS else hint
+    text, bounds = field.metadata["help"], field.metadata["bounds"]
     if field.default is not None and "(default:" not in text:
         text += f" (default: {field.default})"
     value: dict[str, Any] = {"type": number(kind, **bounds) if bounds else kind}
     if get_origin(kind) is Literal:
         value = {"choices": get_args(kind)}
+    elif get_origin(kind) is dict:
+        value = {"type": json_object}
     elif kind is bool:
-        value, bare = {"type": true_or_false_or_auto if NoneType in get_args(hint) else true_or_false}, True
+        value = {"type": true_or_false_or_auto if NoneType in get_args(hint) else true_or_false}
+        value |= {"nargs": "?", "const": True}
     elif kind is str:
         value = {"type": os.path.expanduser}  # the shell does not expand `~` in a YAML file or after `=`
-    if bare is not None:
-        value |= {"nargs": "?", "const": bare}
     # Without defaults, the parsed options are exactly those that were typed.
     place: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": field.name}
     group.add_argument(f"--{field.name}", *field.metadata["aliases"], help=text, **value, **place)
@@ -111,7 +133,9 @@ class OptionsParser(OneSentenceParser):
         actions = {action.dest: action for action in reversed(self._actions)}
         actions["mixed_precision"].type = lambda word: "no" if word.lower() in ("fp32", "no", "off", "false") else word
         actions["batch_size"].type = number_or_auto
+        actions["save_every"].type = actions["eval_every"].type = number_or_epoch
         actions["gradient_checkpointing"].type = number_or_share_or_auto
+        actions["gradient_checkpointing"].nargs, actions["gradient_checkpointing"].const = "?", 1  # the flag alone
         actions["fp8_scenario"].choices = (DEFAULT, *recipe_names())
         rows = "; ".join(f"{name} ({recipe.backend}): {recipe.summary}" for name, recipe in RECIPES.items())
         default = " or ".join(f"{recipe} ({backend})" for backend, recipe in DEFAULTS.items())
@@ -123,10 +147,11 @@ class OptionsParser(OneSentenceParser):
 
     def hint(self, option: str) -> str:
         name = option.lstrip("-").replace("-", "_")
-        if advice := [text for names, text in OTHER_NAMES.items() if name in names.split()]:
-            return f" ({option}: {advice[0]})"
+        for advice, names in yaml.safe_load(OTHER_NAMES.read_text()).items():
+            if name in names.split():
+                return str(advice)
         if name in {each.name for each in dataclasses.fields(ParallelConfig)}:
-            return " (train_multi_gpu.py has the sharding options)"
+            return "train_multi_gpu.py has the sharding options"
         return super().hint(f"--{name}")
 
 
@@ -187,6 +212,21 @@ def parse_launch(
     return config
 
 
+def is_adapter_folder(folder: str | Path) -> bool:
+    """Return True if `folder` contains a PEFT adapter and no model."""
+    return os.path.isfile(f"{folder}/adapter_config.json") and not os.path.isfile(f"{folder}/config.json")
+
+
+def adapter_argv(folder: str) -> list[str]:
+    """Return the arguments that the PEFT adapter in `folder` determines, or [] without an adapter."""
+    if not is_adapter_folder(folder):
+        return []
+    names = {"r": "lora_rank", "target_modules": "lora_targets"}
+    with reading("--model_name", folder, "adapter_config.json", "Give an adapter of LoRA."):
+        entries = read_json(Path(folder) / "adapter_config.json")
+        return to_argv({names.get(key, key): entries[key] for key in (*names, "lora_alpha", "lora_dropout")})
+
+
 def _read(argv: list[str], parser: OptionsParser) -> tuple[Config, frozenset[str]]:
     """Parse `argv` and --config's file, but check no combinations. Return also the names of the options in them."""
     path = parser.parse_known_args(argv)[0].config
@@ -200,6 +240,8 @@ def _read(argv: list[str], parser: OptionsParser) -> tuple[Config, frozenset[str
             names = [name.value for name, _ in getattr(yaml.compose(content), "value", [])]
     parser.origin = f"--config {path}: "
     flags = parser._option_string_actions
+    if unknown := [f"--{name}" for name in names if with_underscores(f"--{name}") not in flags]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # before their values are read
     names = [getattr(flags.get(with_underscores(f"--{name}")), "dest", name) for name in names]
     if twice := [name for name in names if names.count(name) > 1]:
         parser.error(f"it sets '{twice[0]}' twice; remove one")
@@ -207,6 +249,11 @@ def _read(argv: list[str], parser: OptionsParser) -> tuple[Config, frozenset[str
         parser.error("it names another --config, which is not read; remove it")
     parser.origin = ""
     options = vars(parser.parse_args([*file_argv, *argv]))
+    adapter = vars(parser.parse_args(adapter_argv(options.get("model_name", EMBEDDED))))
+    for name in options.keys() & adapter.keys() - {"config", "lora_dropout"}:
+        if {*names_in(str(options[name]))} != {*names_in(str(adapter[name]))}:
+            raise UserError(f"--{name} {options[name]}: the adapter in --model_name has {adapter[name]}; drop it.")
+    options = {**adapter, **options}
     config = Config().with_options(**options)
     if "learning_rate" not in options:
         config = config.with_options(learning_rate=config.default_learning_rate)

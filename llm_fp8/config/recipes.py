@@ -12,7 +12,6 @@ Backend = Literal["te", "torchao"]
 
 DEFAULT = "default"  # value of --fp8_scenario that selects the back end's entry in `DEFAULTS`
 DEFAULTS: Mapping[Backend, str] = {"te": "delayed", "torchao": "tensorwise"}
-EMULATING: tuple[Backend, ...] = ("torchao",)  # back ends that emulate fp8 without a GPU
 GEMMS = ("fprop", "dgrad", "wgrad")  # of a linear layer, in their order; frozen weights need no wgrad
 FP8_SIZE_MULTIPLE = 16  # each dimension of an fp8 GEMM must be a multiple of this
 
@@ -32,6 +31,7 @@ class Recipe:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments that replace the class's defaults
     availability: str = "is_fp8_available"  # TE's function that returns whether a GPU supports it, and why not
     capability: tuple[int, int] = (8, 9)  # minimum, to judge a GPU that is not present
+    capability_below: tuple[int, int] = (99, 0)  # Transformer Engine lacks the kernels from here on
     scales_lag: bool = False  # scales come from earlier passes, so the first pass has no scales
     fp32_scales_on_hopper: bool = False  # not powers of two as in the class; halves the loss of quality
     one_scale_per_weight: bool = False  # as --fp8_params requires
@@ -92,6 +92,7 @@ RECIPES: dict[str, Recipe] = {
         options=("fp8_format",),
         availability="is_mxfp8_available",
         capability=(10, 0),
+        capability_below=(12, 0),
     ),
     "nvfp4": Recipe(
         "te",
@@ -130,8 +131,3 @@ def row_of(name: str | None) -> Recipe:
 def precision_name(mixed_precision: str, scenario: str | None) -> str:
     """Return the name of a precision to show to users, for example 'bf16', 'fp32' or 'fp8 delayed'."""
     return f"fp8 {scenario}" if mixed_precision == "fp8" else {"no": "fp32"}.get(mixed_precision, mixed_precision)
-
-
-def recipe_argv(name: str) -> tuple[str, ...]:
-    """Return the command-line arguments that select the recipe `name`."""
-    return ("--mixed_precision", "fp8", "--fp8_backend", RECIPES[name].backend, "--fp8_scenario", name)

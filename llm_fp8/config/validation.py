@@ -6,7 +6,7 @@ import math
 from fnmatch import fnmatchcase
 
 from llm_fp8.config import options
-from llm_fp8.config.options import ALL_LINEAR, Config, names_in
+from llm_fp8.config.options import ALL_LINEAR, EXPERTS, Config, names_in
 from llm_fp8.config.recipes import DEFAULT, FP8_SIZE_MULTIPLE, RECIPE_OPTIONS, RECIPES, recipe_for, recipe_names
 from llm_fp8.utils.errors import UserError, did_you_mean, reading
 
@@ -42,6 +42,16 @@ def check_declared(config: Config, mode: str | None = None) -> None:
                 raise UserError(f"{flag} cannot be combined with {other}: {reason}; drop one of them.")
 
 
+def refusal(config: Config, mode: str | None = None) -> str | None:
+    """Return why the options exclude each other (see `check_declared`) or the fp8 recipe, or None if they do not."""
+    try:
+        check_declared(config, mode)
+        _check_recipe(config)
+    except UserError as error:
+        return str(error).partition(";")[0]
+    return None
+
+
 def _flags(condition: str, name: str) -> str:
     """Write `condition` as flags: 'a=x|y or b' becomes '--a x or y or --b'. Leave out parts about the option `name`."""
     parts = [f"--{part}" for part in condition.split(" and ") if not part.startswith(f"{name}=")]
@@ -57,8 +67,10 @@ def check_options(config: Config) -> None:
     run, max_tokens, size = config.run, config.data.max_seq_length, config.parallel.context_parallel_size
     if size > 1 and max_tokens % (2 * size) != 0:
         raise UserError(f"--context_parallel_size {size} needs a --max_seq_length that is a multiple of {2 * size}.")
-    if config.precision.mixed_precision in ("fp8", "auto") or config.packing:
+    if config.precision.mixed_precision == "fp8" or config.packing:
         check_tokens(config, FP8_SIZE_MULTIPLE, "fp8 kernels and packed sequences")
+    if config.data.streaming and "epoch" in (run.save_every, run.eval_every):
+        raise UserError("--save_every and --eval_every take no epoch with --streaming: its length is unknown.")
     if run.output_dir == "":
         raise UserError("--output_dir is empty; give a folder, or drop it.")
     if run.resume_from == "latest" and run.output_dir is None:
@@ -67,8 +79,9 @@ def check_options(config: Config) -> None:
 
 def _check_recipe(config: Config) -> None:
     """Check that the back end has the chosen recipe, and that the recipe accepts the options that are set."""
-    precision = config.precision
-    backend, scenario = precision.fp8_backend, precision.fp8_scenario
+    precision, scenario = config.precision, config.precision.fp8_scenario
+    if (backend := precision.fp8_backend) == "auto":  # the machine may allow both for the default recipe
+        backend = "te" if scenario == DEFAULT or config.model.use_te else RECIPES[scenario].backend
     if scenario not in (DEFAULT, *recipe_names(backend)):
         available = " or ".join(recipe_names(backend))
         raise UserError(f"--fp8_scenario {scenario} is not available with --fp8_backend {backend}; use {available}.")
@@ -88,6 +101,8 @@ def _check_recipe(config: Config) -> None:
 def _check_names(config: Config) -> None:
     """Check the options whose values are comma-separated names or numbers."""
     data, targets = config.data, config.lora.targets
+    if not targets or (ALL_LINEAR in targets and not {*targets} <= {ALL_LINEAR, EXPERTS}):
+        raise UserError(f"--lora_targets must name layers, as in q_proj,v_proj, or be {ALL_LINEAR}[,{EXPERTS}].")
     with reading("--dataset_weights", data.dataset_weights, "numbers", "Give shares, as in 0.7,0.3."):
         weights = data.weights or []
     if not all(0 < weight < math.inf for weight in weights):
@@ -95,14 +110,12 @@ def _check_names(config: Config) -> None:
     dataset_columns = set(data.column_names.values())
     if data.columns is not None and ("" in dataset_columns or len(dataset_columns) != len(data.columns.split(","))):
         raise UserError(f"--columns '{data.columns}' must be pairs, as in problem=question,generated_solution=answer.")
-    layers = (*options.DECODER_LINEARS, ALL_LINEAR) if config.model.use_te else ()  # else checked with the model
     settings = dict.fromkeys([*options.SETTINGS, *options.SETTINGS.values()])
     for flag, names, choices in (
         ("--columns", data.column_names, options.COLUMN_NAMES),
         ("--allow_changed", names_in(config.run.allow_changed), settings),
-        ("--lora_targets", targets, layers),
     ):
-        if unknown := [name for name in names if choices and name not in choices]:
+        if unknown := [name for name in names if name not in choices]:
             hint = did_you_mean(unknown[0], choices)
             raise UserError(f"{flag}: '{unknown[0]}' is not among {', '.join(choices)}{hint}.")
 

@@ -73,8 +73,13 @@ def encode_batch(
     ends = {eos, tokenizer.eos_token_id}
     if form not in UNTEMPLATED:
         ends |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    encoded = _encode_spans([render(conversation, form, tokenizer) for conversation in conversations], tokenizer)
-    documents = [_end_turns(document, tokenizer, eos, ends) for document in encoded]
+    if form == "token_ids":
+        documents = [Encoded(list(each.tokens[0]), list(each.tokens[1])) for each in conversations]
+        if unknown := [i for ids, _ in documents for i in ids if not 0 <= i < len(tokenizer)]:
+            raise UserError(f"--dataset_name: 'input_ids' has {unknown[0]}, and the tokenizer {len(tokenizer)} tokens.")
+    else:
+        encoded = _encode_spans([render(conversation, form, tokenizer) for conversation in conversations], tokenizer)
+        documents = [_end_turns(document, tokenizer, eos, ends) for document in encoded]
     return [Encoded(ids, [True] * len(ids)) for ids, _ in documents] if train_on_prompt else documents
 
 

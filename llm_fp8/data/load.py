@@ -1,12 +1,4 @@
-"""Load one split of a dataset from the Hugging Face hub or a local path. --dataset_name may be:
-
-    embedded                    the dataset in this repository
-    owner/name                  a dataset of the Hugging Face hub
-    path/to/folder              a folder with the hub's layout, or written by `save_to_disk`
-    path/to/file.jsonl          also .json, .parquet, .csv, and compressed (.jsonl.gz)
-    'path/to/train-*.jsonl'     all files that match, as one dataset
-    any of these:configuration  one of its configurations (openai/gsm8k:main)
-    any of these,another        several datasets, mixed by --dataset_weights
+"""Load one split of a dataset from the Hugging Face hub or a local path (docs/data_and_checkpoints.md).
 
 Cells of CSV files stay text, and rows of JSON files are loaded as JSON text (`JsonRows`). Otherwise `datasets` would
 convert text that looks like a date to a date, and would not distinguish null fields from missing ones. Other files in a

@@ -5,11 +5,9 @@ each shuffled with the seed (run's seed, index of the buffer). The content of a 
 (batch_size * gradient_accumulation_steps * world_size). Each global batch is yielded with the position after it, a
 JSON-serialisable dict from which the series continues exactly.
 
-`epochs` yields all sequences as one buffer per epoch; the last global batch of an epoch may be smaller.
-`stream_buffers` (`--streaming`) reads and packs one buffer of tokenised rows at a time. The stream restarts at its end,
-and all global batches have full size. Every rank reads the full stream. A position contains the state of the `datasets`
-stream before its buffer (None at the start of the stream) and a hash of the buffer's documents (None before the buffer
-is read), since a resumed run reads the buffer again.
+The last global batch of an epoch may be smaller. A stream restarts at its end, every rank reads all of it, and all
+global batches have full size. A position contains the state of the `datasets` stream before its buffer (None at the
+start of the stream) and a hash of the buffer's documents (None before it is read): a resumed run reads it again.
 
 Micro-batch i is processed by rank i % world_size. All ranks get the same number of micro-batches, since they must call
 the same collectives. If the last step of an epoch has too few sequences, some ranks get a micro-batch of padding.
@@ -38,8 +36,7 @@ from llm_fp8.utils.errors import UserError
 T = TypeVar("T")
 Position = dict[str, Any]
 ReadDocuments = Callable[[Sequence[int]], list[Document]]  # by index
-Buffer = tuple[PackingPlan, ReadDocuments, Position, Position]
-"""Packing plan, function that reads documents, position at the first sequence, position after the last sequence."""
+Buffer = tuple[PackingPlan, ReadDocuments, Position, Position]  # positions: at the first sequence, after the last
 
 STREAM_BUFFER_ROWS = 8192  # rows that are read, packed and shuffled at a time
 STEPS_AHEAD = 2  # optimizer steps, or evaluation batches, to prefetch
@@ -90,9 +87,8 @@ def stream_buffers(
     report: DataReport,
     position: Position,
 ) -> Iterator[Buffer]:
-    """Yield buffers of the stream from `position` on and count its rows in `report`. `open_stream` opens the stream of
-    tokenised rows at its start. `is_held_out` maps the rows' `problem_key` hashes to a mask of rows to hold out.
-    `plan_of` packs documents, given the lengths of all documents and the indices of those to train on.
+    """Yield buffers of the stream of tokenised rows from `position` on and count its rows in `report`. `is_held_out`
+    maps `problem_key` hashes to a mask. `plan_of` packs documents, given all lengths and the indices to train on.
     """
     begin, ended = {**position, "next_row": 0}, True
     report.forget_rows()

@@ -3,9 +3,6 @@
 load (load.py) -> documents, cached (rows.py, chat.py, tokenise.py) -> held-out rows (here)
 -> sequences (collate.py) -> global batches, micro-batches (loader.py) -> tensors (collate.py)
 
-Several datasets (--dataset_name a,b) are each tokenised according to their own columns. By default all rows are used.
-With --dataset_weights, the first rows of each are used in this ratio, but a stream draws each row's dataset at random.
-
 Rows with the same problem are held out together, as OpenMathInstruct-2 has many answers to a problem. The selection
 uses only a 64-bit hash of the problem's normalised text, not the order of the rows, the seed or streaming.
 """
@@ -49,10 +46,9 @@ def is_held_out(key: int | npt.NDArray[np.int64], fraction: float) -> Any:
 def held_out_mask(keys: npt.NDArray[np.int64], fraction: float | None) -> npt.NDArray[np.bool_]:
     """Return the mask of the rows to hold out, bool [rows]. `keys`, int64 [rows], has each row's `problem_key`.
 
-    A `fraction` above 0 holds out the rows that `is_held_out` selects. If it selects none, the problem with the
-    smallest key is held out, unless it is the only problem. If `fraction` is None, the target is `DEFAULT_FRACTION` of
-    the rows, but at least `DEFAULT_ROWS` (in a small dataset, a tenth of the rows). The problems with the smallest keys
-    are held out until the target is reached. Problems with more rows than the target are skipped.
+    A `fraction` above 0 holds out the rows that `is_held_out` selects or, if there are none, the problem with the
+    smallest key, unless it is the only one. None holds out the problems with the smallest keys, until they have
+    `DEFAULT_FRACTION` of the rows, but at least `DEFAULT_ROWS` or a tenth. Problems with more rows are skipped.
     """
     if fraction == 0 or len(keys) == 0:
         return np.zeros(len(keys), dtype=bool)
@@ -89,11 +85,11 @@ def prepare_data(
 ) -> PreparedData:
     """Load, tokenise, split and pack a run's data. Raise `UserError` if a dataset cannot be found, read or used.
 
-    If `config.num_slices` is n, n consecutive ranks get the same sequences, and `split_batch` returns a rank's slice of
+    With --context_parallel_size n, n ranks in a row get the same sequences, and `split_batch` returns a rank's slice of
     a batch. --eval_batches counts batches of `eval_batch_size` (default: --batch_size), so that merging micro-batches
     does not change the evaluated rows. `main_process_first()` makes other processes wait until the cache is filled.
     """
-    data, num_slices = config.data, config.num_slices
+    data, num_slices = config.data, config.parallel.context_parallel_size
     data_rank = DataRank(rank // num_slices, world_size // num_slices)
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if isinstance(i, int)), 0)
     layout = (data.batch_size, data.max_seq_length, pad, config.packing, num_slices, split_batch, pin_memory)
@@ -205,7 +201,7 @@ class _Job:
         used = {ours: theirs for ours, theirs in columns.items() if ours in wanted}
         others = [] if source.is_json else [name for name in row if name not in used.values()]
         limits = (data.max_seq_length, data.overlong, data.train_on_prompt)
-        return RowOptions(form, used, others, *limits, data.template_kwargs)
+        return RowOptions(form, used, others, *limits, data.chat_template_kwargs or {})
 
     def mixed(self, parts: list[_Part]) -> list[_Part]:
         """Take the datasets' rows in the ratio of --dataset_weights. At least one dataset is used completely."""

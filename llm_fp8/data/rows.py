@@ -1,14 +1,7 @@
 """Convert a row of a dataset to a conversation. No other module reads columns of rows or entries of messages.
 
-The form of a row is the first of these forms whose columns the row has:
-
-    problem + generated_solution    a question and a worked answer (nvidia/OpenMathInstruct-2)
-    messages                        a list of {role, content}; each turn of the assistant is supervised
-    conversations                   a list of {from, value}, as in ShareGPT; supervised like `messages`
-    instruction + output            Alpaca; a column `input` is appended to the instruction after a blank line
-    prompt + completion             two lists of messages, or two texts that are concatenated; completion is supervised
-    text                            text; all of it is supervised
-
+The form of a row is the first in `COLUMNS` whose columns the row has; docs/data_and_checkpoints.md explains them.
+Alpaca's `input` follows the instruction after a blank line. Two texts, `prompt` and `completion`, are concatenated.
 A turn is excluded from the loss if its `weight` is 0, its `train`, `training` or `loss` is false, or its `masked` is
 true. Forms that use a chat template may also have the columns in `CONTEXT`. Unused parts of a row are counted.
 """
@@ -17,16 +10,17 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import itertools
 import json
 import textwrap
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from llm_fp8.utils.errors import UserError
 
-RowForm = Literal["problem_solution", "messages", "sharegpt", "alpaca", "prompt_messages", "prompt_completion", "text"]
+RowForm = str  # a name in `COLUMNS`
 
 COLUMNS: dict[RowForm, tuple[str, ...]] = {
     "problem_solution": ("problem", "generated_solution"),
@@ -36,14 +30,15 @@ COLUMNS: dict[RowForm, tuple[str, ...]] = {
     "prompt_messages": ("prompt", "completion"),
     "prompt_completion": ("prompt", "completion"),
     "text": ("text",),
+    "token_ids": ("input_ids", "labels"),
 }
 CONTEXT = ("system", "system_prompt", "history", "tools", "functions", "chat_template_kwargs")
 """Columns for the system prompt, earlier turns, JSON schemas of tools, and variables of the chat template."""
-UNTEMPLATED: tuple[RowForm, ...] = ("prompt_completion", "text")  # forms that use no chat template
-OPTIONAL_COLUMNS = {form: () if form in UNTEMPLATED else CONTEXT for form in COLUMNS} | {"alpaca": ("input", *CONTEXT)}
-QUESTIONS = "problem question query instruction prompt input user human".split()
+UNTEMPLATED: tuple[RowForm, ...] = ("prompt_completion", "text", "token_ids")  # forms that use no chat template
+OPTIONAL_COLUMNS: dict[RowForm, tuple[str, ...]] = dict.fromkeys(COLUMNS, CONTEXT) | dict.fromkeys(UNTEMPLATED, ())
+OPTIONAL_COLUMNS |= {"alpaca": ("input", *CONTEXT), "token_ids": ("attention_mask",)}
+QUESTIONS = "problem question query instruction prompt input user human".split()  # for suggestions, best first
 ANSWERS = "chosen answer response output assistant completion solution target gpt conversation dialogue chat".split()
-"""Other names of question and answer columns for suggestions, in lower case, in order of preference."""
 
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function": "tool", "function_call": "assistant"}
 """ShareGPT's `from` -> `role`. The content of "function_call" is the JSON text of one call or of a list of calls."""
@@ -63,6 +58,7 @@ class Conversation(NamedTuple):
     excluded: frozenset[int] = frozenset()  # indices of the messages that are excluded from the loss
     tools: list[Any] | None = None
     template_kwargs: Mapping[str, Any] = MappingProxyType({})
+    tokens: tuple[Sequence[int], Sequence[bool]] = ((), ())  # ids, and True if supervised, of a tokenised row
 
     def until(self, turn: int) -> Conversation:
         """Return the conversation up to, but not including, the message at index `turn`."""
@@ -101,7 +97,7 @@ def detect_columns(row: Mapping[str, Any], mapped: Collection[str] = (), dataset
         if row.keys() >= {*needed} and {*mapped} <= {*needed, *OPTIONAL_COLUMNS[form]}:
             return form
     supported = "; ".join(dict.fromkeys(" + ".join(needed) for needed in COLUMNS.values()))
-    preferences = "Preference pairs are not supported; to train on the chosen answers alone, use"
+    preferences = "This trains on answers, TRL's DPOTrainer on preferences; to train on the chosen answers alone, use"
     advice = f"{preferences if 'rejected' in row else 'Use'} --columns {'' if mapped else _mapping(row)}".rstrip()
     raise UserError(f"{dataset} has the columns {', '.join(row)}; supported are: {supported}. {advice}.")
 
@@ -125,6 +121,8 @@ def _mapping(row: Mapping[str, Any]) -> str:
 
 def conversation_of(row: Mapping[str, Any], form: RowForm) -> Conversation:
     """Convert a row to a conversation that ends with the last supervised turn, or to an empty one if there is none."""
+    if form == "token_ids":
+        return _of_tokens(row)
     unused = Unused()
     history = [_message(turn, unused) for entry in _structured(row, "history") for turn in _history_messages(entry)]
     turns = _turns(row, form, unused)
@@ -149,6 +147,18 @@ def conversation_of(row: Mapping[str, Any], form: RowForm) -> Conversation:
         empty = set(range(end)) - set(supervised) - excluded
         unused["assistant's turn that says nothing"] += sum(turns[i][0]["role"] == "assistant" for i in empty)
     return whole.until(end)
+
+
+def _of_tokens(row: Mapping[str, Any]) -> Conversation:
+    """Convert a tokenised row, without its padding (`attention_mask` 0). Labels of -100 are not supervised."""
+    ids, labels, mask = (_structured(row, name) for name in ("input_ids", "labels", "attention_mask"))
+    mask = mask or [1] * len(ids)
+    if not len(ids) == len(labels) == len(mask) or any(map(lambda i, label: label not in (-100, i), ids, labels)):
+        raise UserError(f"--dataset_name: 'labels' must be ids or -100, not {repr_of(labels)} for {repr_of(ids)}.")
+    ids, labels = (list(itertools.compress(column, mask)) for column in (ids, labels))
+    prompt = [i for i, label in zip(ids, labels, strict=True) if label == -100]  # identifies the problem
+    tokens = ids, [label != -100 for label in labels]
+    return Conversation([{"role": "user", "content": f"{prompt or ids}"}], Unused(), tokens=tokens)
 
 
 def _turns(row: Mapping[str, Any], form: RowForm, unused: Unused) -> list[Turn]:

@@ -219,7 +219,8 @@ def _tokenise_batch(
         if outcome >= Outcome.OVERLONG:
             ids, supervised = [], []
         document_key = _hash(np.array(ids, np.int32).tobytes() + np.array(supervised, bool).tobytes())
-        figures = len(ids), sum(supervised[1:]), outcome, ids[-1] if outcome is Outcome.USED else -1
+        ended = outcome is Outcome.USED and (options.form != "token_ids" or ids[-1] in tokenizer.added_tokens_decoder)
+        figures = len(ids), sum(supervised[1:]), outcome, ids[-1] if ended else -1
         unused = json.dumps(+chat.unused, sort_keys=True)
         rows.append((ids, supervised, *figures, problem_key(chat.problem()), document_key, row_id, unused))
     return {name: [values[i] for values in rows] for i, name in enumerate(FEATURES)}

@@ -6,8 +6,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
-from llm_fp8.config.options import MODES, Config
+from llm_fp8.config.options import Config
 from llm_fp8.distributed.strategy import DistributedStrategy
+from llm_fp8.models.memory import MODES
 from llm_fp8.precision.plan import PrecisionPlan
 from llm_fp8.utils.ranks import LaunchRanks
 

@@ -59,11 +59,10 @@ def build_structure(
     compute_dtype: torch.dtype,
     device: torch.device,
     unfused_mlp: bool = False,
-    te_on_meta: bool = True,
     full_tensor: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> Model:
-    """Build the model with uninitialised parameters on "meta" and buffers on `device`. If `te_on_meta` is False, a TE
-    decoder's parameters are on `device`. `unfused_mlp`: see `te_llama.LayerSpec`. `stored`, `full_tensor`: see `Model`.
+    """Build the model with uninitialised parameters on "meta" and buffers on `device`. For `unfused_mlp` see
+    `te_llama.LayerSpec`, for `stored` and `full_tensor` see `Model`.
     """
     choice = "sdpa" if options.use_te else options.attn_implementation
     attention = choose_attention(choice, hf_config, device, compute_dtype)
@@ -71,38 +70,24 @@ def build_structure(
         model = model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
     if options.use_te:
         shared: dict[str, Any] = {"table_device": device, "unfused_mlp": unfused_mlp, "model": model.module}
-        te_llama.build_te_model(hf_config, parameter_dtype, "meta" if te_on_meta else device, **shared)
+        te_llama.build_te_model(hf_config, parameter_dtype, "meta", **shared)
     else:
         model.module.tie_weights()  # undone by `init_empty_weights`
     return replace(model, stored=stored, full_tensor=full_tensor)
 
 
-def build_model(
-    options: ModelConfig,
-    hf_config: PretrainedConfig,
-    stored: StoredCheckpoint | None,
-    *,
-    device: torch.device,
-    seed: int = 0,
-    keep_lower_bits: bool = False,
-    **structure: Any,
-) -> Model:
-    """Build the model on `device` with the weights in `stored` or, if `stored` is None, with random weights.
-    `structure` contains more arguments of `build_structure`. With `keep_lower_bits`, each bf16 parameter gets a
-    remainder, which stores the lower bits of an fp32 weight (`llm_fp8.optim.adamw_master`).
-    """
-    model = build_structure(options, hf_config, stored, device=device, te_on_meta=False, **structure)
-    if not options.use_te:
-        materialize_(model.module, device, device)
-        model.module.tie_weights()  # undone by moving
+def allocate_and_fill(model: Model, device: torch.device, seed: int = 0, keep_lower_bits: bool = False) -> None:
+    """Allocate memory on `device` for a model of `build_structure` that is not sharded. Then call `fill_weights`."""
+    materialize_(model.module, device, device)
+    model.module.tie_weights()  # undone by moving
     fill_weights(model, device, seed, keep_lower_bits)
-    return model
 
 
 def fill_weights(model: Model, device: Device = "cpu", seed: int = 0, keep_lower_bits: bool = False) -> None:
     """Fill the parameters (or this rank's shards), which must have memory, with the stored weights. If the model has no
     stored weights, draw random ones on `device` with `seed`; they are equal for every world size. Raise `UserError`
-    naming file and tensor if a stored tensor does not match the model. For `keep_lower_bits` see `build_model`.
+    naming file and tensor if a stored tensor does not match the model. With `keep_lower_bits`, each bf16 parameter gets
+    a remainder, which stores the lower bits of an fp32 weight (`llm_fp8.optim.adamw_master`).
     """
     if keep_lower_bits and model.stored is not None:
         for parameter in model.module.parameters():
@@ -176,7 +161,7 @@ def model_on_meta(hf_config: PretrainedConfig) -> Model:
 
 
 def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -> DecoderSize:
-    """Return the decoder's sizes that determine FLOPs. Of the experts, only those that a token uses are counted."""
+    """Return the decoder's sizes that determine FLOPs. Not counted: experts that a token does not use, recurrences."""
     model, decoder = model_on_meta(hf_config), text_config(hf_config)
     routed, num_linear = routed_modules(model.module), 0.0
     for module in model.module.modules():

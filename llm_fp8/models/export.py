@@ -1,4 +1,4 @@
-"""Export the final weights as an ordinary Hugging Face checkpoint, and load the model from such a folder or a hub id.
+"""Export the final weights as an ordinary Hugging Face checkpoint.
 
 An export is written to a temporary folder, which is then renamed, so `final/` is complete or absent. A TE model is
 written in Hugging Face's layout (`te_llama.parameter_map`). Adapters are merged into the weights; `export_adapter`
@@ -15,7 +15,7 @@ import itertools
 import json
 import os
 import shutil
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,17 +25,15 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from llm_fp8.config.options import EMBEDDED, LoraConfig, ModelConfig
+from llm_fp8.config.options import EMBEDDED, LoraConfig
 from llm_fp8.models.build import auto_class
 from llm_fp8.models.model import Model, is_adapter, saved_tensors
 from llm_fp8.models.side_files import NO_SOURCE, Origin, save_side_files
-from llm_fp8.models.source import ModelSource, finite, is_adapter_folder, load_tokenizer, resolve_source
-from llm_fp8.utils.errors import UserError, listed, reading
+from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import ignored_on_save
-from llm_fp8.utils.json_files import read_json
 
 MAX_FILE_SIZE = "5GB"  # of a safetensors file, unless a single tensor is larger
 _ADVICE = "Free disk space. If a checkpoint was saved, --resume_from latest then exports the model."
@@ -191,55 +189,3 @@ def model_card(card: dict[str, Any], reader: str, library: str = "transformers")
     base_entry = "" if base == EMBEDDED or Path(base).is_dir() else f"base_model: {base}\n"
     text = f"Trained with the llm-fp8 scripts. Load it with `{reader}`.\n\n| | |\n|---|---|\n{rows}\n"
     return f"---\nlibrary_name: {library}\n{base_entry}---\n\n# {base}, fine-tuned\n\n{text}"
-
-
-def adapter_base(folder: str | Path) -> str | None:
-    """Return the folder or hub id of the base model of the adapter in `folder`, or None if there is no adapter."""
-    if not is_adapter_folder(folder):
-        return None
-    with reading("--model_name", folder, "the base model's name in adapter_config.json"):
-        name = read_json(Path(folder) / "adapter_config.json")["base_model_name_or_path"]
-        return resolve_source(ModelConfig(model_name=name)).location
-
-
-def load_exported(folder: str | Path, base: str | None, dtype: torch.dtype | str) -> PreTrainedModel:
-    """Load the model in `folder`. If `base` is given, load the model `base` and merge the adapter in `folder`."""
-    with reading("--model_name", folder, "the model", "Give an exported folder, such as runs/x/final, or a hub id."):
-        config = AutoConfig.from_pretrained(base or folder)
-        model: PreTrainedModel = auto_class(config).from_pretrained(base or folder, dtype=dtype)
-        if base is None:
-            return model
-        model = merged_by_peft(model, folder, "--model_name")
-        if (Path(folder) / GENERATION_CONFIG_NAME).is_file():  # it contains the EOS of the training data
-            model.generation_config = GenerationConfig.from_pretrained(folder)
-        return model
-
-
-def tokenizer_of(folder: str | Path, base: str | None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in `folder`. If `folder` has an adapter without a tokenizer, load that of the model `base`."""
-    location = folder if base is None or (Path(folder) / "tokenizer_config.json").is_file() else base
-    source = ModelSource(str(folder), str(location), is_random=False)
-    return load_tokenizer(ModelConfig(model_name=str(folder)), source)[0]
-
-
-def merged_by_peft(model: PreTrainedModel, folder: str | Path, flag: str) -> PreTrainedModel:
-    """Merge the PEFT adapter in `folder` into `model`. Raise `UserError` about the option `flag` if model and adapter
-    do not match or a merged weight is not finite.
-    """
-    from peft import PeftModel
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    advice = "Give the base model that the adapter was trained on, or use the adapter unmerged, with PEFT."
-    with reading(flag, folder, "the adapter into the model's weights", advice):
-        adapted: Any = PeftModel.from_pretrained(model, str(folder))  # fp32 matrices, so sums are rounded once
-        result = adapted.load_adapter(str(folder), "default")  # load again, since `from_pretrained` hides misfits
-        if misfits := [*result.missing_keys, *result.unexpected_keys]:
-            raise ValueError(f"model and adapter do not both have {listed(misfits)}")
-        uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-        tuners: list[Any] = [module for module in adapted.modules() if isinstance(module, BaseTunerLayer)]
-        for layer in (tuner.get_base_layer() for tuner in tuners):
-            if uses[id(getattr(layer, "weight", None))] > 1:  # tied; PEFT adapts one layer, but would merge into both
-                layer.weight = nn.Parameter(layer.weight.detach().clone())
-        merged: PreTrainedModel = adapted.merge_and_unload()
-    deque(finite(merged.named_parameters(), f"{flag} {folder}, merged"), maxlen=0)
-    return merged

@@ -5,10 +5,9 @@
 As in PEFT, B starts at zero, and A with uniform random numbers in +-1/sqrt(in). Their seed is a hash of --seed and the
 layer's name, so A starts with the same numbers in every precision, decoder, layout and world size.
 
-PEFT adds the adapters to Hugging Face's decoder. In a mixture of experts, attention and shared experts get adapters;
-routed experts get them if --lora_targets includes them. PEFT does not support the TE decoder's fused modules. We add a
-submodule `adapters` to each, with an A and B for each Hugging Face layer, which a forward hook calls. All adapters are
-exported and merged as PEFT adapters. Their GEMMs run in the run's compute dtype, never in fp8.
+PEFT adds the adapters to Hugging Face's decoder. It does not support the TE decoder's fused modules. We add a submodule
+`adapters` to each, with an A and B for each Hugging Face layer, which a forward hook calls. All adapters are exported
+and merged as PEFT adapters. Their GEMMs run in the run's compute dtype, never in fp8.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import te_llama
-from llm_fp8.config.options import ALL_LINEAR, DECODER_LINEARS, EXPERTS, LoraConfig
+from llm_fp8.config.options import ALL_LINEAR, EXPERTS, LoraConfig
 from llm_fp8.models.build import auto_class, local_shard, read_by_kernels
 from llm_fp8.models.experts import expert_weights, routed_modules
-from llm_fp8.models.model import Model, is_adapter, name_without_adapter
+from llm_fp8.models.model import Model, is_adapter
 from llm_fp8.utils.errors import UserError, listed, reading
 from llm_fp8.utils.packages import BASE_REQUIREMENTS
 from llm_fp8.utils.te_internals import prefer_torchs_cudnn
@@ -50,7 +49,7 @@ class Adapter(NamedTuple):
 
 def needs_unfused_mlp(options: LoraConfig) -> bool:
     """Return True if adapters of the MLP require `UnfusedMLP` in the TE decoder."""
-    in_mlp = {"gate_proj", "up_proj", "down_proj", ALL_LINEAR}
+    in_mlp = {"gate_proj", "up_proj", "gate_up_proj", "down_proj", ALL_LINEAR}
     return options.lora_rank > 0 and not in_mlp.isdisjoint(options.targets)
 
 
@@ -189,15 +188,16 @@ def _add_by_peft(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype
 
 
 def _add_to_te_decoder(model: PreTrainedModel, options: LoraConfig, dtype: torch.dtype) -> None:
-    targets = DECODER_LINEARS if ALL_LINEAR in options.targets else options.targets
+    layers = [layer for layer in model.modules() if isinstance(layer, te_llama.TEDecoderLayer)]
+    linears = dict.fromkeys(name for layer in layers for name in te_llama.linear_shapes(layer.spec))
+    targets = linears if ALL_LINEAR in options.targets else options.targets
     for te_name, parts in te_llama.parameter_map(model).items():
         module_name, _, kind = te_name.rpartition(".")
         adapted = [part for part in parts if part.hf_name.split(".")[-2] in targets]
         if kind != "weight" or not adapted:
             continue
         module = model.get_submodule(module_name)
-        device = model.get_parameter(te_name).device
-        module.add_module("adapters", FusedAdapters(adapted, options, dtype, device))
+        module.add_module("adapters", FusedAdapters(adapted, options, dtype, model.get_parameter(te_name).device))
         if hasattr(module, "return_layernorm_output"):
             module.return_layernorm_output = True  # type: ignore[assignment]  # the GEMM's input, for the hook
         module.register_forward_hook(_with_adapters)
@@ -275,7 +275,7 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
         elif isinstance(getattr(layer, "lora_A", None), nn.ModuleDict):
             a, b = (matrices["default"].weight for matrices in (layer.lora_A, layer.lora_B))
             is_parameter = hasattr(layer, "parameter_name")
-            weight = f"{name_without_adapter(name)}.{layer.parameter_name if is_parameter else 'weight'}"
+            weight = f"{name.replace('.base_layer', '')}.{layer.parameter_name if is_parameter else 'weight'}"
             delta = functools.partial(layer.get_delta_weight, "default") if is_parameter else None
             adapters[name] = Adapter(a, b, layer.scaling["default"], weight, delta)
     return adapters
@@ -300,6 +300,24 @@ def initialize_adapters_(model: PreTrainedModel, seed: int) -> None:
         shard = local_shard(adapter.a)
         shard.data.copy_(full[shard.start : shard.start + len(shard.data)])
         local_shard(adapter.b).data.zero_()
+
+
+def load_adapters_(model: PreTrainedModel, folder: str) -> None:
+    """Fill the adapters (or shards) from the PEFT adapter in `folder`, or raise `UserError` if both differ."""
+    from peft import PeftConfig, load_peft_weights
+
+    free = {"r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "base_model_name_or_path"}
+    free |= {"inference_mode", "task_type", "auto_mapping", "peft_version"}  # other settings must be PEFT's defaults
+    with reading("--model_name", folder, "the adapter", "Merge it and train the result (scripts/merge_adapter.py)."):
+        settings, plain = (vars(each) for each in (PeftConfig.from_pretrained(folder), peft_config(LoraConfig(1), ())))
+        if others := sorted(name for name in plain.keys() - free if settings.get(name) != plain[name]):
+            raise ValueError(f"{listed(others)} in adapter_config.json")
+        stored, targets = load_peft_weights(folder, "cpu"), adapter_tensors(model)
+        shapes, expected = ({(name, *each[name].shape) for name in each} for each in (stored, targets))
+        if misfits := [name for name, *_ in sorted(shapes ^ expected)]:
+            raise ValueError(f"adapter and model do not both have {listed(misfits)} in one shape")
+        for name, matrix in targets.items():
+            local_shard(matrix).fill(te_llama.stacked((name, tuple(matrix.shape)))[0], stored[name])
 
 
 def with_adapter(weight: Tensor, adapter: Adapter, full_tensor: Callable[[Tensor], Tensor]) -> Tensor:

@@ -1,6 +1,6 @@
 """Estimate a run's GPU memory, by part, from its options and the model's config. No GPU and no weights are needed.
 
-`RunSize.estimate` is within 1.2% of recorded runs (tests/models/test_memory.py). `llm_fp8.settle` uses it.
+`RunSize.estimate` is within 1.2% of recorded runs of Llama, Qwen 2.5 and Qwen 3. Other families are not yet measured.
 
 Memory use is highest at the start of the last micro-batch's backward pass. At this time the saved tensors of all layers
 (for recomputed layers only the inputs), the logits, the lm_head's gradient, the weights, the optimizer state and the
@@ -12,35 +12,35 @@ exist twice.
 Tensors that a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, Linear, LayerNormMLP and
 FusedAttnFunc), with hidden size h, MLP size f, and q and kv the output sizes of the query and the key projection:
 
-    bf16 elements   2 h        inputs of both norms
+    bf16 elements   2 h        inputs of both norms (h for each norm, if a layer has more or fewer)
                     2 q + 2 kv rotated q and k, v; attention's output (Qwen3: q + kv more, inputs of their norms)
                     2 f        output of fc1
     fp32            1 per head attention's log-sum-exp
     GEMM inputs     2 h + f    in bf16: both norms' outputs and fc2's input
                     3 h + q + f  in fp8, one byte each: LayerNormMLP's in two layouts (block scaling: fc2's too)
 
-A Hugging Face decoder layer saves at most, in bf16 elements per token, 8 h (both norms, also in fp32, and their
-outputs), 5 q (attention with repeated keys and values) and 4 f. Norms of q and k add 3 (q + kv). LoRA adds 2 h + q + kv
-(inputs of adapters), and with dropout half of 5 h + q + f (masks). This bound is used for merging and recomputation.
+A Hugging Face decoder layer saves at most the elements in `_layer_bytes`: norms also in fp32, keys and values repeated,
+inputs of adapters, and masks of dropout. This bound is used for merging and recomputation.
 
 The GEMM of a frozen weight needs no saved input. With LoRA, a layer saves the bf16 inputs of its adapters and the
-low-rank products instead. In fp8, each LayerNormLinear also saves its fp8 input.
+low-rank products instead. In fp8, each LayerNormLinear also saves its fp8 input. An output gate saves its sigmoid (q)
+and, if the next GEMM's input is bf16, its product (q). `DeltaNetSizes.saved_bytes` replaces attention's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 from typing import Any, Literal, TypeAlias
 
 import torch
 from transformers import PretrainedConfig
 
 import te_llama
-from llm_fp8.config.options import ALL_LINEAR, DECODER_LINEARS, MODES, Config, OptimizerKind
+from llm_fp8.config.options import ALL_LINEAR, Config, OptimizerKind
 from llm_fp8.config.recipes import RECIPES, row_of
 from llm_fp8.kernels.cross_entropy import default_chunk_tokens
 from llm_fp8.models.source import text_config
@@ -54,6 +54,37 @@ Amount: TypeAlias = float | Literal["auto"]  # a value of --gradient_checkpointi
 STATE, CASTS, ACTIVATIONS, HEAD = "weights, gradients, optimizer", "fp8 casts of weights", "activations", "lm_head"
 _BF16, _FP32 = 2, 4
 _SHARDS_WITHOUT_ROOM = 0.4  # largest fraction of gradient shards that needed new memory in recorded runs
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Properties of a sharding mode, which distributes a model over N GPUs. `unsharded_bytes` and `sharded_bytes` count
+    weights, gradients and optimizer state per parameter between micro-batches. For example, `adamw_master` needs 12
+    bytes on each GPU in ddp, 12 / N + 2 (for unsharded bf16 weights) in fsdp_grad and 12 / N in fsdp_full.
+    """
+
+    engine: Literal["copies", "fsdp", "deepspeed"]  # copies: every GPU has the whole model
+    unsharded_bytes: int = 0  # on every GPU, in addition to its shard
+    sharded_bytes: int = 0  # to divide by N, if the engine stores optimizer state; if 0, --optimizer sets them
+    on_host: bool = False  # weights and optimizer state are in host memory
+
+    @property
+    def holds_masters(self) -> bool:
+        """True if the engine stores fp32 master weights in addition to the model's parameters."""
+        return self.sharded_bytes > 0
+
+
+MODES = {  # 'single' for one process
+    "single": Mode("copies"),
+    "ddp": Mode("copies"),
+    "fsdp_grad": Mode("fsdp", unsharded_bytes=2),
+    "fsdp_full": Mode("fsdp"),
+    "fsdp_hybrid": Mode("fsdp"),
+    "fsdp_offload": Mode("fsdp", on_host=True),
+    "deepspeed_1": Mode("deepspeed", unsharded_bytes=4, sharded_bytes=12),
+    "deepspeed_2": Mode("deepspeed", unsharded_bytes=2, sharded_bytes=14),
+    "deepspeed_3": Mode("deepspeed", sharded_bytes=16),
+}
 
 
 @dataclass(frozen=True)
@@ -73,21 +104,22 @@ class MemoryEstimate:
         return self.total_gib + self.beside_gib
 
 
-def saved_bytes(spec: te_llama.DecoderSizes, recipe: str, adapted: frozenset[str], lora_rank: int) -> float:
+def saved_bytes(spec: te_llama.LayerSpec, recipe: str, adapted: frozenset[str], lora_rank: int) -> float:
     """Return the bytes that a TE decoder layer saves per token for backward. `adapted`: linears with an adapter."""
     h, f, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
-    per_token = _BF16 * (2 * h + q + 2 * kv + q + 2 * f) + _FP32 * spec.num_heads
-    if spec.qk_norm:
-        per_token += _BF16 * (q + kv)
-    per_token += _BF16 * h * sum(name is not None for name in (spec.attention_norms[1], spec.mlp_norms[1]))
+    num_norms = sum(name is not None for name in (*spec.attention_norms, *spec.mlp_norms))
+    attention = _BF16 * (2 * q + 2 * kv + (q + kv) * spec.qk_norm + q * spec.output_gate) + _FP32 * spec.num_heads
+    mixer = spec.delta_net.saved_bytes if spec.delta_net else attention
+    gated = q * (spec.output_gate or spec.delta_net is not None)  # a GEMM's input other than attention's output
+    per_token = mixer + _BF16 * (num_norms * h + 2 * f) + 2 * h * (spec.residual_dropout > 0)  # a mask has bytes
     if adapted:
-        mlp = adapted & {"gate_proj", "up_proj", "down_proj"}
-        per_token += _BF16 * lora_rank * len(adapted)
-        per_token += _BF16 * h * (bool(adapted & {"q_proj", "k_proj", "v_proj"}) + bool(mlp - {"down_proj"}))
-        per_token += _BF16 * f * ("down_proj" in adapted)
+        mlp = adapted & {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
+        per_token += _BF16 * lora_rank * len(adapted & te_llama.linear_shapes(spec).keys())
+        per_token += _BF16 * h * (bool(adapted & spec.projections.keys()) + bool(mlp - {"down_proj"}))
+        per_token += _BF16 * (f * ("down_proj" in adapted) + gated * bool(adapted & {"o_proj", "out_proj"}))
         return per_token + (0 if recipe == "bf16" else h * (2 if mlp else 1))
     if recipe == "bf16":
-        return per_token + _BF16 * (2 * h + f)
+        return per_token + _BF16 * (2 * h + f + gated)
     row = RECIPES[recipe]
     assert row.saved_bytes_per_element is not None, f"the memory of {recipe} is not measured"
     norms = 3 if "fprop" in row.gemms_in_fp8 else 2  # measured: a forward pass in fp8 saves one more
@@ -160,7 +192,7 @@ class RunSize:
     mode: str  # sharding mode
     num_gpus: int  # number of GPUs that share a copy of the model
     num_parameters: int  # without adapters; tied weights count once
-    may_be_bf16: bool = False  # True if --mixed_precision auto may replace the fp8 `recipe` by bf16
+    lacks_delta_kernels: bool = False  # True if gated delta nets run torch code, whose memory is not counted
 
     @cached_property
     def sizes(self) -> te_llama.DecoderSizes | None:
@@ -171,10 +203,10 @@ class RunSize:
 
     @property
     def spec(self) -> te_llama.DecoderSizes | None:
-        """Sizes of the TE decoder, or None if the run has none or if the memory of activations cannot be estimated."""
-        counted = self.recipe in ("bf16", *RECIPES_COUNTED) and self.mode in MODES_COUNTED
-        counted = counted and self.config.model.use_te and self.config.num_slices == 1
-        return self.sizes if counted and not (self.sharded and self.num_gpus == 1) else None
+        """Sizes of the TE decoder. None if the run has none or its activations are not counted."""
+        counted = self.recipe in ("bf16", *RECIPES_COUNTED) and self.mode in MODES_COUNTED and self.config.model.use_te
+        uncounted = (self.sharded and self.num_gpus == 1) or self.config.parallel.context_parallel_size > 1
+        return self.sizes if counted and not (uncounted or self.lacks_delta_kernels) else None
 
     @property
     def optimizer(self) -> OptimizerKind:
@@ -185,11 +217,12 @@ class RunSize:
     def sharded(self) -> bool:
         return MODES[self.mode].engine == "fsdp"
 
-    @property
+    @cached_property
     def adapted(self) -> frozenset[str]:
         """Names of the linear layers with an adapter."""
         targets = self.config.lora.targets if self.config.trains_adapters else ()
-        return frozenset(DECODER_LINEARS if ALL_LINEAR in targets else targets)
+        layers = {*self.sizes.layers} if self.sizes and ALL_LINEAR in targets else ()
+        return frozenset([name for layer in layers if layer for name in te_llama.linear_shapes(layer)] or targets)
 
     @property
     def shards_in_fp8(self) -> bool:
@@ -201,13 +234,12 @@ class RunSize:
             return False
         if config.parallel.fp8_params:
             return True
-        splits = all(rows % self.num_gpus == 0 for rows, _ in te_llama.layer_weight_shapes(sizes))
-        return splits and not self.may_be_bf16 and holds_frozen_in_fp8(config, self.mode, self.recipe)
+        splits = all(rows % self.num_gpus == 0 for rows in te_llama.linear_rows(sizes))
+        return splits and holds_frozen_in_fp8(config, self.mode, self.recipe)
 
     def num_adapter_parameters(self, spec: te_llama.DecoderSizes) -> int:
-        parts = itertools.chain(*te_llama.layer_map(spec).values())
-        adapted = (part for part in parts if part.hf_name.endswith(tuple(f".{name}.weight" for name in self.adapted)))
-        return self.config.lora.lora_rank * spec.num_layers * sum(sum(part.shape) for part in adapted)
+        shapes = [shape for layer in spec.layers if layer for shape in te_llama.linear_shapes(layer).items()]
+        return self.config.lora.lora_rank * sum(sum(shape) for name, shape in shapes if name in self.adapted)
 
     def changed(self, **options: Any) -> RunSize:
         """Return a copy with changed options (name=value)."""
@@ -223,8 +255,9 @@ class RunSize:
         state = state_bytes(mode, self.optimizer, num_gpus, config) * self.num_parameters
         if spec is None:
             return MemoryEstimate({STATE: state / GIB}, is_whole=False)
-        h, vocabulary, layers = spec.hidden_size, spec.vocab_size, spec.num_layers
-        layer_linear = h * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
+        h, f, vocabulary, layers = spec.hidden_size, spec.intermediate_size, spec.vocab_size, len(spec.layers)
+        te_layers = [layer for layer in spec.layers if layer is not None]
+        layer_linear = h * fmean(sum(each.projections.values()) + each.q_size + 3 * f for each in te_layers)
         tokens = max(1, config.data.batch_size * config.data.max_seq_length)
         outermost = _BF16 * h * vocabulary * (1 if spec.tied_embeddings else 2)  # FSDP's unit of embedding and lm_head
         recomputes = recomputed_layers(config.model.gradient_checkpointing, layers)
@@ -234,14 +267,16 @@ class RunSize:
         per_layer = self._layer_bytes(spec)
         # SwiGLU's backward pass adds the gradients of the layer's output (bf16, and in fp8 two layouts), of fc2's input
         # (bf16) and of fc1's output (two layouts).
-        working = per_layer + (0 if self.adapted else 4 * h + 6 * spec.intermediate_size)
+        mixer = spec.delta_net.backward_bytes - 4 * f if spec.delta_net else 0  # the output of fc1 is freed before
+        working = per_layer + max(mixer, 0 if self.adapted else 4 * h + 6 * f)
         activations = tokens * ((layers - recomputed) * per_layer + _BF16 * h * recomputed)
 
         chunk = default_chunk_tokens(tokens, vocabulary, torch.bfloat16)
         # With one chunk the weight's gradient is bf16. Several chunks sum it in fp32 and round it to a bf16 copy.
         gradient = 0 if self.adapted else (_BF16 if tokens <= chunk else _BF16 + _FP32) * h * vocabulary
         # In addition to the logits, the outputs of the last layer and of the norm exist, and their gradients.
-        head: float = _BF16 * min(tokens, chunk) * vocabulary + gradient + 4 * _BF16 * h * tokens
+        of_norm = 4 * _BF16 + 2 * _FP32 * spec.zero_centered_gain  # transformers' final norm saves fp32 if it has 1 + w
+        head: float = _BF16 * min(tokens, chunk) * vocabulary + gradient + of_norm * h * tokens
 
         one_micro_batch = config.optim.gradient_accumulation_steps == 1
         keeps_casts = not config.precision.fp8_recast_weights
@@ -251,7 +286,7 @@ class RunSize:
         casts = layouts * layers * layer_linear if recipe != "bf16" and keeps_casts else 0
         # Transposes of frozen weights with one scale exist only during a layer's backward pass.
         transposed = layer_linear if self.adapted and fp8_weights else 0
-        if casts and not self.sharded and not self.may_be_bf16 and holds_frozen_in_fp8(config, mode, recipe):
+        if casts and not self.sharded and holds_frozen_in_fp8(config, mode, recipe):
             state -= _BF16 * layers * layer_linear
             if RECIPES[recipe].one_scale_per_weight:
                 casts, transposed = casts // 2, layer_linear
@@ -278,7 +313,8 @@ class RunSize:
         state += (-1 if self.adapted else 1) * fp8_weights / num_gpus
         if mode == "fsdp_grad":
             state -= (_BF16 - 1) * fp8_weights  # unsharded weights take one byte
-        state += _FP32 * (te_llama.num_positions(text_config(self.hf_config)) or 0) * spec.head_dim  # RoPE's angles
+        angles = _FP32 * (te_llama.num_positions(text_config(self.hf_config)) or 0) * spec.head_dim
+        state += angles * len({layer.rope for layer in te_layers})  # RoPE tables
         gathered = outermost + (1 if fp8_weights else _BF16) * layer_linear if mode == "fsdp_full" else 0.0
 
         graphs = config.model.cuda_graphs
@@ -289,7 +325,7 @@ class RunSize:
         peaks = [(state + gathered - share * absent, copies * stored, copies * used) for share, stored, used in passes]
         # In fsdp_full: fp32 gradients of the next layer, while they are reduced, and gradients of fc2 and lm_head.
         is_full = mode == "fsdp_full" and not self.adapted
-        beside_layer = _FP32 * layer_linear + _BF16 * h * (spec.intermediate_size + vocabulary) if is_full else 0.0
+        beside_layer = _FP32 * layer_linear + _BF16 * h * (f + vocabulary) if is_full else 0.0
         if absent:  # the first layer, last in the backward pass
             peaks.append((state + gathered + beside_layer, 0.0, tokens * working))
             if beside_layer:  # torch's `foreach_reduce` copies the outermost unit's bf16 gradients to fp32
@@ -297,8 +333,8 @@ class RunSize:
             if beside_layer and layers - 2 not in recomputes:  # second to last layer, when fc1's gradient is computed
                 of_layer = (_BF16 + gradient_bytes / num_gpus) * layer_linear
                 live = gathered + beside_layer + of_layer - all_gradients
-                live += h * spec.intermediate_size * (4 if recipe == "bf16" else 7)  # in fp8 also weights for dgrad
-                below, saved = activations - 2 * tokens * per_layer, per_layer + 4 * h + spec.intermediate_size
+                live += h * f * (4 if recipe == "bf16" else 7)  # in fp8 also weights for dgrad
+                below, saved = activations - 2 * tokens * per_layer, per_layer + 4 * h + f
                 peaks.append((state + live, below, tokens * saved))
         if recomputed and beside_layer and not unsharded:  # the last recomputed layer
             live = state - absent + _BF16 * layer_linear  # weights of the previous layer
@@ -317,14 +353,14 @@ class RunSize:
         return MemoryEstimate({name: size / GIB for name, size in sizes.items() if size}, RESERVE_GIB + untracked / GIB)
 
     def _layer_bytes(self, spec: te_llama.DecoderSizes) -> float:
-        """Return the bytes that a layer saves per token: exact for a TE layer in one precision, else an upper bound."""
-        lora = self.config.lora
+        """Return the mean bytes of a layer per token: exact for TE layers in one precision, else an upper bound."""
+        adapters = (self.adapted, self.config.lora.lora_rank)
         if self.spec is not None:
             recipes = (self.recipe, "bf16") if self.config.precision.fp8_bf16_modules else (self.recipe,)
-            return max(saved_bytes(spec, recipe, self.adapted, lora.lora_rank) for recipe in recipes)
+            return max(fmean(saved_bytes(layer, name, *adapters) for layer in spec.layers if layer) for name in recipes)
         h, q, kv, f = spec.hidden_size, spec.q_size, spec.kv_size, spec.intermediate_size
         elements = 8 * h + 5 * q + 4 * f + 3 * (q + kv) * spec.qk_norm + (2 * h + q + kv) * self.config.trains_adapters
-        masks = (5 * h + q + f) * (lora.lora_dropout > 0)
+        masks = (5 * h + q + f) * (self.config.lora.lora_dropout > 0)
         return float(_BF16 * elements + masks + self.config.data.max_seq_length)
 
     @property
@@ -335,11 +371,6 @@ class RunSize:
         in_fp32 = OPTIMIZERS[self.optimizer].parameter_dtype == torch.float32
         casts = in_fp32 and not self.sharded and not self.config.model.use_te
         eager = self.config.model.attn_implementation == "eager"
-        if self.sizes is not None and self.sizes.zero_centered_gain and not self.config.model.use_te:
-            return False  # transformers computes these norms in fp32 and saves the results
+        if (sizes := self.sizes) and (sizes.delta_net or (sizes.zero_centered_gain and not self.config.model.use_te)):
+            return False  # only `spec` counts; and transformers saves the fp32 results of norms with gain 1 + w
         return not (casts or eager or self.recipe in ("no", "fp16") or MODES[self.mode].holds_masters)
-
-    @property
-    def alternatives(self) -> list[RunSize]:
-        """This run and, if its precision may become bf16, the same run in bf16."""
-        return [self, dataclasses.replace(self, recipe="bf16")] if self.may_be_bf16 else [self]

@@ -181,11 +181,6 @@ def is_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name or name.endswith(".adapters")
 
 
-def name_without_adapter(name: str) -> str:
-    """Return a tensor's name as it was before PEFT inserted `base_layer`, for example in `q_proj.base_layer.weight`."""
-    return name.replace(".base_layer", "")
-
-
 def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return parameters and persistent buffers, by their names without adapters. Tied parameters appear once."""
     tensors: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if not is_adapter(name)}
@@ -193,7 +188,7 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
         if buffers := dict(module.named_buffers(recurse=False)):
             persistent = buffers.keys() & module.state_dict(keep_vars=True).keys()
             tensors |= {f"{prefix}.{name}".lstrip("."): buffers[name] for name in buffers if name in persistent}
-    return {name_without_adapter(name): tensor for name, tensor in tensors.items()}
+    return {name.replace(".base_layer", ""): tensor for name, tensor in tensors.items()}  # PEFT inserted it
 
 
 class _CopiesAreViews(TorchFunctionMode):

@@ -5,23 +5,26 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import huggingface_hub as hub
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_utils import str_to_torch_dtype
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
 import te_llama
 from llm_fp8.config.options import EMBEDDED, Config, ModelConfig
+from llm_fp8.config.parser import is_adapter_folder
 from llm_fp8.data.embedded import MODEL_DIR as EMBEDDED_MODEL
 from llm_fp8.models import BUNDLED
 from llm_fp8.utils.errors import UserError, reading
+from llm_fp8.utils.json_files import read_json
 
 if TYPE_CHECKING:
     from llm_fp8.models.fp8_checkpoint import Fp8Format
@@ -37,20 +40,20 @@ class ModelSource:
     name: str  # --model_name
     location: str  # a local folder, a hub id, or the path of a bundled config
     is_random: bool  # if True, the weights are random and not loaded
-
-
-def is_adapter_folder(folder: str | Path) -> bool:
-    """Return True if `folder` contains a PEFT adapter and no model."""
-    return (Path(folder) / "adapter_config.json").is_file() and not (Path(folder) / "config.json").is_file()
+    adapter: str | None = None  # folder of the PEFT adapter of this model, from which the training starts
 
 
 def resolve_source(options: ModelConfig) -> ModelSource:
-    """Return the source for --model_name. Raise `UserError` if it is a missing path or an adapter's folder."""
+    """Return the source for --model_name, or that of the base model of an adapter. Raise `UserError` without either."""
     name = options.model_name
     if name == EMBEDDED:
         return ModelSource(name, str(EMBEDDED_MODEL), is_random=True)
     if is_adapter_folder(name):
-        raise UserError(f"--model_name {name} holds only a PEFT adapter; merge it first (scripts/merge_adapter.py).")
+        if options.random_init:
+            raise UserError(f"--random_init: {name} holds an adapter of a trained model; drop one of them.")
+        with reading("--model_name", name, "the base model's name in adapter_config.json"):
+            base = read_json(Path(name) / "adapter_config.json")["base_model_name_or_path"]
+            return replace(resolve_source(ModelConfig(model_name=base)), adapter=name)
     if Path(name).is_dir():
         return ModelSource(name, name, options.random_init)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
@@ -75,8 +78,14 @@ def reading_model(part: str, name: str | None) -> contextlib.AbstractContextMana
 
 def load_config(source: ModelSource) -> PretrainedConfig:
     """Load the model's config. Raise `UserError` if it cannot be read or has an unsupported quantisation."""
-    with reading_model("model's config.json", source.name):
-        hf_config = AutoConfig.from_pretrained(source.location, trust_remote_code=False)
+    name, location = source.name, source.location
+    with reading_model("model's config.json", name):
+        if not (Path(location).exists() or isinstance(hub.try_to_load_from_cache(location, CONFIG_NAME), str)):
+            # Without a network, `from_pretrained` retries for half a minute. What the hub refuses, it explains.
+            advice = f"Without a network, 'llm-fp8 memory' and --random_init know {', '.join(BUNDLED)}."
+            with reading("--model_name", name, CONFIG_NAME, advice), contextlib.suppress(hub.errors.HfHubHTTPError):
+                hub.get_hf_file_metadata(hub.hf_hub_url(location, CONFIG_NAME), timeout=5)
+        hf_config = AutoConfig.from_pretrained(location, trust_remote_code=False)
         text_config(hf_config)
     stored_fp8(hf_config)
     return hf_config
@@ -108,6 +117,8 @@ def load_tokenizer(options: ModelConfig, source: ModelSource) -> tuple[PreTraine
     if source.is_random and source.location.endswith(".json"):
         note = f"--random_init {source.name}: using the embedded tokenizer, which is fine for random weights."
         location = str(EMBEDDED_MODEL)
+    if source.adapter and (Path(source.adapter) / "tokenizer_config.json").is_file():
+        location = source.adapter
     with reading_model("tokenizer of tokenizer.json and tokenizer_config.json", options.model_name):
         tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False)
     if (template := options.chat_template) is not None:
@@ -129,7 +140,7 @@ def check_model(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrain
     if config.model.use_te:
         advice = "Drop --use_te to train Hugging Face's decoder with its linear layers swapped."
         with reading("--use_te with", flag, "its architecture into the TE decoder", advice):
-            te_llama.layer_specs(hf_config)
+            te_llama.layer_specs(hf_config, num_tokens=config.data.max_seq_length)
 
 
 def require_positions(hf_config: PretrainedConfig, num_tokens: int, name: str, flag: str) -> None:

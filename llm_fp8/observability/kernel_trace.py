@@ -5,9 +5,11 @@
     time_by_class(profile.kernels)   ->   {"gemm": KernelTime(count=387, time_s=0.05, names={...}), "attention": ...}
     gemm_kernels(profile.kernels)    ->   {"fp8": KernelTime(count=384, ...), "bf16": ...}
 
-The names come from profiles of PyTorch, torch.compile and the fp8 back ends on an H200. A GEMM whose name does not show
-its operand types is "unknown". A kernel that no rule matches is "other", and may be a GEMM. TE's norms and activations
-that write fp8 are not casts. NCCL's kernels are communication. They include the time that a rank waits for another.
+The names come from profiles of PyTorch, torch.compile and the fp8 back ends on an H200, and from the sources of
+flash-linear-attention (0.6), causal-conv1d and mamba-ssm. A GEMM whose name does not show its operand types is
+"unknown". A kernel that no rule matches is "other". It may be a GEMM in fp8, unless its name shows only wider types
+(`unrecognised_kernels`). TE's norms and activations that write fp8 are not casts. NCCL's kernels are communication.
+They include the time that a rank waits for another.
 """
 
 from __future__ import annotations
@@ -27,13 +29,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from llm_fp8.observability.metrics import throughput_summary
 
-_Model = Literal["gemm", "attention", "cast", "norm", "activation", "rope", "loss"]
-KernelClass = Literal[_Model, Literal["optimizer", "communication", "copy", "elementwise", "other"]]
+_Model = Literal["gemm", "attention", "linear_attention", "cast", "norm", "activation", "rope", "loss"]
+KernelClass = Literal[_Model, Literal["optimizer", "communication", "copy", "elementwise", "solver", "other"]]
 """cast includes quantisation with its transposes, amax and scales. optimizer includes gradient norm and clipping. copy
-includes fills, concatenation and casts between floating-point types. elementwise includes what torch.compile fuses."""
+includes fills, concatenation and casts between floating-point types. elementwise includes what torch.compile fuses.
+linear_attention includes the convolutions and gates of its layers. solver means solving and factorising matrices."""
 
-GemmKind = Literal["fp4", "fp8", "bf16", "fp16", "fp32", "unknown"]
-"""Type of a GEMM's operands, not of its result. fp32 includes TF32."""
+GemmKind = Literal["fp4", "fp8", "bf16", "fp16", "fp32", "other", "unknown"]
+"""Type of a GEMM's operands, not of its result. fp32 includes TF32. other: fp64, complex numbers or integers."""
 LOW_PRECISION: tuple[GemmKind, ...] = ("fp8", "fp4")  # operand types of the fp8 recipes
 MIN_REPORTED_IDLE = 0.2  # smallest share of a step that a run reports
 
@@ -69,13 +72,21 @@ _RULES: tuple[tuple[KernelClass, str], ...] = (
         r"softmax_warp_(?:for|back)ward<[^>]*?\d, false|"
         r"cunn_softmax(?:for|back)ward\w*<[^>]*:softmax(?:for|back)wardepilogue",
     ),
+    (
+        "linear_attention",
+        r"^(?:chunk|fused_recurrent|fused_chunk|parallel)_\w+|^recompute_w_u_|^prepare_\w*wy_repr|^solve_tril_|"
+        r"^merge_16x16_to_|^(?:gdn|kda)_gate_|^fused_beta_sigmoid_|causal_conv1d|selective_scan|"
+        r"^_(?:bmm_)?(?:chunk|state)_\w+_kernel$",
+    ),
+    ("solver", r"trsm|trsv|cusolver|magma|(?<![a-z])(?:getr[fs]|potr[fs]|geqrf)"),
     ("elementwise", r"prepare_grouped_gemm"),  # lists the matrices for the grouped GEMM that follows
+    ("elementwise", r"^_bmm_outer_product_kernel$"),  # torch 2.13's bmm over one column, without tensor cores
     ("cast", r"rht_gemm"),  # TE's NVFP4 casts, whose Hadamard transform is a GEMM of 16 columns
     ("gemm", r"gemm|nvjet|gemv|cublaslt|splitk|matmul|^dot_kernel|dot_kernel<|wgmma_mm"),
     ("optimizer", r"^_(?:eight_bit_)?update_kernel$|adam|lpnorm|multi_tensor_l2norm|optimizer|lamb_|lion_"),
     ("loss", r"cross_entropy|nll_loss|log_?softmax|softmax|element_mul_kernel"),
     ("rope", r"rope|rotary"),
-    ("norm", r"rms_?norm|layer_?norm|^ln_(tma_)?(fwd|bwd)_|cuComputeGradGammaBeta|gammabeta"),
+    ("norm", r"rms_?norm|^l2norm_|layer_?norm|^ln_(tma_)?(fwd|bwd)_|cuComputeGradGammaBeta|gammabeta"),
     ("activation", r"gated_act|silu|swiglu|gelu|geglu|\bd?act_kernel|_fg_kernel|_dfg_kernel|d?swish"),
     (
         "cast",
@@ -95,7 +106,7 @@ _OPERAND = re.compile(
     r"""(?P<fp4> e2m1 | (?:nv|mx)?fp4 | float4 | ue\dm\dx(?:e2m1|f4) )
       | (?P<fp8> e4m3 | e5m2 | f(?:loat|p)8 | (?<![a-wyz])f8(?!\d) )
       | (?P<bf16> bf16 | bfloat16 )
-      | (?P<unknown> f(?:loat|p)?64 | double | complex | (?<![a-z0-9])(?:[su]|u?int)(?:4|8)(?![0-9a-z])
+      | (?P<other> f(?:loat|p)?64 | double | complex | (?<![a-z0-9])(?:[su]|u?int)(?:4|8)(?![0-9a-z])
           | igemm | [dzc]gemm | i\d+gemm )
       | (?P<fp16> f16 | fp16 | half | hgemm | h\d{3,}gemm )
       | (?P<fp32> tf32 | f32 | fp32 | sgemm(?!_[a-z]*\d+_(?:bf|f)) | float(?![_0-9]) )""",
@@ -162,6 +173,17 @@ def time_by_class(times: KernelTimes) -> dict[KernelClass, KernelTime]:
 def gemm_kernels(times: KernelTimes) -> dict[GemmKind, KernelTime]:
     """Sum count and time of the GEMM kernels by operand type. The type with the longest time comes first."""
     return _grouped(times, gemm_kind)
+
+
+def unrecognised_kernels(times: KernelTimes) -> KernelTime:
+    """Sum count and time of the kernels that match no rule, except those whose names show only types wider than fp8."""
+
+    def group(name: str) -> Literal["other"] | None:
+        shown = {str(operand.lastgroup) for operand in _OPERAND.finditer(name)}
+        is_wider = bool(shown) and shown.isdisjoint(LOW_PRECISION)
+        return "other" if kernel_class(name) == "other" and not is_wider else None
+
+    return _grouped(times, group).get("other", KernelTime())
 
 
 def attention_library(kernels: KernelTimes) -> str:

@@ -1,8 +1,7 @@
 """Write a run's numbers to metrics.jsonl, trackers, the screen and summary.json (docs/monitoring.md). Only the main
 process writes.
 
-On a terminal a progress bar stays at the bottom, and printed lines scroll above it. Elsewhere (log file, CI, pipe) a
-plain line is printed every `log_every` steps. If metrics.jsonl is moved or deleted, the run ends at its next report.
+A line is printed every `log_every` steps. If metrics.jsonl is moved or deleted, the run ends at its next report.
 
 A resumed run repeats the steps after its checkpoint. It removes their lines from metrics.jsonl and then continues the
 file. In W&B it continues the same run. Trackers cannot delete steps, so steps that they already have are not sent.
@@ -19,15 +18,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
-
-from tqdm import tqdm
+from typing import Any
 
 from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import throughput_summary
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import json_line, read_json, write_json_atomic, write_text_atomic
-from llm_fp8.utils.output import surviving_closed_output
+from llm_fp8.utils.output import say, surviving_closed_output
 
 _STEP = {
     "loss": "loss {:.4f}",
@@ -58,37 +55,22 @@ def _figures(record: Mapping[str, float], templates: Mapping[str, str]) -> str:
 
 
 class ProgressDisplay:
-    """Shows the steps of a run on `stream`. `first_step` is the number of steps that earlier processes took."""
+    """Shows the steps of a run. `first_step` is the number of steps that earlier processes took."""
 
-    def __init__(self, total_steps: int, first_step: int = 0, log_every: int = 1, stream: TextIO | None = None) -> None:
+    def __init__(self, total_steps: int, first_step: int = 0, log_every: int = 1) -> None:
         self._total_steps, self._first_step, self._log_every = total_steps, first_step, log_every
-        self._stream = stream = stream or sys.stdout
         self._recent_s: deque[float] = deque(maxlen=50)  # the time left is predicted from their median
-        layout = {"bar_format": "{bar:10} {desc}", "dynamic_ncols": True, "desc": "before the first step"}
-        self._bar = tqdm(total=total_steps, initial=first_step, file=stream, disable=not stream.isatty(), **layout)
 
     @surviving_closed_output()
     def step(self, record: Mapping[str, float]) -> None:
         """Show one optimizer step. `record` has keys of metrics.jsonl, including `step` and `step_time_s`."""
         step, total = int(record["step"]), self._total_steps
-        self._recent_s.append(record["step_time_s"])
-        remaining = timedelta(seconds=round(statistics.median(self._recent_s) * (total - step)))
-        text = f"step {step:>{len(str(total))}}/{total}  {_figures(record, _STEP)}  {remaining} left"
-        if not self._bar.disable:
-            self._bar.set_description_str(text, refresh=False)
-            self._bar.update(step - self._bar.n)
-        elif step % self._log_every == 0 or step in (self._first_step + 1, total):
-            self.print(text)
-
-    @surviving_closed_output()
-    def print(self, text: str) -> None:
-        """Print a line, above the progress bar if there is one."""
-        with tqdm.external_write_mode(file=self._stream):
-            print(text, file=self._stream, flush=True)
-
-    def close(self) -> None:
-        """Stop updating the progress bar and leave it on the screen."""
-        self._bar.close()
+        is_first, time_left = step == self._first_step + 1, ""
+        if not is_first:  # the first step takes longer
+            self._recent_s.append(record["step_time_s"])
+            time_left = f"  {timedelta(seconds=round(statistics.median(self._recent_s) * (total - step)))} left"
+        if step % self._log_every == 0 or is_first or step == total:
+            say(f"step {step:>{len(str(total))}}/{total}  {_figures(record, _STEP)}{time_left}")
 
 
 def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -> int:
@@ -178,7 +160,7 @@ class RunReporter:
         """Report an evaluation after the last reported step. `record` has that `step` and the `eval_` keys."""
         if self._is_main:
             self._write(record)
-            self._display.print(f"evaluation at step {self._last_step}: {_figures(record, _EVALUATION)}")
+            self.print(f"evaluation at step {self._last_step}: {_figures(record, _EVALUATION)}")
 
     def _write(self, record: dict[str, float]) -> None:
         self._file.write(json_line(record))
@@ -193,7 +175,7 @@ class RunReporter:
 
     def print(self, text: str) -> None:
         if self._is_main:
-            self._display.print(text)
+            say(text)
 
     def track(self, summary: dict[str, Any]) -> None:
         """Send `summary`, entries of summary.json, to W&B now, so that W&B has them even if the run is killed later."""
@@ -236,7 +218,6 @@ class RunReporter:
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         if self._is_main:
-            self._display.close()
             self._file.close()
         if error_type is None:
             self._to_trackers(lambda name, tracker: tracker.finish())

@@ -67,16 +67,22 @@ def start_tracker(
     logging.raiseExceptions = False  # else a full disk prints a traceback for each line of a tracker's log
     advice = "WANDB_MODE=offline needs no network." if name == "wandb" else ""
     flag = "--use_wandb" if name == "wandb" else f"--report_to {name}"
-    with reading(flag, options.project, f"a run of {name}", advice):
+    project = project_name(options)
+    with reading(flag, project, f"a run of {name}", advice):
         tracker_class = LOGGER_TYPE_TO_CLASS[name]
         logging_dir = [folder / name] if tracker_class.requires_logging_directory else []
-        tracker: GeneralTracker = tracker_class(options.project, *logging_dir, **arguments)
+        tracker: GeneralTracker = tracker_class(project, *logging_dir, **arguments)
         tracker.start()
         tracker.store_init_configuration(config)
         if name == "wandb":
             for metric, axis in (("step", None), ("tokens_seen", None), ("*", "step")):
                 tracker.tracker.define_metric(metric, step_metric=axis)
         return tracker, tracker.tracker.id if name == "wandb" else None
+
+
+def project_name(options: RunConfig) -> str:
+    """Return the name of the project to which a run with `options` belongs in its trackers."""
+    return options.wandb_project or os.environ.get("WANDB_PROJECT", "llm-fp8")
 
 
 def send_record(name: str, tracker: GeneralTracker, record: dict[str, float], is_logged: bool) -> None:

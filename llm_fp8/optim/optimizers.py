@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -30,6 +30,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from llm_fp8.config.options import OptimConfig, OptimizerKind
 from llm_fp8.optim.adamw_master import draw_lower_bits_
+from llm_fp8.utils.errors import reading
+from llm_fp8.utils.te_internals import prefer_torchs_cudnn
 
 NamedParameters = Iterable[tuple[str, Parameter]]
 Groups = list[dict[str, Any]]
@@ -82,8 +84,7 @@ class OptimizerRow:
 
     parameter_dtype: torch.dtype  # of trainable parameters and their gradients; fp32 works with every optimizer
     state_bytes: float
-    build: Callable[[NamedParameters, OptimConfig, bool], Optimizer]
-    """Function that builds it from named parameters, options, and True to draw the master weights' lower bits."""
+    build: Callable[[NamedParameters, OptimConfig, bool], Optimizer]  # True draws the lower bits of master weights
     keeps_lower_bits: bool = False  # the state has the lower bits of fp32 master weights, which bf16 parameters lack
 
     @property
@@ -97,25 +98,11 @@ OPTIMIZERS: dict[OptimizerKind, OptimizerRow] = {
     "adamw_master": OptimizerRow(torch.bfloat16, 2 + 4 + 2, _adamw_master, keeps_lower_bits=True),  # m, v, remainder
     "adamw_8bit": OptimizerRow(torch.bfloat16, 2 * (1 + 4 / 256), _adamw_8bit),  # codes, an fp32 scale per block
 }
-"""To add an optimizer, add a row here and its name to `OptimizerKind`."""
-
-
-def build_optimizer(
-    config: OptimConfig, kind: OptimizerKind, named_parameters: NamedParameters, draws_lower_bits: bool = False
-) -> Optimizer:
-    """Build the optimizer `kind`. If `draws_lower_bits`, master weights get random lower bits (`adamw_master`)."""
-    return OPTIMIZERS[kind].build(named_parameters, config, draws_lower_bits)
 
 
 def unwrap(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer inside Accelerate's wrapper, which may skip or patch the step."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-
-
-def not_optimised(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Return the names of trainable parameters of `model` that are not in `optimizer`."""
-    known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    return [name for name, weight in model.named_parameters() if weight.requires_grad and weight not in known]
 
 
 def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
@@ -173,32 +160,42 @@ def set_completed_steps(optimizer: Optimizer, step: int) -> None:
             group["step"] = step
 
 
-def effective_warmup_steps(num_warmup_steps: int, total_steps: int) -> int:
-    """Return `num_warmup_steps`, but at most a tenth of `total_steps`."""
-    return min(num_warmup_steps, total_steps // 10)
+def effective_warmup_steps(num_warmup_steps: float, total_steps: int) -> int:
+    """Return the steps of warm-up: at most a tenth of `total_steps`, or a share of them if below 1."""
+    share = math.ceil(num_warmup_steps * total_steps)  # rounded as by transformers
+    return share if num_warmup_steps < 1 else min(int(num_warmup_steps), total_steps // 10)
 
 
-def learning_rate_factor(step: int, total_steps: int, warmup_steps: int, kind: str) -> float:
-    """Return the learning rate of step `step`, counted from 0, as a fraction of the peak.
-
-    In w warm-up steps it is 1/w, 2/w, ..., 1. Later, with p = min(1, (step - w) / (total_steps - w)), it is 1
-    (constant), 1 - p (linear) or (1 + cos(pi p)) / 2 (cosine). `total_steps` includes the steps before a resume.
+def learning_rate_schedule(config: OptimConfig, total_steps: int) -> Callable[[int], float]:
+    """Return transformers' schedule, a function from a step, counted from 0, to its fraction of the peak rate. Warm-up
+    omits the first step at rate 0: over w steps it is 1/w, 2/w, ..., 1, also with 'constant'. `total_steps` includes
+    steps before a resume. Raise `UserError` if --lr_scheduler_kwargs does not fit.
     """
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    shapes = {"constant": 1.0, "linear": 1.0 - progress, "cosine": (1.0 + math.cos(math.pi * progress)) / 2}
-    return shapes[kind]
+    warmup_steps = effective_warmup_steps(config.num_warmup_steps, total_steps)
+    name, arguments = config.lr_scheduler, config.lr_scheduler_kwargs
+
+    def usual(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+        return {"constant": 1.0, "linear": 1.0 - progress}.get(name, (1.0 + math.cos(math.pi * progress)) / 2)
+
+    if name in ("constant", "linear", "cosine") and not arguments:
+        return usual
+    prefer_torchs_cudnn()  # transformers imports PEFT, which imports Transformer Engine
+    from transformers import get_scheduler
+
+    peak = torch.optim.SGD([torch.zeros(())], lr=config.learning_rate)  # some schedules end at an absolute rate
+    with reading("--lr_scheduler", name, "--lr_scheduler_kwargs"):
+        theirs = get_scheduler(name, peak, warmup_steps, total_steps, arguments).lr_lambdas[0]
+        omitted = int(theirs(0) == 0)
+        theirs(total_steps - 1)  # fails if an argument has the wrong type
+    return lambda step: theirs(step + omitted if step < warmup_steps else step)
 
 
 def build_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: int, completed_steps: int = 0) -> LambdaLR:
     """Return the learning-rate schedule. `Accelerator.prepare` must not wrap it: a wrapper steps once per process."""
     optimizer = unwrap(optimizer)
-    warmup_steps = effective_warmup_steps(config.num_warmup_steps, total_steps)
     for group in optimizer.param_groups:
         group["initial_lr"] = config.learning_rate
-    return LambdaLR(
-        optimizer,
-        lambda step: learning_rate_factor(step, total_steps, warmup_steps, config.lr_scheduler),
-        last_epoch=completed_steps - 1,
-    )
+    return LambdaLR(optimizer, learning_rate_schedule(config, total_steps), last_epoch=completed_steps - 1)

@@ -29,6 +29,7 @@ from llm_fp8.observability.kernel_trace import (
     attention_library,
     gemm_kernels,
     time_by_class,
+    unrecognised_kernels,
 )
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import Fp8Coverage, ModuleState, linear_weights
@@ -46,18 +47,13 @@ _LISTED_LENGTH = 80  # characters of a kernel's name in a reason; template argum
 class ExpectedKernels:
     """Kernels that each GPU must run in an optimizer step."""
 
-    precision: str
-    """Name of the precision, for example 'bf16' or 'fp8 delayed'."""
-    compute: str
-    """Precision of linear layers outside fp8: fp32, bf16 or fp16."""
-    scenario: str | None = None
-    """The fp8 scenario in effect, or None in a run without fp8."""
-    num_fp8_gemms: int = 0
-    """Minimum number of fp8 GEMM kernels per micro-batch. A GEMM may run several kernels."""
+    precision: str  # name of the precision, for example 'bf16' or 'fp8 delayed'
+    compute: str  # precision of linear layers outside fp8: fp32, bf16 or fp16
+    scenario: str | None = None  # the fp8 scenario in effect, or None in a run without fp8
+    num_fp8_gemms: int = 0  # minimum number of fp8 GEMM kernels per micro-batch; a GEMM may run several kernels
     most_fp8_gemms: float = math.inf  # maximum of the same, if fprop is in bf16
     fp8_linear_flop_share: float = 0.0
-    fp8_format: str | None = None
-    """Name of the recipe's format, such as "HYBRID"; None for the default of the row in `RECIPES`."""
+    fp8_format: str | None = None  # the recipe's format, such as "HYBRID"; None for the default of the row in `RECIPES`
 
     @classmethod
     def of_model(
@@ -88,8 +84,7 @@ class Certificate:
 
     verdict: Verdict
     precision: str
-    reasons: list[str]
-    """Reasons why the verdict is not 'certified'."""
+    reasons: list[str]  # reasons why the verdict is not 'certified'
     remarks: list[str]
     num_gemm_kernels: int
     num_fp8_gemm_kernels: int
@@ -97,18 +92,17 @@ class Certificate:
     num_unknown_gemm_kernels: int
     gemm_kernels_by_type: dict[str, int]
     unknown_gemm_names: list[str]
-    other_kernel_names: list[str]
-    """Kernels that match no rule of `kernel_trace`, sorted by decreasing time."""
+    other_kernel_names: list[str]  # kernels that match no rule of `kernel_trace`, sorted by decreasing time
     unrecognised_time_share: float | None
     """Time of unknown GEMMs and other kernels / time of all GEMMs and other kernels; None if there are none."""
-    fp8_gemm_time_share: float | None
-    """Time of fp8 GEMM kernels / time of all GEMM kernels; None if no GEMM was recorded."""
+    fp8_gemm_time_share: float | None  # time of fp8 GEMM kernels / of all GEMM kernels; None if no GEMM was recorded
     fp8_linear_flop_share: float
     attention: str | None
     modules: ModuleState
     num_micro_batches: int
     rank: int = 0
     time_s_by_class: dict[KernelClass, float] = field(default_factory=dict)
+    version: int = 1  # of the fields, which docs/certificate.schema.json describes
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, for certificate.json and summary.json."""
@@ -148,7 +142,7 @@ def certify(
     `attention` is the name of the model's attention implementation.
     """
     by_class, gemms = time_by_class(kernels), gemm_kernels(kernels)
-    unknown, other = gemms.get("unknown", KernelTime()), by_class.get("other", KernelTime())
+    unknown, other = gemms.get("unknown", KernelTime()), unrecognised_kernels(kernels)
     possible_s = sum(gemm.time_s for gemm in gemms.values()) + other.time_s
     figures: Any = {"fp8_gemm_time_share": None} | StepProfile(kernels=kernels).figures()
     step = Certificate(

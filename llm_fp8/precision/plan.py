@@ -7,9 +7,28 @@ from typing import Any
 
 import torch
 
-from llm_fp8.config.recipes import precision_name, row_of
+from llm_fp8.config.options import Config
+from llm_fp8.config.recipes import Backend, precision_name, row_of
+from llm_fp8.config.validation import refusal
 
 MIN_FP8_CAPABILITY = (8, 9)
+
+
+def choose_backend(config: Config, hindrance: str | None, recipe: str | None = None) -> tuple[Backend, str | None]:
+    """Return the library that computes in fp8 and, for --fp8_backend auto, why it was chosen instead of the other one.
+    `hindrance` is why torchao's layers do not run here, or are not compiled, without which they are not faster.
+    `recipe` is that of the checkpoint to continue, if it is in fp8.
+    """
+    if (backend := config.precision.fp8_backend) != "auto":
+        return backend, None
+    if reason := refusal(config.with_options(fp8_backend="te")):
+        return "torchao", reason
+    if reason := refusal(config.with_options(fp8_backend="torchao")):
+        return "te", reason
+    if recipe:
+        return row_of(recipe).backend, "the checkpoint is in this recipe"
+    hindrance = "--no_compile" if config.model.compile is False else hindrance
+    return ("te", hindrance) if hindrance else ("torchao", "it is faster, compiled")
 
 
 @dataclass(frozen=True)
@@ -17,16 +36,13 @@ class PrecisionPlan:
     """Requested and effective precision. run.json, the trackers' config and the summary contain it."""
 
     requested: str
-    effective: str
-    """no, bf16, fp16 or fp8."""
+    effective: str  # no, bf16, fp16 or fp8
     requested_scenario: str | None = None
-    effective_scenario: str | None = None
-    """Key in `RECIPES`, or None without fp8."""
+    effective_scenario: str | None = None  # key in `RECIPES`, or None without fp8
     fallback_reason: str | None = None
-    recipe: Any = field(default=None, repr=False)
-    """Recipe object of the library that computes in fp8, or None without fp8."""
-    backend: str | None = None
-    """Value of --fp8_backend, or None without fp8."""
+    recipe: Any = field(default=None, repr=False)  # object of the library that computes in fp8, or None without fp8
+    backend: str | None = None  # library that computes in fp8, or None without fp8
+    backend_reason: str | None = None  # why --fp8_backend auto chose this library
 
     @property
     def in_fp8(self) -> bool:

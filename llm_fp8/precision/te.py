@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -48,14 +47,6 @@ def choose_norm_backend(width: int, major_capability: int, environ: MutableMappi
 def format_name(recipe: Any) -> str | None:
     """Return the name of a Transformer Engine recipe's fp8 format, such as "HYBRID", or None if it has none."""
     return getattr(getattr(recipe, "fp8_format", None), "name", None)
-
-
-def forget_delayed_scales() -> None:
-    """Reset Transformer Engine's global state between models. Otherwise TE would still reduce the old model's amax."""
-    if "transformer_engine" in sys.modules:
-        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-        FP8GlobalStateManager.reset()
 
 
 class TEBackend:
@@ -166,9 +157,6 @@ class TEBackend:
                     meta, prefix = module.fp8_meta[direction], f"{name}.{direction}"
                     state |= {f"{prefix}.scale": meta.scale, f"{prefix}.amax_history": meta.amax_history}
         return state
-
-    def compile_layers(self, layers: Iterable[nn.Module], recomputed: bool) -> None:
-        """Do nothing, since TE's kernels do not need a compiler."""
 
     def unwrapped_shard(self, parameter: Tensor) -> Tensor:
         """Return `parameter` unchanged, since Transformer Engine does not wrap parameters."""

@@ -1,20 +1,17 @@
-"""Back end for torchao's fp8 training (--fp8_backend torchao): recipes, compiled layers, the state of modules.
+"""Back end for torchao's fp8 training (--fp8_backend torchao): recipes, conversion, the state of modules.
 
 `Float8Linear` replaces `nn.Linear`. For every GEMM it casts the operands (weight, input, output gradient) to fp8 and
-stores nothing between steps. A cast runs several small kernels. torch.compile fuses them with neighbouring operations,
-so each decoder layer is compiled on a GPU. On a CPU the GEMMs are emulated: operands are rounded to fp8 and multiplied
-in high precision, which shows the effect of fp8 on the loss but not on speed.
+stores nothing between steps. A cast runs several small kernels, which torch.compile fuses with neighbouring operations
+(`llm_fp8.step.compiled`). On a CPU the GEMMs are emulated: operands are rounded to fp8 and multiplied in high
+precision, which shows the effect of fp8 on the loss but not on speed.
 
-Recipes: `tensorwise` has one scale per tensor and gradients in e5m2. Only with it can FSDP2 all-gather weights in fp8.
-`rowwise` has one scale per row, a power of two, and only e4m3. `rowwise_with_gw_hp` is `rowwise` with wgrad in bf16.
+Gradients are e5m2 in the recipe `tensorwise`, with which alone FSDP2 can all-gather weights in fp8; else e4m3.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import shutil
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -26,9 +23,8 @@ from torch.distributed.tensor import DTensor
 from llm_fp8.config.options import PrecisionConfig
 from llm_fp8.config.recipes import Recipe, recipe_names
 from llm_fp8.precision.coverage import ModuleState, linears_left, plain_linears
-from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.packages import GPU_REQUIREMENTS, OptionalPackage
-from llm_fp8.utils.torch_internals import compile_without_ddp_cuts, local_of, sharded_like, unwrapped_by_torchao
+from llm_fp8.utils.torch_internals import local_of, sharded_like, unwrapped_by_torchao
 
 TORCHAO = OptionalPackage("torchao", "torchao.float8", f"pip install torchao -c {GPU_REQUIREMENTS}")
 
@@ -50,11 +46,8 @@ class TorchaoBackend:
 
     @staticmethod
     def build_recipe(options: PrecisionConfig, recipe: Recipe, device: torch.device) -> Any:
-        flag, on_gpu = "--fp8_backend torchao", device.type == "cuda"
-        TORCHAO.require(flag)
-        if on_gpu and not any(map(shutil.which, (os.environ.get("CC") or "gcc", "clang", "cc"))):
-            raise UserError(f"{flag}: Triton needs a C compiler, but none was found; install gcc or set CC to one.")
-        return build_config(recipe.recipe_class, emulate=not on_gpu)
+        TORCHAO.require("--fp8_backend torchao")
+        return build_config(recipe.recipe_class, emulate=device.type != "cuda")
 
     def linears_of(self, model: nn.Module) -> dict[str, nn.Module]:
         return {name: module for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
@@ -100,15 +93,6 @@ class TorchaoBackend:
 
     def state_tensors(self, *_: Any) -> dict[str, Tensor]:
         return {}
-
-    def compile_layers(self, layers: Iterable[nn.Module], recomputed: bool) -> None:
-        """Compile each layer in place at its first call. If layers are `recomputed`, turn off DDP's graph cuts."""
-        if self.recipe.emulate:
-            return
-        if recomputed:
-            compile_without_ddp_cuts()
-        for layer in layers:
-            layer.compile()
 
     def unwrapped_shard(self, parameter: Tensor) -> Tensor:
         """Return `parameter`, or its fp32 shard as a DTensor if torchao wraps the parameter for --fp8_params."""

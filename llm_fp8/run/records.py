@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -21,10 +22,13 @@ from llm_fp8.observability.metrics import GIB, describe_full_gpu
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.optim.optimizers import bytes_on_host, effective_warmup_steps
 from llm_fp8.run.setup import TrainingSetup
-from llm_fp8.run.timeline import RunResults, Timeline
+from llm_fp8.run.timeline import Timeline
 from llm_fp8.settle.plan import RunPlan
 from llm_fp8.utils.errors import UserError, nearest_existing, reading
 from llm_fp8.utils.json_files import read_json, write_json_atomic
+from llm_fp8.utils.torch_internals import recompilation_reasons
+
+MOST_RECOMPILATIONS = 12  # more are reported; evaluation, or batches of another size, cost one for each kind of layer
 
 
 def announce(plan: RunPlan) -> None:
@@ -32,22 +36,27 @@ def announce(plan: RunPlan) -> None:
     precision, say = plan.precision, plan.say
     say("\n".join(plan.notes))
     say(f"precision: {precision.name} (requested: {precision_name(precision.requested, precision.requested_scenario)})")
-    if precision.backend not in (None, "te"):
-        say(f"fp8 by {precision.backend}{', EMULATED on the CPU in higher precision' if precision.emulated else ''}")
+    if precision.backend is not None and not plan.config.model.use_te:
+        library = "torchao" if precision.backend == "torchao" else "Transformer Engine's modules"
+        reason = f", since {precision.backend_reason}" if precision.backend_reason else ""
+        say(f"fp8 by {library}{', EMULATED on the CPU in higher precision' if precision.emulated else reason}")
+    if plan.machine.gpu is not None and not plan.config.model.use_te:
+        eager = plan.eager_reason and (plan.machine.no_compiler or plan.eager_reason)
+        warning = "WARNING: " if eager and eager == plan.machine.no_compiler else ""
+        say(f"{warning}decoder layers: {f'eager, since {eager}' if eager else 'compiled'}")
     trained, frozen = (str(dtype).removeprefix("torch.") for dtype in (plan.parameter_dtype, plan.weight_dtype))
     rank = plan.config.lora.lora_rank
     adapters = f"adapters of rank {rank} in {trained}, frozen model in {frozen}"
     say(f"optimizer: {plan.optimizer_kind}, {adapters if rank else f'parameters in {trained}'}")
 
 
-def _precision_record(setup: TrainingSetup, results: RunResults) -> dict[str, Any]:
+def _precision_record(setup: TrainingSetup) -> dict[str, Any]:
     plan = setup.plan
     return {
         **plan.precision.to_dict(),
         "coverage": setup.coverage.to_dict(),
         "optimizer": plan.optimizer_kind,
         "parameter_dtype": str(plan.parameter_dtype),
-        **({"measured_tokens_per_s": results.measured_tokens_per_s} if results.measured_tokens_per_s else {}),
     }
 
 
@@ -59,11 +68,12 @@ def record_run(timeline: Timeline) -> None:
     on_host = bytes_on_host(timeline.stepper.optimizer)
     record: dict[str, Any] = {
         "config": config.to_dict(),
-        "precision": _precision_record(setup, timeline.results),
+        "precision": _precision_record(setup),
         "effective": {
             "packing": config.packing,
             "attn_implementation": setup.attention,
             **plan.parallel_record,
+            "eager_reason": plan.eager_reason,
             **({"optimizer_gib_on_host": on_host / GIB} if on_host else {}),
             "global_batch_size": timeline.loader.global_batch_size,
             "num_requested_micro_batches": plan.num_requested_micro_batches,
@@ -153,10 +163,11 @@ def summary_of(timeline: Timeline, exported: Path | None) -> dict[str, Any]:
     setup, results, history = timeline.setup, timeline.results, timeline.history
     recorded, certificate = results.recorded, results.certificate
     summary = {
-        "precision": _precision_record(setup, results),
+        "precision": _precision_record(setup),
         "attention_backend": results.attention_backend,
         **setup.plan.parallel_record,
         "recorded_step": None if recorded is None else recorded.to_dict(),
+        "compile": _compile_record(setup.plan),
         "gpu_idle": None if recorded is None else recorded.gpu_idle(timeline.reporter.steps_of_process()),
         **timeline.stepper.summary(),
         "certificate": None if certificate is None else certificate.to_dict(),
@@ -176,6 +187,14 @@ def summary_of(timeline: Timeline, exported: Path | None) -> dict[str, Any]:
     return summary
 
 
+def _compile_record(plan: RunPlan) -> dict[str, Any]:
+    reasons = list[str]()
+    with contextlib.suppress(AttributeError):  # another torch may rename what counts recompilations
+        reasons = recompilation_reasons() if plan.eager_reason is None else []
+    last_reason = reasons[-1] if reasons else None
+    return {"eager_reason": plan.eager_reason, "num_recompilations": len(reasons), "last_reason": last_reason}
+
+
 def closing_words(timeline: Timeline, exported: Path | None) -> None:
     """Print the results and the paths of the files."""
     plan, summary, folder = timeline.setup.plan, timeline.results.summary, timeline.state.folder
@@ -192,6 +211,9 @@ def closing_words(timeline: Timeline, exported: Path | None) -> None:
         say(certificate.describe())
     elif plan.certifies:
         say("certificate: none, because this process trained no step that could be recorded")
+    if (count := summary["compile"]["num_recompilations"]) > MOST_RECOMPILATIONS:
+        reason = summary["compile"]["last_reason"]
+        say(f"decoder layers were compiled again {count} times, which takes time (the last time: {reason})")
     say(describe_full_gpu(steps))
     say(f"  {folder}: metrics.jsonl (figures of every step), run.json (configuration, versions), summary.json")
     if best := summary.get("best"):

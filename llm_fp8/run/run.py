@@ -51,7 +51,12 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
         plan = plan_run(config, ranks, None if resumed is None else resumed.meta)
         phase_ends("devices")
 
-        stack.enter_context(run_dir.explained_failures(lambda: folder))
+        is_compiled, timed = plan.eager_reason is None, results.clock.seconds
+
+        def in_compiled_step() -> bool:
+            return is_compiled and "records" in timed and "first_step" not in timed
+
+        stack.enter_context(run_dir.explained_failures(lambda: folder, in_compiled_step))
         set_seed(config.optim.seed)
         tokenizer, note = load_tokenizer(config.model, plan.source)
         plan.say(note)
@@ -67,11 +72,6 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
             resume.refuse_finished(plan.config, claimed, resume_from, resumed, num_steps)
         phase_ends("data")
 
-        if plan.measures_precision:
-            from llm_fp8.run.auto_precision import choose_precision
-
-            plan, results.measured_tokens_per_s = choose_precision(config, plan, data)
-            phase_ends("auto_precision")
         folder = claimed or run_dir.default_folder(plan, stack)
         records.announce(plan)
         options = resume.run_options(plan.config, data, num_steps)

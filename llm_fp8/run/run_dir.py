@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from llm_fp8.settle.resume import LATEST
 from llm_fp8.utils import errors
 from llm_fp8.utils.errors import UserError, listed, nearest_existing, reading
 from llm_fp8.utils.output import say
-from llm_fp8.utils.ranks import LaunchRanks, agree_on
+from llm_fp8.utils.ranks import LaunchRanks, launcher_store
 
 LOCK = ".lock"  # locked by a run's main process; empty until the run begins to write, and never deleted after that
 _SAVED = ("summary.json", "final", "checkpoints/step-*")  # a folder with none of these can be used by another run
@@ -115,7 +116,7 @@ def run_lock(folder: Path) -> Iterator[Path]:
             holder = lock.read() or "a run that is about to begin"
             raise UserError(f"--output_dir {folder} is in use by {holder}; choose another folder.") from None
         except OSError as error:  # a file system without locks
-            print(f"WARNING: --output_dir {folder} cannot be locked ({error.strerror}).", flush=True)
+            say(f"WARNING: --output_dir {folder} cannot be locked ({error.strerror}).")
         if not path.exists() or not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
             raise UserError(f"--output_dir {folder} was released by another run just now; start again.")
         if _was_begun(folder):
@@ -137,6 +138,12 @@ def _sign(folder: Path) -> None:
     (folder / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}")
 
 
+def agree_on(name: str, value: str) -> str:
+    """Return the `value` that the first caller passed for `name`. All ranks get the same, even after a restart."""
+    store = launcher_store()
+    return value if store is None else store.compare_set(f"llm_fp8/agreed/{name}", "", value).decode()
+
+
 def begin_in(folder: Path) -> None:
     """Delete unfinished files of a killed run and mark `folder` as this run's. Call it before writing to `folder`."""
     for path in folder.glob(_UNFINISHED):
@@ -150,17 +157,27 @@ def _lost_peer(error: BaseException) -> bool:
     return is_raised_by_torch and re.search(_LOST_PEER, str(error), re.IGNORECASE) is not None
 
 
+def _failed_to_compile(error: BaseException) -> bool:
+    """Return True if torch.compile raised `error`."""
+    return any(each.__module__.startswith("torch._dynamo") for each in type(error).__mro__)
+
+
 @contextlib.contextmanager
-def explained_failures(folder_of_run: Callable[[], Path]) -> Iterator[None]:
-    """Convert errors that the block raises about unwritable files or lost processes to a `UserError` with advice."""
+def explained_failures(folder_of_run: Callable[[], Path], in_compiled_step: Callable[[], bool]) -> Iterator[None]:
+    """Convert errors that the block raises about unwritable files, lost processes or compiled layers to a `UserError`
+    with advice. In the first step of compiled layers, when `in_compiled_step()` is True, any error may be about them.
+    """
     try:
         yield
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         if isinstance(error, OSError) and (reason := errors.unwritable_reason(error)):
             named = isinstance(error.filename, str)  # errors in caches of libraries have no file name
             problem = f"{error.filename if named else folder_of_run()} (--output_dir, HF_HOME or TMPDIR): {reason}"
         elif _lost_peer(error) and not errors.is_out_of_memory(error):
             problem = f"another process of this run is gone (see its output): {str(error).splitlines()[0][:200]}"
+        elif (_failed_to_compile(error) or in_compiled_step()) and not errors.is_out_of_memory(error):
+            text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise UserError(f"compiled decoder layers failed; train with --no_compile ({text}).") from error
         elif reason := errors.lost_worker(error):
             raise UserError(f"{reason}.") from error
         else:

@@ -12,14 +12,15 @@ from torch import nn
 from llm_fp8.config.recipes import row_of
 from llm_fp8.data.collate import Batch
 from llm_fp8.data.loader import TrainLoader
-from llm_fp8.models.build import build_model, build_structure, fill_weights, filled_layers
+from llm_fp8.models.build import allocate_and_fill, build_structure, fill_weights, filled_layers
 from llm_fp8.models.model import Model, is_adapter
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.optim.optimizers import build_optimizer, build_scheduler
+from llm_fp8.optim.optimizers import OPTIMIZERS, build_scheduler
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import Fp8Coverage, gemms_per_weight, measure_coverage
 from llm_fp8.settle.plan import RunPlan
 from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
+from llm_fp8.step.compiled import compile_layers
 from llm_fp8.step.loss_model import TrainingModel
 from llm_fp8.step.stepper import Stepper
 from llm_fp8.utils.hf_internals import chosen_attention
@@ -77,21 +78,29 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
     recomputed = enable_gradient_checkpointing(layers, amount, uses_te, reentrant, in_graphs) if amount else ()
     training_model = TrainingModel(model, config, dtype, plan.packed_form)
     plan.say(training_model.router_note)
+    if config.model.use_te and plan.size.sizes is not None and (delta_net := plan.size.sizes.delta_net):
+        from llm_fp8.mixers.delta_net import describe_kernels
+
+        plan.say(describe_kernels(delta_net, plan.device, dtype))
     strategy.shard(training_model, layers, precision.fp8_modules if holds_in_fp8 else ())
     _load_weights(plan, built, precision, first_batch, holds_in_fp8)
     if holds_in_fp8 and not strategy.shards_parameters:
         # DDP would broadcast the frozen fp8 weights as bf16, the dtype that torch reports.
         ignore_in_ddp(training_model, [name for name, p in training_model.named_parameters() if not p.requires_grad])
     if config.trains_adapters:
-        from llm_fp8.models.lora import initialize_adapters_
+        from llm_fp8.models.lora import initialize_adapters_, load_adapters_
 
         initialize_adapters_(model, config.optim.seed)
+        if (adapter := plan.source.adapter) is not None:
+            load_adapters_(model, adapter)
+            plan.say(f"adapters: those in {adapter}, trained on")
     if strategy.context_group is not None:
         strategy.context_group.attach(layers)
     plan.say(built.describe_left_out())
     if plan.stored is not None and (plan.rounds_weights or plan.stored.fp8 is not None):
         plan.say(_describe_rounding(plan, plan.stored.fp8))
-    precision.backend.compile_layers(layers, recomputed=bool(recomputed))
+    if plan.eager_reason is None:
+        compile_layers(layers, recomputed=bool(recomputed))
     num_parameters = sum(parameter.numel() for parameter in training_model.parameters())
     num_trained = sum(parameter.numel() for parameter in training_model.parameters() if parameter.requires_grad)
     num_adapter = sum(parameter.numel() for name, parameter in model.named_parameters() if is_adapter(name))
@@ -119,7 +128,7 @@ def build_stepper(setup: TrainingSetup, loader: TrainLoader | None, num_steps: i
     """
     plan, options, strategy = setup.plan, setup.plan.config.optim, setup.plan.strategy
     parameters = setup.training_model.named_parameters()
-    optimizer = build_optimizer(options, plan.optimizer_kind, parameters, plan.draws_lower_bits)
+    optimizer = OPTIMIZERS[plan.optimizer_kind].build(parameters, options, plan.draws_lower_bits)
     # A prepared model may treat every backward pass as training, so scales are computed before `prepare`. FSDP's
     # parameters may be replaced by `prepare`, so scales are computed after it.
     if loader is not None and not strategy.shards_parameters:
@@ -135,18 +144,16 @@ def build_stepper(setup: TrainingSetup, loader: TrainLoader | None, num_steps: i
 
 def _decoder_with_adapters(plan: RunPlan, on_meta: bool) -> Model:
     """Build the model and, for LoRA, uninitialised adapters. If `on_meta`, all other weights are uninitialised too."""
-    options, config = plan.config.model, plan.config
+    config = plan.config
     shared: dict[str, Any] = {"parameter_dtype": plan.weight_dtype, "compute_dtype": plan.precision.compute_dtype}
     shared |= {"device": plan.device, "full_tensor": plan.strategy.full_tensor}
     if config.trains_adapters:
         from llm_fp8.models import lora
 
         shared["unfused_mlp"] = lora.needs_unfused_mlp(config.lora)
-    if on_meta:
-        model = build_structure(options, plan.hf_config, plan.stored, **shared)
-    else:
-        shared |= {"seed": config.optim.seed, "keep_lower_bits": plan.keeps_lower_bits}
-        model = build_model(options, plan.hf_config, plan.stored, **shared)
+    model = build_structure(config.model, plan.hf_config, plan.stored, **shared)
+    if not on_meta:
+        allocate_and_fill(model, plan.device, config.optim.seed, plan.keeps_lower_bits)
     if config.trains_adapters:
         plan.say(lora.add_adapters(model, config.lora, plan.parameter_dtype))
     return model
@@ -181,7 +188,8 @@ def _load_weights(plan: RunPlan, model: Model, precision: Precision, batch: Batc
 
         dtype = plan.precision.compute_dtype if shards_parameters else plan.weight_dtype
         first, width = batch.to(plan.device), plan.config.data.max_seq_length
-        plan.say(check_parity(model, full_layers, first, width, dtype, plan.config.num_slices))
+        num_slices = plan.config.parallel.context_parallel_size
+        plan.say(check_parity(model, full_layers, first, width, dtype, num_slices))
     if not holds_in_fp8:
         return
     dropped = 0

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -44,7 +44,6 @@ class RunResults:
     clock: PhaseClock = field(default_factory=PhaseClock)  # started with the script
     started_s: float = field(default_factory=time.time)
     attention_backend: str | None = None  # chosen by Transformer Engine in the first step
-    measured_tokens_per_s: dict[str, float] | None = None  # precision -> tokens/s (--mixed_precision auto)
     recorded: StepProfile | None = None
     certificate: Certificate | None = None
     summary: dict[str, Any] = field(default_factory=dict)  # content of summary.json, after it is written
@@ -148,8 +147,8 @@ class Timeline:
             self.energy.restart(self.step)
         return self.stepper.clock.stamp()
 
-    def _due(self, every: int) -> bool:
-        return every > 0 and self.step % every == 0
+    def _due(self, every: int | Literal["epoch"]) -> bool:
+        return self.loader.epoch.is_integer() if every == "epoch" else every > 0 and self.step % every == 0
 
     def read_pending(self) -> None:
         """Copy the results of all steps since the last call from the device. Check and report them."""

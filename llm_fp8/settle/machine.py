@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 
-from llm_fp8.config.options import PrecisionConfig
+from llm_fp8.config.options import Config
 from llm_fp8.config.recipes import RECIPES, recipe_names
 from llm_fp8.distributed.process_group import device_of_process, gathered
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.precision.plan import MIN_FP8_CAPABILITY
+from llm_fp8.precision.plan import MIN_FP8_CAPABILITY, choose_backend
+from llm_fp8.step.compiled import missing_for_compiler
+from llm_fp8.utils.packages import package_version
 from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.te_internals import require_te
 
@@ -28,13 +30,16 @@ class Machine:
     lacking: Mapping[str, str] = field(default_factory=dict)  # unavailable recipe of Transformer Engine -> reason
     host_free_gib: float | None = None  # free memory of the host; None if unknown
     is_assumed: bool = False
+    no_compiler: str | None = "there is no GPU"  # why layers cannot be compiled for the GPU
+    no_torchao: str | None = "there is no GPU"  # why torchao is not installed, or not faster than Transformer Engine
+    lacks_delta_kernels: bool = False  # True if the model needs kernels for gated delta nets and none work
 
     @property
     def has_fp8(self) -> bool:
         return self.capability >= MIN_FP8_CAPABILITY
 
 
-def detect_machine(precision: PrecisionConfig, ranks: LaunchRanks, asks_te: bool = True) -> Machine:
+def detect_machine(config: Config, ranks: LaunchRanks, asks_te: bool = True) -> Machine:
     """Return the machine of this launch. If the run may use fp8, Transformer Engine determines the available recipes.
     Otherwise, or if `asks_te` is False, the compute capability does. All ranks must call this function.
     """
@@ -44,24 +49,25 @@ def detect_machine(precision: PrecisionConfig, ranks: LaunchRanks, asks_te: bool
     device = device_of_process()
     capability = torch.cuda.get_device_capability(device)
     lacking = lacking_by_capability(capability)
-    wants_te = precision.mixed_precision in ("fp8", "auto") and precision.fp8_backend == "te"
+    no_compiler = missing_for_compiler()
+    no_torchao = no_compiler or (None if package_version("torchao") else "torchao is not installed")
+    wants_te = config.precision.mixed_precision == "fp8" and choose_backend(config, no_torchao)[0] == "te"
     if asks_te and wants_te and capability >= MIN_FP8_CAPABILITY:
-        te = require_te(f"--mixed_precision {precision.mixed_precision}")
+        te = require_te(f"--mixed_precision {config.precision.mixed_precision}")
         answers = {name: getattr(te, RECIPES[name].availability)(return_reason=True) for name in recipe_names("te")}
         lacking = {name: reason for name, (is_available, reason) in answers.items() if not is_available}
-    gpu = torch.cuda.get_device_name(device)
-    gpu_gib = min(gathered(torch.cuda.get_device_properties(device).total_memory / GIB))
-    return Machine(ranks, gpu, gpu_gib, capability, lacking, host_free_gib)
+    gpu = torch.cuda.get_device_name(device), min(gathered(torch.cuda.get_device_properties(device).total_memory / GIB))
+    return Machine(ranks, *gpu, capability, lacking, host_free_gib, False, no_compiler, no_torchao)
 
 
 def assumed_machine(
     ranks: LaunchRanks, gpu: str = "H100 80 GB", gib: float = 79.2, capability: tuple[int, int] = (9, 0)
 ) -> Machine:
     """Return a machine with the GPU `gpu`, which has `gib` GiB of memory, for a dry run or an estimate."""
-    return Machine(ranks, gpu, gib, capability, lacking_by_capability(capability), is_assumed=True)
+    return Machine(ranks, gpu, gib, capability, lacking_by_capability(capability), None, True, None, None)
 
 
 def lacking_by_capability(capability: tuple[int, int]) -> dict[str, str]:
     """Return recipe -> reason for each recipe of Transformer Engine that a GPU of this compute capability lacks."""
-    needed = {name: RECIPES[name].capability for name in recipe_names("te")}
-    return {n: f"it needs compute capability {a}.{b}." for n, (a, b) in needed.items() if capability < (a, b)}
+    rows = [(name, RECIPES[name].capability, RECIPES[name].capability_below) for name in recipe_names("te")]
+    return {n: f"it needs compute capability {a}.{b}." for n, (a, b), end in rows if not (a, b) <= capability < end}

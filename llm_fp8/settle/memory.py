@@ -6,9 +6,9 @@ import itertools
 import math
 from typing import Any
 
-from llm_fp8.config.options import AUTO_BATCH_SIZE, Config
+from llm_fp8.config.options import AUTO_BATCH_SIZE
 from llm_fp8.config.recipes import FP8_SIZE_MULTIPLE, row_of
-from llm_fp8.config.validation import check_declared
+from llm_fp8.config.validation import refusal
 from llm_fp8.models.memory import CASTS, MODES_COUNTED, RECIPES_COUNTED, STATE, RunSize, recomputed_layers, state_bytes
 from llm_fp8.models.source import text_config
 from llm_fp8.observability.metrics import GIB, RESERVE_GIB
@@ -31,8 +31,7 @@ def row_multiple(run: RunSize) -> int:
 
 def fits(run: RunSize, gpu_gib: float) -> bool:
     """Return True if the run fits in `gpu_gib` GiB and fp8 GEMMs support the number of tokens of a micro-batch."""
-    needed = max(part.estimate().needed_gib for part in run.alternatives)
-    return run.config.data.batch_size % row_multiple(run) == 0 and needed <= gpu_gib
+    return run.config.data.batch_size % row_multiple(run) == 0 and run.estimate().needed_gib <= gpu_gib
 
 
 def settle_micro_batches(run: RunSize, gpu_gib: float, resumed_rows: int | None = None) -> RunSize:
@@ -56,8 +55,8 @@ def settle_micro_batches(run: RunSize, gpu_gib: float, resumed_rows: int | None 
     for share, rows in itertools.product(shares, cuts):
         options = {"batch_size": rows, "gradient_accumulation_steps": cuts[rows], "gradient_checkpointing": share}
         run = run.changed(**options)
-        estimates = [part.estimate(upper_bound=True) for part in run.alternatives]
-        if all(part.is_whole and part.needed_gib <= (1 - MARGIN) * gpu_gib for part in estimates):
+        estimate = run.estimate(upper_bound=True)
+        if estimate.is_whole and estimate.needed_gib <= (1 - MARGIN) * gpu_gib:
             return run
     return run
 
@@ -119,7 +118,7 @@ def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None)
     if recomputes:
         layers = text_config(run.hf_config).num_hidden_layers
         recomputed = len(recomputed_layers(run.config.model.gradient_checkpointing, layers))
-        bound = "" if run.spec else "at most "
+        bound = "" if run.spec and not run.spec.delta_net else "at most "
         gib = f"{bound}{run.estimate(upper_bound=True).total_gib:.1f} of {gpu_gib:.1f} GiB"
         outcome = f"{recomputed} of {layers} layers are recomputed, estimated to take {gib}"
         notes.append(f"--gradient_checkpointing auto: {outcome}")
@@ -135,13 +134,12 @@ def _suggestions(run: RunSize, gpu_gib: float) -> str:
         changes += [] if run.adapted else [sharded | EIGHT_BIT]
     if not run.sharded and not run.adapted:
         changes += [EIGHT_BIT, OFFLOADED, EIGHT_BIT | RECOMPUTED, OFFLOADED | RECOMPUTED]
-    # If --mixed_precision auto chose bf16, options for fp8 make the run inconsistent, but do not forbid a change.
-    is_judged, suggestions = is_consistent(run.config, run.mode), []
+    suggestions = []
     for change in changes:
         if "gradient_checkpointing" in change and (run.spec is None or run.config.model.gradient_checkpointing == 1):
             continue  # activations are not estimated, or all layers are already recomputed
         changed = run.changed(**change)
-        if is_judged and not is_consistent(changed.config, changed.mode):
+        if refusal(changed.config, changed.mode):
             continue  # these options would be an error
         fitted = largest_fitting(changed, gpu_gib)
         if fitted is not None and (fitted.spec is None) == (run.spec is None):
@@ -153,12 +151,3 @@ def _suggestions(run: RunSize, gpu_gib: float) -> str:
             suggestions.append(f"{' '.join(flags)} ({fitted.estimate().total_gib:.1f} GiB{without})")
     suggestions = [*suggestions[:3], "more GPUs with train_multi_gpu.py --sharding_mode fsdp_full"]
     return f" What would fit: {'; '.join(suggestions)}."
-
-
-def is_consistent(config: Config, mode: str) -> bool:
-    """Return True if `check_declared` accepts the options in the sharding `mode`."""
-    try:
-        check_declared(config, mode)
-    except UserError:
-        return False
-    return True

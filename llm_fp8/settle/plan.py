@@ -14,6 +14,7 @@ from llm_fp8.config.options import Config
 from llm_fp8.distributed.build import build_strategy
 from llm_fp8.distributed.process_group import device_of_process
 from llm_fp8.distributed.strategy import DistributedStrategy
+from llm_fp8.mixers.delta_net import problem_of_kernels
 from llm_fp8.models import source as sources
 from llm_fp8.optim.optimizers import OPTIMIZERS
 from llm_fp8.precision.context import with_recipe
@@ -24,7 +25,6 @@ from llm_fp8.settle.settle import Settled, settle
 from llm_fp8.step.loss_model import PackedForm
 from llm_fp8.utils.output import say as print_line
 from llm_fp8.utils.ranks import LaunchRanks
-from te_llama import keeps_hf_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +72,8 @@ class RunPlan(Settled):
 
 def probe_hf_layers(settled: Settled, device: torch.device) -> PackedForm | None:
     """Return the result of `probe` for transformers' decoder layers, or None if all layers are Transformer Engine's."""
-    uses_te = settled.config.model.use_te
-    if uses_te and (settled.size.sizes is None or not keeps_hf_layers(settled.hf_config)):
+    sizes = settled.size.sizes
+    if settled.config.model.use_te and (sizes is None or None not in sizes.layers):
         return None
     return probe(settled.config, settled.hf_config, device, settled.precision.compute_dtype)
 
@@ -85,8 +85,11 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Mapping[str, Any] | No
     device = device_of_process()
     source = sources.resolve_source(config.model)
     hf_config = sources.load_config(source)
-    machine = detect_machine(config.precision, ranks)
+    machine = detect_machine(config, ranks)
     settled = settle(config, hf_config, machine, resumed)
+    if (spec := settled.size.spec) and spec.delta_net and problem_of_kernels(spec.delta_net, device, torch.bfloat16):
+        machine = dataclasses.replace(machine, lacks_delta_kernels=True)
+        settled = settle(config, hf_config, machine, resumed)  # again, since torch code needs more memory
     precision = with_recipe(settled.precision, settled.config.precision, device)
     if ranks.rank == 0 and config.run.trackers:  # only this process uses trackers
         from llm_fp8.observability.trackers import require_trackers
@@ -101,14 +104,13 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Mapping[str, Any] | No
         settled = settle(config, hf_config, machine, resumed)  # again, since lm_head has parameters of its own
         settled = dataclasses.replace(settled, notes=(*settled.notes, warning))
     strategy = build_strategy(settled.mode, settled.config, ranks, precision)
-    values = vars(settled) | {"precision": precision}
 
     def say(text: str | None) -> None:
         if text and strategy.accelerator.is_main_process:
             print_line(text)
 
     return RunPlan(
-        **values,
+        **vars(settled) | {"precision": precision},
         source=source,
         accelerator=strategy.accelerator,
         strategy=strategy,

@@ -1,8 +1,7 @@
 """Settle a run, given options, config.json and machine: precision, sharding, optimizer, micro-batches, memory.
 
 `settle` is a pure function: it allocates nothing, uses no GPU, reads no file, and returns equal results for equal
-arguments. A run, a dry run and `llm-fp8 memory` call it, so they make the same decisions. With --mixed_precision auto a
-run calls it again after both precisions were measured.
+arguments. A run, a dry run and `llm-fp8 memory` call it, so they make the same decisions.
 """
 
 from __future__ import annotations
@@ -16,16 +15,17 @@ import torch
 from transformers import PretrainedConfig
 
 import te_llama
-from llm_fp8.config.options import AUTO_BATCH_SIZE, MODES, Config, OptimizerKind
-from llm_fp8.config.recipes import DEFAULTS, EMULATING, recipe_for, recipe_names, row_of
-from llm_fp8.config.validation import check_declared, check_tokens
+from llm_fp8.config.options import ALL_LINEAR, AUTO_BATCH_SIZE, Config, OptimizerKind
+from llm_fp8.config.recipes import DEFAULTS, Backend, recipe_for, recipe_names, row_of
+from llm_fp8.config.validation import check_declared, check_options, check_tokens, refusal
 from llm_fp8.models.build import count_parameters
-from llm_fp8.models.memory import RunSize, holds_frozen_in_fp8, resolve_optimizer, state_bytes
+from llm_fp8.models.memory import MODES, RunSize, holds_frozen_in_fp8, resolve_optimizer, state_bytes
 from llm_fp8.observability.metrics import GIB
-from llm_fp8.optim.optimizers import OPTIMIZERS
-from llm_fp8.precision.plan import PrecisionPlan
+from llm_fp8.optim.optimizers import OPTIMIZERS, learning_rate_schedule
+from llm_fp8.precision.plan import PrecisionPlan, choose_backend
 from llm_fp8.settle.machine import Machine
-from llm_fp8.settle.memory import is_consistent, settle_memory
+from llm_fp8.settle.memory import settle_memory
+from llm_fp8.step.compiled import why_eager
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -44,7 +44,7 @@ class Settled:
     optimizer_kind: OptimizerKind
     size: RunSize
     num_requested_micro_batches: int  # per step, before merging; `config` has the merged number
-    measures_precision: bool = False  # True if --mixed_precision auto must still measure; until then `precision` is fp8
+    eager_reason: str | None  # why transformers' decoder layers are not compiled, or None if they are
     notes: tuple[str, ...] = ()  # sentences to print: memory, merged micro-batches, sharding, fallback of fp8
 
     @property
@@ -77,11 +77,10 @@ class Settled:
             return False  # idle time is measured in the recorded step only
         if MODES[self.mode].engine != "fsdp" and self.parameter_dtype != torch.bfloat16:
             return False
-        if self.size.sizes is None or self.size.sizes.attention_dropout > 0:
+        sizes = self.size.sizes
+        if sizes is None or sizes.attention_dropout > 0 or sizes.residual_dropout > 0 or sizes.delta_net:
             return False
-        # With 'auto', fp8 options are allowed in a bf16 run, which ignores them.
-        requested = self.config.with_options(cuda_graphs=True, mixed_precision="auto")
-        return None if is_consistent(requested, self.mode) else False
+        return False if refusal(self.config.with_options(cuda_graphs=True), self.mode) else None
 
     @property
     def holds_frozen_in_fp8(self) -> bool:
@@ -96,7 +95,6 @@ def settle(
     hf_config: PretrainedConfig,
     machine: Machine,
     resumed: Mapping[str, Any] | None = None,
-    measured: str | None = None,
     num_parameters: int | None = None,
 ) -> Settled:
     """Settle the run with the options `requested`, which `check_options` must have accepted. Raise `UserError` if the
@@ -104,22 +102,21 @@ def settle(
 
     Args:
         resumed: contents of meta.json in the checkpoint to continue. The run has the same micro-batches and precision.
-        measured: the faster precision, bf16 or fp8, if --mixed_precision auto has measured both.
         num_parameters: the model's number of parameters, if it is already known.
     """
     config, ranks, notes = requested, machine.ranks, list[str]()
     num_parameters = num_parameters or count_parameters(hf_config)
     mode, reason = choose_mode(config, ranks, num_parameters, machine.gpu_gib)
-    check_declared(config, mode)  # before 'auto' is replaced by bf16 on a machine without fp8
-    is_auto = config.precision.mixed_precision == "auto"
-    may_be_either = is_auto and machine.has_fp8
-    if is_auto:
-        config = config.with_options(mixed_precision="fp8" if may_be_either else "bf16")
-    precision = resolve_precision(config, machine)
+    saved, why = "" if resumed is None else resumed["fingerprint"]["precision"], None
+    if config.precision.mixed_precision == "fp8":
+        backend, why = choose_backend(config, machine.no_torchao, saved.partition("fp8 ")[2])
+        check_options(config := config.with_options(fp8_backend=backend))
+    check_declared(config, mode)
+    precision = dataclasses.replace(resolve_precision(config, machine), backend_reason=why)
     optimizer_kind = resolve_optimizer(config, mode, precision.compute_name, "cpu" if machine.gpu is None else "cuda")
     recipe = precision.effective_scenario or precision.effective
-    # With `may_be_either`, --batch_size auto gives the same rows after the precision is measured, and in a resumed run.
-    size = RunSize(config, hf_config, recipe, mode, num_shards(mode, ranks), num_parameters, may_be_either)
+    shards = ranks.local_world_size if mode == "fsdp_hybrid" else ranks.world_size  # GPUs that share a copy of it
+    size = RunSize(config, hf_config, recipe, mode, shards, num_parameters, machine.lacks_delta_kernels)
     if size.shards_in_fp8:
         size = size.changed(fp8_params=True)
     if machine.gpu_gib is not None:
@@ -130,21 +127,16 @@ def settle(
     elif config.model.gradient_checkpointing == "auto":
         size = size.changed(gradient_checkpointing=0)
         notes.append("--gradient_checkpointing auto: without a GPU no layer is recomputed")
-    was_bf16 = resumed is not None and not resumed["fingerprint"]["precision"].startswith("fp8")
-    if may_be_either and (measured == "bf16" or was_bf16):
-        size = size.changed(mixed_precision="bf16")
-        precision = resolve_precision(size.config, machine)
-    if is_auto:
-        precision = dataclasses.replace(precision, requested="auto")
     config = size.config
+    learning_rate_schedule(config.optim, total_steps=100)  # refuses wrong arguments before weights are loaded
     check_machine(config, machine, mode, precision, size)
     if config.model.use_te and size.sizes is not None:  # `check_model` raises for unsupported models
-        check_te_decoder(config, size.sizes, num_shards(mode, ranks))
+        check_te_decoder(config, size.sizes, shards)
     if ranks.world_size > 1:
         notes.append(f"sharding: {mode}{f', because {reason}' if reason else ''}")
-    if why := precision.fallback_reason:
+    if precision.fallback_reason:
         names = f"{precision.requested_scenario} FELL BACK to {precision.effective_scenario}"
-        notes.append(f"WARNING: --fp8_scenario {names}: {why}")
+        notes.append(f"WARNING: --fp8_scenario {names}: {precision.fallback_reason}")
     return Settled(
         config=config,
         machine=machine,
@@ -154,7 +146,7 @@ def settle(
         optimizer_kind=optimizer_kind,
         size=size,
         num_requested_micro_batches=requested.optim.gradient_accumulation_steps,
-        measures_precision=may_be_either and resumed is None and measured is None,
+        eager_reason=why_eager(config, mode, precision, machine.no_compiler),
         notes=tuple(notes),
     )
 
@@ -180,11 +172,6 @@ def choose_mode(config: Config, ranks: LaunchRanks, num_parameters: int, gpu_gib
     return mode, f"weights, gradients and optimizer state must fit in {room:.0f} GiB per GPU and take {by_mode}"
 
 
-def num_shards(mode: str, ranks: LaunchRanks) -> int:
-    """Return the number of GPUs over which a sharding mode shards a copy of the model."""
-    return ranks.local_world_size if mode == "fsdp_hybrid" else ranks.world_size
-
-
 def resolve_precision(config: Config, machine: Machine) -> PrecisionPlan:
     """Choose precision and recipe. Raise `UserError` if the precision or, with --fp8_strict, the recipe cannot run."""
     options = config.precision
@@ -193,19 +180,18 @@ def resolve_precision(config: Config, machine: Machine) -> PrecisionPlan:
         if requested == "fp16" and machine.gpu is None:
             raise UserError("--mixed_precision fp16 needs a CUDA GPU; use bf16 or no (fp32) on the CPU.")
         return PrecisionPlan(requested=requested, effective=requested)
-    wanted, fallback = recipe_for(options.fp8_scenario, options.fp8_backend), None
-    if not machine.has_fp8 and (machine.gpu is not None or options.fp8_backend not in EMULATING):
+    backend: Backend = "torchao" if options.fp8_backend == "torchao" else "te"
+    wanted = recipe_for(options.fp8_scenario, backend)
+    if not machine.has_fp8 and (machine.gpu is not None or backend == "te"):  # torchao's modules can be emulated
         needs = f"a GPU of compute capability 8.9 or later; found {machine.gpu or 'no CUDA GPU'}"
         raise UserError(f"--mixed_precision fp8 needs {needs}. Use bf16.")
-    effective = wanted
-    if wanted in machine.lacking:
-        others = ", ".join(name for name in recipe_names(options.fp8_backend) if name not in machine.lacking)
-        gpu = f"{machine.gpu}{', assumed' if machine.is_assumed else ''}"
-        fallback = f"{wanted} is not available on {gpu}: {machine.lacking[wanted]} Available here: {others}."
-        if options.fp8_strict:
-            raise UserError(f"--fp8_scenario {wanted} with --fp8_strict: {fallback}")
-        effective = DEFAULTS[options.fp8_backend]
-    return PrecisionPlan("fp8", "fp8", options.fp8_scenario, effective, fallback, backend=options.fp8_backend)
+    if wanted not in machine.lacking:
+        return PrecisionPlan("fp8", "fp8", options.fp8_scenario, wanted, backend=backend)
+    others = ", ".join(name for name in recipe_names(backend) if name not in machine.lacking)
+    fallback = f"{wanted} is not available on {machine.gpu}: {machine.lacking[wanted]} Available here: {others}."
+    if options.fp8_strict:
+        raise UserError(f"--fp8_scenario {wanted} with --fp8_strict: {fallback}")
+    return PrecisionPlan("fp8", "fp8", options.fp8_scenario, DEFAULTS[backend], fallback, backend=backend)
 
 
 def check_machine(config: Config, machine: Machine, mode: str, precision: PrecisionPlan, size: RunSize) -> None:
@@ -230,12 +216,12 @@ def check_machine(config: Config, machine: Machine, mode: str, precision: Precis
     if config.model.cuda_graphs:
         from llm_fp8.step.micro_batch_graphs import check_graphs
 
-        check_graphs(config, mode, compute, 0.0 if size.sizes is None else size.sizes.attention_dropout)
+        dropout = max(sizes.attention_dropout, sizes.residual_dropout) if (sizes := size.sizes) else 0.0
+        check_graphs(config, mode, compute, dropout)
     if mode == "fsdp_hybrid" and ranks.local_world_size >= ranks.world_size:
         raise UserError("--sharding_mode fsdp_hybrid replicates over hosts, and this launch has one; use fsdp_full.")
     if (share := config.optim.offload_optimizer) and machine.host_free_gib is not None:
-        state_bytes = share * size.num_parameters * OPTIMIZERS[size.optimizer].state_bytes
-        needed_gib = ranks.local_world_size * state_bytes / GIB
+        needed_gib = ranks.local_world_size * share * size.num_parameters * OPTIMIZERS[size.optimizer].state_bytes / GIB
         if needed_gib > machine.host_free_gib:
             free = f"{machine.host_free_gib:.1f} GiB are free on this host"
             raise UserError(f"--offload_optimizer {share:g} takes {needed_gib:.1f} GiB, and {free}; lower it.")
@@ -243,8 +229,13 @@ def check_machine(config: Config, machine: Machine, mode: str, precision: Precis
 
 def check_te_decoder(config: Config, spec: te_llama.DecoderSizes, num_shards: int) -> None:
     """Raise `UserError` if a TE decoder of the sizes `spec`, on `num_shards` GPUs, does not support the options."""
-    if config.parallel.context_parallel_size > 1 and any(window is not None for window in spec.windows):
+    linears = dict.fromkeys(name for layer in spec.layers if layer for name in te_llama.linear_shapes(layer))
+    if config.trains_adapters and (unknown := sorted({*config.lora.targets} - {*linears, ALL_LINEAR})):
+        raise UserError(f"--lora_targets {', '.join(unknown)}: the model has {', '.join(linears)}; choose from these.")
+    if config.parallel.context_parallel_size > 1 and any(layer is not None and layer.window for layer in spec.layers):
         raise UserError("--context_parallel_size does not support sliding-window attention (config.json); drop it.")
+    if spec.delta_net and (config.parallel.context_parallel_size > 1 or config.model.cuda_graphs):
+        raise UserError("--context_parallel_size and --cuda_graphs do not support gated delta nets; drop them.")
     if config.parallel.fp8_params:
-        if rows := [rows for rows, _ in te_llama.layer_weight_shapes(spec) if rows % num_shards != 0]:
+        if rows := [rows for rows in te_llama.linear_rows(spec) if rows % num_shards != 0]:
             raise UserError(f"--fp8_params cannot split {rows[0]} rows of a weight over {num_shards} GPUs; drop it.")

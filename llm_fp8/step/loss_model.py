@@ -36,8 +36,7 @@ PackedForm = Literal["rows", "flash", "line"]
 derives from position ids. "flash" is one row of all tokens with `cu_seq_lens_q` etc. for flash attention. "line" has in
 addition `seq_idx` for convolutions and recurrences. `llm_fp8.settle.probe` chooses the form that separates documents.
 """
-_SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
-"""Config entry -> 1 if it multiplies the logits, -1 if it divides them."""
+_SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}  # 1 multiplies the logits, -1 divides them
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
 
 

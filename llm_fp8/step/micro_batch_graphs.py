@@ -31,9 +31,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from llm_fp8.config.options import MODES, Config
+from llm_fp8.config.options import Config
 from llm_fp8.data.collate import Batch
 from llm_fp8.distributed.process_group import gathered, largest
+from llm_fp8.models.memory import MODES
 from llm_fp8.observability.metrics import GIB, RESERVE_GIB
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.torch_internals import local_of
@@ -51,14 +52,14 @@ Graph: TypeAlias = Callable[[], None]  # replays the kernels
 Key: TypeAlias = tuple[int, bool, bool]  # bucket, True if the micro-batch is its step's first, True if its last
 
 
-def check_graphs(config: Config, mode: str, compute: str, attention_dropout: float) -> None:
+def check_graphs(config: Config, mode: str, compute: str, dropout: float) -> None:
     """Raise `UserError` if --cuda_graphs cannot capture the run's micro-batches. `compute` is fp32, bf16 or fp16."""
     if compute != "bf16":
         raise UserError("--cuda_graphs needs a run that computes in bf16; use --mixed_precision bf16 or fp8.")
     if MODES[mode].engine == "fsdp" and config.optim.gradient_accumulation_steps > 1:
         raise UserError(f"--cuda_graphs under --sharding_mode {mode} needs steps of one micro-batch; drop it.")
-    if attention_dropout > 0:
-        raise UserError("--cuda_graphs would repeat the random numbers of attention_dropout (config.json); drop it.")
+    if dropout > 0:
+        raise UserError("--cuda_graphs would repeat the random numbers of dropout (config.json); drop it.")
 
 
 class Capture:

@@ -83,7 +83,6 @@ class Stepper:
         self.wgrad_accumulation = FusedWgradAccumulation(self.model, self.strategy)
         self.may_take_graphs = self.graphs is None
         self._graph_note = ""
-        self._drops_graphs = False  # True if graphs must be deleted before an eager pass, to free memory
         self._graphs = self._build_graphs() if self.graphs else None
 
     @property
@@ -105,7 +104,7 @@ class Stepper:
         if not sharded and num_micro_batches == 1:  # without graphs, gradients reuse the memory of activations
             gradients = sum(parameter.nbytes for parameter in self.parameters)
         idle, communication_s = gathered((profile.gpu_idle(steps), profile.exposed_communication_s))[0]
-        lacking_gib, self._drops_graphs = memory_beside_graphs(gradients)
+        lacking_gib, drops_graphs = memory_beside_graphs(gradients)
         if idle is None:
             return None
         share = idle["share"]
@@ -117,7 +116,7 @@ class Stepper:
         if lacking_gib:
             consequence = f"--cuda_graphs would help, but might need {lacking_gib:.1f} GiB more than the GPU has"
         else:
-            self.begin_graphs()
+            self.begin_graphs(drops_graphs)
             consequence = f"micro-batches run as CUDA graphs from step {step + 1} on"
         self._graph_note = f"the GPU computes nothing during {share:.0%} of a step: {consequence}"
         return self._graph_note
@@ -126,19 +125,19 @@ class Stepper:
         """Return the entry about CUDA graphs in summary.json."""
         return {"cuda_graphs": {"used": self.uses_graphs, "notes": [self._graph_note] if self._graph_note else []}}
 
-    def begin_graphs(self) -> None:
-        """Run micro-batches as CUDA graphs from the next step on."""
+    def begin_graphs(self, drops_before_eager: bool = False) -> None:
+        """Run micro-batches as CUDA graphs from the next step on. For `drops_before_eager` see `MicroBatchGraphs`."""
         self.model = self.strategy.without_ddp(self.model)
         self.wgrad_accumulation = FusedWgradAccumulation(self.model, self.strategy)
         self._graphs = self._build_graphs()
+        self._graphs.drops_before_eager = drops_before_eager
 
     def drop_graphs_if_memory_is_short(self) -> None:
         """Measure memory after a step. If it is short, every later eager pass deletes the graphs first. Collective."""
         if self._graphs is not None:
             from llm_fp8.step.micro_batch_graphs import memory_beside_graphs
 
-            _, self._drops_graphs = memory_beside_graphs()
-            self._graphs.drops_before_eager = self._drops_graphs
+            _, self._graphs.drops_before_eager = memory_beside_graphs()
 
     def may_capture(self, may: bool) -> None:
         """Allow or forbid the capture of graphs in the next step. A capture would disturb the recording of a step."""
@@ -160,9 +159,7 @@ class Stepper:
 
         overwritten = [] if sharded else self.wgrad_accumulation.weights()
         build = ShardedMicroBatchGraphs if sharded else MicroBatchGraphs
-        graphs = build(run, self.parameters, overwritten, Capture(), self.precision.update_scales, collective)
-        graphs.drops_before_eager = self._drops_graphs
-        return graphs
+        return build(run, self.parameters, overwritten, Capture(), self.precision.update_scales, collective)
 
     def take_step(self, batches: list[Batch], start: Any = None) -> StepResult:
         """Run an optimizer step on this rank's micro-batches. `start` is the time stamp of its beginning."""

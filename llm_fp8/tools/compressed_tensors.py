@@ -21,7 +21,7 @@ from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_INDEX_NAME
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.data.prepare import PreparedData
 from llm_fp8.distributed.process_group import device_of_process
-from llm_fp8.models.build import build_model, model_on_meta
+from llm_fp8.models.build import allocate_and_fill, build_structure, model_on_meta
 from llm_fp8.models.experts import expert_weights
 from llm_fp8.models.export import replaced_folder, write_weights
 from llm_fp8.models.side_files import add_older_keys
@@ -138,7 +138,9 @@ def eval_loss(folder: Path, data: PreparedData, round_inputs: bool = False) -> t
     hf_config = load_config(source)
     stored = checkpoint_of(source, hf_config)
     hf_config, _ = untied(hf_config, stored)
-    model = build_model(options, hf_config, stored, parameter_dtype=dtype, compute_dtype=dtype, device=device).module
+    built = build_structure(options, hf_config, stored, parameter_dtype=dtype, compute_dtype=dtype, device=device)
+    allocate_and_fill(built, device)
+    model = built.module
     if round_inputs:
         round_inputs_(model)
     epoch = itertools.islice(data.train, data.train.steps_per_epoch)

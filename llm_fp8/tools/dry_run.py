@@ -18,21 +18,24 @@ from llm_fp8.settle.machine import assumed_machine, detect_machine
 from llm_fp8.settle.plan import probe_hf_layers
 from llm_fp8.settle.resume import total_steps
 from llm_fp8.settle.settle import settle
+from llm_fp8.tools.gpus import named_machine
+from llm_fp8.tools.memory import memory_lines
 from llm_fp8.utils.ranks import LaunchRanks
 
 
 def dry_run(config: Config) -> int:
     """Describe the data, the number of steps and the memory of the run without training. Return the exit code. If the
-    options need a GPU and there is none, assume a GPU. Transformer Engine need not be installed. Collective.
+    options need a GPU and there is none, assume an H100. Transformer Engine need not be installed. Collective.
     """
     quiet_libraries()
     ranks = LaunchRanks.from_environment(os.environ)
     start_process_group(ranks)
     source = resolve_source(config.model)
     hf_config = load_config(source)
-    machine = detect_machine(config.precision, ranks, asks_te=False)
+    gpu = config.run.gpu
+    machine = detect_machine(config, ranks, asks_te=False) if gpu is None else named_machine(gpu, ranks)
     asks_for_gpu = config.model.use_te or config.data.batch_size == AUTO_BATCH_SIZE
-    if machine.gpu is None and (asks_for_gpu or config.precision.mixed_precision in ("bf16", "fp8", "auto")):
+    if machine.gpu is None and (asks_for_gpu or config.precision.mixed_precision in ("bf16", "fp8")):
         machine = assumed_machine(ranks)
     resumed = run_dir.find_checkpoint(Path(config.run.output_dir or "runs"), config.run.resume_from, ranks)
     settled = settle(config, hf_config, machine, None if resumed is None else resumed.meta)
@@ -49,14 +52,7 @@ def dry_run(config: Config) -> int:
         torch.distributed.destroy_process_group()
     if ranks.rank != 0:
         return 0
-    lines = [*([note] if note else []), data.description, *settled.notes]
-    if machine.gpu_gib is not None:
-        estimate = settled.size.estimate()
-        gpus = f"{machine.gpu}, assumed" if machine.is_assumed else "GPUs of this machine"
-        on_each = f"{estimate.needed_gib:.2f} GiB of {machine.gpu_gib:.1f} on each of {ranks.world_size} ({gpus})"
-        parts = estimate.parts | {"CUDA, allocator, communication": estimate.beside_gib}
-        lines += [f"memory: {on_each}", *(f"  {part:32} {part_gib:8.2f} GiB" for part, part_gib in parts.items())]
-        lines += [] if estimate.is_whole else ["  activations are not counted: only those of TE decoders are known"]
+    lines = [*([note] if note else []), data.description, *settled.notes, *memory_lines(settled)]
     num_steps, rows = total_steps(config, data, resumed), data.train.global_batch_size
     lines.append(f"dry run: {num_steps:,} steps of {rows:,} sequences; no weight was loaded and no run written")
     print("\n".join(lines), flush=True)

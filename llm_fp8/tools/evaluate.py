@@ -3,7 +3,8 @@
 `prepare_data` holds out the same rows as in the run, since it gets the options in the run's run.json. The eval loss
 covers all of these rows. A prompt is a row up to its last supervised part, and the model answers greedily until an EOS
 token. math-verify compares the final answer with the row's; for example, `0.5` equals `\\frac12`. If it finds no
-answer, equal texts count as right. Rows without a final answer, such as most chats, do not count for the share.
+answer, equal texts count as right. Rows without a final answer do not count for the share. If no row has one, as in
+most chats, a few generated samples are shown and written instead.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _DATASETS = ("dataset_name", "eval_dataset_name", "split_name", "validation_split_name")
 DATA_OPTIONS = (*_DATASETS, "validation_fraction", "max_seq_length")
 """Options of the training scripts that decide which rows are held out."""
+NUM_SAMPLES = 5  # rows to answer if no row has a final answer
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -73,11 +75,13 @@ def prompt_and_solution(input_ids: list[int], labels: list[int]) -> tuple[list[i
     return input_ids[: first + 1], labels[first : last + 1]
 
 
-def has_answer(expected: str) -> bool:
-    """Return True if answers can be compared with `expected`: it marks an answer, is one word, or is only a formula."""
+def has_answer(expected: str, marked: bool = False) -> bool:
+    """Return True if answers can be compared with `expected`: it marks an answer or, unless it must be `marked`, is one
+    word or only a formula.
+    """
     marks = re.search(r"####|\\boxed|\banswer( is\b|:)", expected, re.IGNORECASE)
     is_answer = re.fullmatch(r"\S{1,20}", expected.strip()) or not re.search(r"(?<!\\)[^\W\d_]{2,}", expected)
-    return bool(expected.strip() and (marks or is_answer))
+    return bool(expected.strip() and (marks or (is_answer and not marked)))
 
 
 def is_right(expected: str, answer: str) -> bool:
@@ -134,8 +138,8 @@ def main() -> int:
     from scipy.stats import binomtest
 
     from llm_fp8.data.prepare import prepare_data
-    from llm_fp8.models.export import adapter_base, load_exported, tokenizer_of
     from llm_fp8.observability.reporter import quiet_libraries
+    from llm_fp8.tools.exported import adapter_base, load_exported, tokenizer_of
 
     quiet_libraries()
     base = adapter_base(options.model_name)
@@ -148,8 +152,12 @@ def main() -> int:
     held_out: Any = prepare_data(config.with_options(train_on_prompt=False), tokenizer).eval
     rows = (row for batch in held_out for row in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True))
     parts = (prompt_and_solution(*row) for row in rows if row[1][0] < 0 <= max(row[1]))  # plain text has no prompt
-    texts: Any = ((prompt, tokenizer.decode(solution, skip_special_tokens=True)) for prompt, solution in parts)
-    problems = list(itertools.islice((text for text in texts if has_answer(text[1])), options.num_problems))
+    texts: Any = [(prompt, tokenizer.decode(solution, skip_special_tokens=True)) for prompt, solution in parts]
+    problems = [text for text in texts if has_answer(text[1])]
+    if 2 * len(problems) < len(texts):  # a chat may have a few replies of one word
+        problems = [text for text in texts if has_answer(text[1], marked=True)]
+    samples_only = not problems
+    problems = problems[: options.num_problems] or texts[: min(NUM_SAMPLES, options.num_problems)]
     problems.sort(key=lambda problem: len(problem[0]))  # so that batches have little padding
     prompts, expected = [prompt for prompt, _ in problems], [answer for _, answer in problems]
     on_gpu = torch.cuda.is_available()
@@ -160,7 +168,7 @@ def main() -> int:
     for start in range(0, len(prompts), options.batch_size):
         batch = prompts[start : start + options.batch_size]
         answers += generate(model, tokenizer, batch, options.max_new_tokens)
-    right = list(map(is_right, expected, answers))
+    right = [] if samples_only else list(map(is_right, expected, answers))
     figures: dict[str, Any] = {"eval_loss": loss}
     if right:
         interval = binomtest(sum(right), len(right)).proportion_ci(method="wilson")
@@ -169,14 +177,21 @@ def main() -> int:
         print(f"exact match: {share:.1%} ({sum(right)} of {len(right)}; {within})")
     else:
         print("exact match: not measured, because no held-out row has a final answer that can be checked")
+        for prompt, answer in zip(prompts, answers, strict=True):
+            print(f"\nprompt: {tokenizer.decode(prompt)}\nanswer: {answer}")
     print(f"eval loss: {loss:.4f} nats/token over {num_tokens} supervised tokens")
     run = Path(options.model_name).absolute().parent
     path: Path | None = options.output or (run / "exact_match.json" if (run / "run.json").is_file() else None)
     if path is not None:
-        records = [
-            {"problem": tokenizer.decode(prompt), "expected": gold, "answer": answer, "correct": is_correct}
-            for prompt, gold, answer, is_correct in zip(prompts, expected, answers, right, strict=True)
+        records: list[dict[str, Any]] = [
+            {"problem": tokenizer.decode(prompt), "expected": gold, "answer": answer}
+            for prompt, gold, answer in zip(prompts, expected, answers, strict=True)
         ]
-        write_json_atomic(path, {"model": options.model_name, **figures, "answers": records})
+        for record, is_correct in zip(records, right, strict=False):  # samples have no verdict
+            record["correct"] = is_correct
+        figures |= {"answers": records[: len(right)]}
+        if samples_only and records:
+            figures["samples"] = records
+        write_json_atomic(path, {"model": options.model_name, **figures})
         print(f"answers: {path}")
     return 0

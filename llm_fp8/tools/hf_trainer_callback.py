@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TextIO, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from accelerate import PartialState
@@ -29,7 +29,6 @@ from llm_fp8.config.accelerate_env import PREFIX, RECIPE_ENTRIES, is_default, te
 from llm_fp8.config.recipes import DEFAULTS, recipe_names, row_of
 from llm_fp8.distributed.process_group import gathered
 from llm_fp8.observability.kernel_trace import kernel_times, record_kernels
-from llm_fp8.optim.optimizers import not_optimised
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify, worst
 from llm_fp8.precision.context import backend_in
 from llm_fp8.precision.coverage import ModuleState, linear_weights, linears_left, measure_coverage, plain_linears
@@ -37,6 +36,7 @@ from llm_fp8.tools.script import EXIT_FAILED_CHECK
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import chosen_attention
 from llm_fp8.utils.json_files import write_json_atomic
+from llm_fp8.utils.output import say
 
 RequestedPrecision = Literal["fp8", "bf16", "fp16", "no"]
 _COMPUTE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -67,7 +67,7 @@ def certify_step(
         raise UserError("certify_step records the kernels of an NVIDIA GPU, and there is none here.")
     with record_kernels() as profile:
         step()
-    return _judge(profile, model, optimizer, precision, os.environ, num_micro_batches, recipe)
+    return judge(profile, model, optimizer, precision, os.environ, num_micro_batches, recipe)
 
 
 class CertificateCallback(TrainerCallback):
@@ -97,12 +97,12 @@ class CertificateCallback(TrainerCallback):
         """Warn about nn.DataParallel in fp8, since the error that Accelerate raises next does not mention it."""
         if args.n_gpu > 1 and requested_precision(self._precision, self._launch, args) == "fp8":
             advice = "nn.DataParallel has no fp8; set CUDA_VISIBLE_DEVICES to one GPU, or start a process for each"
-            print(f"WARNING: one process sees {args.n_gpu} GPUs, and {advice}.", flush=True)
+            say(f"WARNING: one process sees {args.n_gpu} GPUs, and {advice}.")
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
         self._recorded_step = min(state.global_step + self._step, state.max_steps)
         if not can_record() and state.is_world_process_zero:
-            print("certificate: none, because there is no NVIDIA GPU to record", flush=True)
+            say("certificate: none, because there is no NVIDIA GPU to record")
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any) -> None:
         if state.global_step + 1 != self._recorded_step or self.certificate is not None or not can_record():
@@ -123,23 +123,23 @@ class CertificateCallback(TrainerCallback):
         recording.close()
         requested = requested_precision(self._precision, self._launch, args)
         model, optimizer = kwargs["model"], kwargs["optimizer"]
-        certificate = _judge(profile, model, optimizer, requested, self._launch, self._num_micro_batches)
+        certificate = judge(profile, model, optimizer, requested, self._launch, self._num_micro_batches)
         self.certificate = certificate
         if state.is_world_process_zero:
             path = Path(args.output_dir or ".", "certificate.json")
             write_json_atomic(path, certificate.to_dict())
-            _print_line(certificate.describe(), sys.stdout)
+            say(certificate.describe())
             if certificate.verdict == "failed":
                 sentence = certificate.failure(path, "without CertificateCallback it trains all the same")
-                _print_line(f"error: {sentence}", sys.stderr)
+                tqdm.write(f"error: {sentence}", file=sys.stderr)
             elif certificate.verdict == "undetermined":
-                _print_line(f"WARNING: this run could not be certified: {'; '.join(certificate.reasons)}.", sys.stdout)
+                say(f"WARNING: this run could not be certified: {'; '.join(certificate.reasons)}.")
         if certificate.verdict == "failed":
             PartialState().wait_for_everyone()  # the launcher kills the others as soon as one process ends
             raise SystemExit(EXIT_FAILED_CHECK)
 
 
-def _judge(
+def judge(
     profile: Any,
     model: nn.Module,
     optimizer: optim.Optimizer | None,
@@ -165,7 +165,10 @@ def _judge(
     else:
         compute = _COMPUTE[next(model.parameters()).dtype] if requested == "no" else requested
         expected = ExpectedKernels(compute, compute)
-    missing = [] if optimizer is None else not_optimised(model, optimizer)
+    groups = [] if optimizer is None else optimizer.param_groups
+    known = {parameter for group in groups for parameter in group["params"]}
+    trained = (name for name, weight in model.named_parameters() if weight.requires_grad and weight not in known)
+    missing = [] if optimizer is None else list(trained)
     # An optimizer without any of the parameters holds shards or copies of them, as ZeRO's does.
     if missing and len(missing) < sum(parameter.requires_grad for parameter in model.parameters()):
         parameters = f"{len(missing)} of the parameters that require a gradient"
@@ -190,12 +193,6 @@ def _judge(
 def _check(name: str, value: str | None, known: Sequence[str]) -> None:
     if value not in (None, *known):
         raise ValueError(f"{name} {value!r}: give {', '.join(known)}, or None")
-
-
-def _print_line(line: str, stream: TextIO) -> None:
-    """Print `line` above the Trainer's progress bar."""
-    tqdm.write(line, file=stream)
-    stream.flush()
 
 
 def requested_precision(chosen: RequestedPrecision | None, launch: Mapping[str, str], args: TrainingArguments) -> str:

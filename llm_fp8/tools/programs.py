@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from llm_fp8.config.recipes import RECIPES
 from llm_fp8.utils.packages import REPOSITORY
 
 
@@ -91,6 +92,11 @@ def run_program(
 def torchrun(num_processes: int, *argv: str) -> list[str]:
     """Return the command that starts `num_processes` processes on this host. --standalone picks a free port."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}", *argv]
+
+
+def recipe_argv(name: str) -> tuple[str, ...]:
+    """Return the command-line arguments that select the recipe `name`."""
+    return ("--mixed_precision", "fp8", "--fp8_backend", RECIPES[name].backend, "--fp8_scenario", name)
 
 
 def training_command(num_gpus: int, *argv: str) -> list[str]:

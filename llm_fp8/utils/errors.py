@@ -68,8 +68,10 @@ def nearest_existing(path: Path) -> Path:
 
 def unwritable_reason(error: OSError) -> str | None:
     """Return the system's message if `error` means that a file cannot be written (full disk, permission), else None."""
-    refusals = (*FULL_DISK, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
-    return os.strerror(error.errno) if error.errno in refusals else None
+    # A writable file may be denied too, for example a program that is not executable.
+    is_writable = isinstance(error.filename, (str, Path)) and os.access(error.filename, os.W_OK)
+    denied = error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG) and not is_writable
+    return os.strerror(error.errno or 0) if error.errno in FULL_DISK or denied else None
 
 
 def listed(names: Iterable[str]) -> str:
@@ -128,8 +130,12 @@ class OneSentenceParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise a `UserError` with argparse's `message`. For an unknown option or choice, suggest a similar one."""
         if message.startswith("unrecognized arguments: "):
-            words = [word.partition("=")[0] for word in message.split() if re.match("--?[a-z]", word)]
-            message += "".join(dict.fromkeys(map(self.hint, words)))
+            words = dict.fromkeys(word.partition("=")[0] for word in message.split() if re.match("--?[a-z]", word))
+            if len(words) > 2:  # those of another program, for example; in a file they have no hyphens
+                names = {word: word.lstrip("-") if self.origin else word for word in words}
+                lines = (f"  {name}: {self.hint(word) or 'not known'}" for word, name in names.items())
+                raise UserError("\n".join((f"{self.origin}these options are unknown:", *lines)))
+            message += "".join(f" ({word}: {hint})" for word in words if (hint := self.hint(word)))
         elif choice := re.match(r"argument (\S+?)[:/].*invalid choice: '(.*?)'", message):
             actions = [action for action in self._actions if choice[1] in (*action.option_strings, action.metavar)]
             message += "".join(did_you_mean(choice[2], action.choices or ()) for action in actions)
@@ -137,5 +143,5 @@ class OneSentenceParser(argparse.ArgumentParser):
         raise UserError(f"{self.origin}{message}; '{self.prog} {self.full_help}' lists the options.")
 
     def hint(self, option: str) -> str:
-        """Return text that the error about an unknown `option` appends: ' (did you mean X?)' or ''."""
-        return did_you_mean(option, self._option_string_actions)
+        """Return advice about an unknown `option`, such as 'did you mean X?', or ''."""
+        return did_you_mean(option, self._option_string_actions).strip(" ()")

@@ -52,13 +52,9 @@ def read_json(path: Path, flag: str = "the file") -> dict[str, Any]:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the objects in a JSONL file, one per line. Raise a `UserError` with the line number for a bad line."""
-    records = []
-    with reading("the file", path), path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            with reading("the file", f"{path}: line {number}", "a JSON object"):
-                records.append(with_floats({**json.loads(line)}))
-    return records
+    """Return the objects in a JSONL file, one per line. If it cannot be read, raise a `UserError` that names it."""
+    with reading("the file", path, "lines of JSON objects"), path.open(encoding="utf-8") as file:
+        return [with_floats({**json.loads(line)}) for line in file]
 
 
 def write_text_atomic(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Print to standard output, which may be closed while the process runs."""
+"""Print lines to standard output, above progress bars. The output may be closed while the process runs."""
 
 from __future__ import annotations
 
@@ -43,13 +43,15 @@ def closed_outputs() -> list[int]:
 
 def discard_output(descriptors: Iterable[int]) -> None:
     """Redirect `descriptors` to /dev/null, so that a later flush cannot fail. Skip open terminals."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in descriptors:
-        if not os.isatty(descriptor):
-            os.dup2(nowhere, descriptor)
-    os.close(nowhere)
+    with open(os.devnull, "w") as nowhere:
+        for descriptor in descriptors:
+            if not os.isatty(descriptor):
+                os.dup2(nowhere.fileno(), descriptor)
 
 
 @surviving_closed_output()
 def say(text: str) -> None:
-    print(text, flush=True)
+    from tqdm import tqdm  # not imported above, since missing packages are reported only after this module is loaded
+
+    with tqdm.external_write_mode():
+        print(f"{text}\n", end="", flush=True)  # in one write, which no message of a signal handler divides

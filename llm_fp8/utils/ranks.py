@@ -38,7 +38,6 @@ class LaunchRanks:
         world_size = read("WORLD_SIZE", 1, least=1)
         local_world_size = read("LOCAL_WORLD_SIZE", world_size, world_size, least=1)
         read("LOCAL_RANK", 0, world_size - 1)
-        read("MASTER_PORT", 0, 65535)
         restart_count = read("TORCHELASTIC_RESTART_COUNT", 0)
         return cls(read("RANK", 0, world_size - 1), world_size, local_world_size, restart_count, launched=True)
 
@@ -51,12 +50,6 @@ def launcher_store():  # type: ignore[no-untyped-def]
 
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return TCPStore(*address, is_master=False, timeout=timedelta(seconds=20))
-
-
-def agree_on(name: str, value: str) -> str:
-    """Return the `value` that the first caller passed for `name`. All ranks get the same, even after a restart."""
-    store = launcher_store()
-    return value if store is None else store.compare_set(f"llm_fp8/agreed/{name}", "", value).decode()
 
 
 def end_with_parent() -> None:

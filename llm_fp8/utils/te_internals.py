@@ -42,7 +42,6 @@ def prefer_torchs_cudnn() -> None:
     if spec is not None and spec.submodule_search_locations:
         folder = next(iter(spec.submodule_search_locations))
         os.environ["CUDNN_HOME"] = folder
-        os.environ.pop("CUDNN_PATH", None)
         for library in sorted(Path(folder, "lib").glob("libcudnn*.so.*")):
             ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 

@@ -4,12 +4,11 @@ A plain model needs only `_apply`, which classes may override. `wrap_forward` is
     name                                                  test that notices a change (else AttributeError)
     DTensor._local_tensor                                 tests/models/test_model.py
     nn.Module._apply                                      tests/models/test_model.py
-    torch._dynamo.config.optimize_ddp                     tests/precision/test_torchao.py
+    names in torch._dynamo.config and torch._dynamo.utils tests/step/test_compiled.py
     module._ddp_params_and_buffers_to_ignore              tests/distributed/test_modes_multi_gpu.py
     WeightWithDynamicFloat8CastTensor._tensor             tests/precision/test_torchao.py
-    FSDPModule._get_fsdp_state and its                    tests/distributed/test_wgrad_fusion_sharded.py; without them
-      _fsdp_param_groups (2.13) or                        autograd and FSDP2 accumulate by themselves
-      _fsdp_param_group (2.11), .fsdp_params
+    FSDPModule._get_fsdp_state, its _fsdp_param_groups    tests/distributed/test_wgrad_fusion_sharded.py; without them
+      (2.13) or _fsdp_param_group (2.11), .fsdp_params    autograd and FSDP2 accumulate by themselves
     entry._module_info, ._unsharded_param, .unsharded_accumulated_grad
 """
 
@@ -74,9 +73,19 @@ def give_memory_(tensor: Tensor) -> None:
         local.untyped_storage().resize_(local.numel() * local.element_size())
 
 
-def compile_without_ddp_cuts() -> None:
-    """Prevent torch.compile from splitting graphs at DDP's buckets, since splitting fails with recomputation."""
-    torch._dynamo.config.optimize_ddp = False
+def compile_all_kinds(without_ddp_cuts: bool) -> None:
+    """Let torch.compile compile code often, for all kinds of layers; beyond its limit it would run the code eagerly.
+    If `without_ddp_cuts`, prevent it from splitting graphs at DDP's buckets, which fails with recomputation.
+    """
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.optimize_ddp = not without_ddp_cuts
+
+
+def recompilation_reasons() -> list[str]:
+    """Return, and forget, why torch.compile compiled code again, for those of its last 64 compilations that did."""
+    reasons = [each.recompile_reason for each in torch._dynamo.utils.get_compilation_metrics()]
+    torch._dynamo.utils.clear_compilation_metrics()
+    return [reason for reason in reasons if reason]
 
 
 def ignore_in_ddp(module: nn.Module, names: list[str]) -> None:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import importlib
 import json
 import os
+from dataclasses import replace
 
 import pytest
+from transformers import AutoConfig
 
+import te_llama
 from benchmarks import bench, speed_table
 from benchmarks.bench import Plan, Variant, Workload, measure_all, parse_variants, summarise, write_random_rows
 from llm_fp8.__main__ import PROGRAMS
 from llm_fp8.data.embedded import MODEL_DIR
-from llm_fp8.tools.programs import Outcome
+from llm_fp8.models import BUNDLED
+from llm_fp8.models.build import model_on_meta
 from llm_fp8.utils.errors import OneSentenceParser, UserError
+from tests.support.hub_families import documented_rows
 from tests.support.processes import run_program
 
 WORK = Workload("embedded", 2, 64, 2)
@@ -107,17 +112,12 @@ def test_variants_alternate_and_a_failed_one_is_not_run_again(monkeypatch, tmp_p
     assert "out of memory" in capsys.readouterr().out
 
 
-def test_result_of_a_failed_run_has_the_reason(monkeypatch):
-    monkeypatch.setattr(bench, "run_program", lambda *_, **__: Outcome(2, "error: no such file", 1.0))
-    result = bench.measure(WORK, Variant("a", ()), "rows.jsonl", Plan(8, 6, num_rounds=1, timeout_s=9))
-    assert "no such file" in result["failed"]
-
-
 @pytest.mark.slow
 def test_variants_and_baselines_train_on_the_same_full_rows(monkeypatch):
     monkeypatch.setattr(bench, "run_program", run_program)
     variants = parse_variants("ours: --mixed_precision no; hf: baseline hf_bf16")
-    rows = measure_all(WORK, variants, Plan(8, 6, num_rounds=1, timeout_s=300))
+    work = replace(WORK, model="a name", config=json.loads((MODEL_DIR / "config.json").read_text()))
+    rows = measure_all(work, variants, Plan(8, 6, num_rounds=1, timeout_s=300))
     for row in rows:
         assert "failed" not in row and row["num_timed_steps"] == 2 and len(row["losses"]) == 8
         assert row["real_tokens_per_s"] == row["tokens_per_s"] > 0, "no position is padding"
@@ -132,6 +132,23 @@ def test_rows_of_the_speed_tables_are_valid_trainings(table):
     for row in rows:
         assert speed_table.workload_of(row).num_gpus == row.get("num_gpus", 1)
         assert {variant.baseline for variant in speed_table.variants_of(row)} >= {None, "hf_bf16"}
+
+
+def test_rows_of_the_families_table_have_the_size_and_the_decoder_of_their_family(tmp_path):
+    documented = documented_rows()
+    for row in speed_table.read_table(speed_table.TABLE.with_name("families_4b.json")):
+        work, folder = speed_table.workload_of(row), tmp_path / row["model"]
+        if work.config is not None:
+            bench.write_config(folder, work.config)
+        config = AutoConfig.from_pretrained(BUNDLED.get(work.model, folder))
+        size_b = sum(parameter.numel() for parameter in model_on_meta(config).module.parameters()) / 1e9
+        assert size_b == pytest.approx(float(work.model.rpartition("-")[2].removesuffix("B")), abs=0.6)
+        in_te = config.model_type in te_llama.FAMILIES
+        assert documented[row["row"]]["TE"] == ("yes" if in_te else "no")
+        variants = [variant for variant in speed_table.variants_of(row) if not variant.name.startswith("hf_")]
+        assert [(variant.name, "--use_te" in variant.argv) for variant in variants] == [
+            (name, in_te) for name in ("bf16", "fp8", "backward")
+        ]
 
 
 def test_targets_are_missed_or_reached():

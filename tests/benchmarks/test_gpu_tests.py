@@ -6,10 +6,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
-from benchmarks.gpu_tests import Outcomes, gpu_files
-from llm_fp8.utils.errors import UserError
+from benchmarks.gpu_tests import Outcomes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,15 +40,3 @@ def test_new_outcomes_replace_those_of_the_same_file(tmp_path, monkeypatch):
     outcomes.pytest_runtest_logreport(report("b_gpu.py::one", "skipped"))  # as on a machine with too few GPUs
     files = outcomes.files()
     assert [files[name]["commit"] for name in sorted(files)] == ["new", "old", "old"]
-
-
-def test_other_file_is_not_overwritten(tmp_path):
-    (tmp_path / "other.json").write_text('{"rows": []}')
-    with pytest.raises(UserError, match="--output"):
-        Outcomes(tmp_path / "other.json")
-
-
-def test_folder_selects_its_gpu_tests():
-    assert gpu_files(["tests/benchmarks/test_gpu_tests.py"]) == ["tests/benchmarks/test_gpu_tests.py"]
-    files = gpu_files(["tests/kernels"])
-    assert files and all(name.endswith("_gpu.py") for name in files)

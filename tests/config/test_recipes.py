@@ -45,7 +45,7 @@ def test_availability_comes_from_the_function_of_the_row(monkeypatch):
     for name, value in (("is_available", True), ("get_device_capability", (9, 0)), ("get_device_properties", gpu)):
         monkeypatch.setattr(f"torch.cuda.{name}", lambda *_, value=value: value)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: gpu.name)
-    lacking = detect_machine(parse_config(["--mixed_precision=fp8"]).precision, LaunchRanks()).lacking
+    lacking = detect_machine(parse_config(["--mixed_precision=fp8", "--use_te"]), LaunchRanks()).lacking
     assert lacking == {"made_up": "nobody has it"} and row_of("made_up").token_multiple == 48
 
 

@@ -486,3 +486,18 @@ def test_default_share_holds_out_a_tenth_or_less_of_many_problems() -> None:
     assert held_out(50_000).sum() == 500
     assert 100 <= held_out(700, each=3).sum() < 103
     assert held_out(1).sum() == 0 and held_out(2).sum() == 1
+
+
+def test_tokenised_rows_are_trained_on_as_they_are(prepare: Any, tmp_path: Path) -> None:
+    labels, mask = [-100, -100, 7, 8, -100], [1, 1, 1, 1, 0]
+    rows = [{"input_ids": [5 + i, 6, 7, 8, 0], "labels": labels, "attention_mask": mask} for i in range(4)]
+    options = ("--validation_fraction=0", "--no_packing", "--batch_size=4", "--max_seq_length=128")
+    data = prepare(write_jsonl(tmp_path / "a.jsonl", rows), *options)
+    (batch,) = next_steps(data.train)[0]
+    for row, ids, shifted in zip(batch.row_ids, batch.input_ids.tolist(), batch.labels.tolist(), strict=True):
+        assert ids[:4] == [5 + row, 6, 7, 8] and shifted[:5] == [-100, 7, 8, -100, -100]
+    assert data.report.num_tokens == 16 and 8 not in data.eos_ids
+    unknown = {"input_ids": [5, 6, 7, 99_999, 0], "labels": [-100] * 5}
+    for wrong, message in (({"labels": [1] * 5}, "'labels'"), ({"labels": [5]}, "'labels'"), (unknown, "99999")):
+        with pytest.raises(UserError, match=f"--dataset_name .*a.jsonl: .*{message}"):
+            prepare(write_jsonl(tmp_path / "a.jsonl", [{**rows[0], **wrong}]), *options)

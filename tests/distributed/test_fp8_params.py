@@ -24,7 +24,7 @@ from llm_fp8.config.options import OptimConfig, ParallelConfig
 from llm_fp8.distributed.fp8_params import Fp8ParamsStrategy, keep_weights_in_fp8
 from llm_fp8.distributed.fsdp import FsdpStrategy
 from llm_fp8.models.build import local_shard
-from llm_fp8.optim.optimizers import build_optimizer
+from llm_fp8.optim.optimizers import OPTIMIZERS
 from llm_fp8.precision.te import TEBackend
 from tests.support.ranks import CountedAllGather, run_on_ranks
 
@@ -196,7 +196,7 @@ def train_in_fp8(rank: int, mode: str, dtype: torch.dtype, sync_every_micro_batc
     model = SmallModel()
     precision = precision_of(list(model.layers)[:-1])
     shard(strategy, model)
-    optimizer = build_optimizer(OPTIM, "adamw_fp32", model.named_parameters())
+    optimizer = OPTIMIZERS["adamw_fp32"].build(model.named_parameters(), OPTIM, False)
     model, optimizer = strategy.prepare(model, optimizer, precision)
     parameters = list(model.parameters())
     gathers = CountedAllGather(model)
@@ -236,7 +236,7 @@ def train_in_fp8(rank: int, mode: str, dtype: torch.dtype, sync_every_micro_batc
 def train_on_one_process() -> tuple[list[float], dict[str, Tensor]]:
     """Train fp32 weights, with losses and gradients computed from fp8 copies. Return gradient norms and weights."""
     master_weights = {name: nn.Parameter(initial_value(name, p.shape)) for name, p in SmallModel().named_parameters()}
-    optimizer = build_optimizer(OPTIM, "adamw_fp32", master_weights.items())
+    optimizer = OPTIMIZERS["adamw_fp32"].build(master_weights.items(), OPTIM, False)
     norms = []
     for step in range(STEPS):
         weights = {name: p.detach().clone() for name, p in master_weights.items()}
@@ -298,7 +298,7 @@ def train_beside_frozen_weights(rank: int) -> dict[str, Any]:
     precision, loaded = precision_of(model.layers), [layer.weight for layer in model.layers]
     for layer in model.layers:
         keep_weights_in_fp8(layer, precision)
-    optimizer = build_optimizer(OPTIM, "adamw_fp32", model.named_parameters())
+    optimizer = OPTIMIZERS["adamw_fp32"].build(model.named_parameters(), OPTIM, False)
     model, optimizer = strategy.prepare(model, optimizer, precision)
     num_loaded_bytes = [parameter._local_tensor.untyped_storage().nbytes() for parameter in loaded]
     losses, gathers = [], CountedAllGather(model)

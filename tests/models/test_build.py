@@ -19,7 +19,7 @@ from llm_fp8.config.options import ModelConfig
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.collate import Batch
 from llm_fp8.models import BUNDLED, build
-from llm_fp8.models.build import build_model, choose_attention, decoder_size, model_from_config
+from llm_fp8.models.build import allocate_and_fill, build_structure, choose_attention, decoder_size, model_from_config
 from llm_fp8.models.export import export_hf
 from llm_fp8.models.model import decoder_layers
 from llm_fp8.models.source import load_config, load_tokenizer, require_positions, resolve_source, stored_dtype
@@ -97,7 +97,8 @@ def test_random_weights_have_the_distribution_of_transformers(kind):
     config, generator = tiny_config(**entries), torch.Generator().manual_seed(5)
     theirs = dict(AutoModelForCausalLM.from_config(copy.deepcopy(config)).named_parameters())
     dtypes = dict.fromkeys(("parameter_dtype", "compute_dtype"), torch.float32)
-    model = build_model(ModelConfig(), config, None, **dtypes, device=CPU, seed=5)
+    model = build_structure(ModelConfig(), config, None, **dtypes, device=CPU)
+    allocate_and_fill(model, CPU, seed=5)
     for name, ours in model.module.named_parameters():
         expected, actual = (torch.stack(torch.std_mean(values, correction=0)) for values in (theirs[name], ours))
         if expected[0] == 0:
@@ -119,7 +120,8 @@ def test_plain_run_survives_renamed_private_names(tmp_path, tiny_model, rows, mo
         hf_internals: "supports_flash_attention grouped_linear gated renaming_on_load fresh_accelerate",
         te_internals: "keep_weight_casts add_activation defer_scale_updates update_scales attention_backend "
         " make_rowwise_only",
-        torch_internals: "compile_without_ddp_cuts ignore_in_ddp unwrapped_by_torchao fsdp_entries gathered_parameter",
+        torch_internals: "compile_all_kinds recompilation_reasons ignore_in_ddp unwrapped_by_torchao fsdp_entries "
+        "gathered_parameter",
     }
     for names, module in ((names.split(), module) for module, names in internals.items()):
         for function in (getattr(module, name) for name in names):
@@ -256,7 +258,7 @@ def test_maximum_sequence_length_follows_rope_scaling(scaling, allowed):
     require_positions(hf_config, allowed, "a model", "--max_seq_length")
     with pytest.raises(UserError, match=f"--max_seq_length {allowed + 1}"):
         require_positions(hf_config, allowed + 1, "a model", "--max_seq_length")
-    angles = te_llama.RotaryTable(hf_config, LlamaRotaryEmbedding, CPU)()
+    angles = te_llama.RotaryTable(hf_config, LlamaRotaryEmbedding, CPU).angles[None]
     assert len(angles) == allowed, "the TE decoder has a row per position"
     linear = {"rope_type": "linear", "factor": 8.0}
     gemma = tiny_config("gemma3_text", rope_scaling=linear, max_position_embeddings=128)

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForMultimodalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
+import te_llama
 from llm_fp8.config.options import LoraConfig
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.collate import Layout
@@ -39,27 +40,47 @@ PACKING = parse_config(["--packing"])
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
 def test_family_trains_and_exports_as_in_plain_transformers(tmp_path, name):
-    assert f"| {name} |" in hub.markdown_table([check_family(name, tmp_path)])
+    assert check_family(name, tmp_path) == hub.documented_rows()[hub.shown_name(name)]
+
+
+def test_documented_table_is_the_printed_one_with_the_te_decoders_and_recorded_speeds():
+    documented = hub.documented_rows()
+    rows = {name: documented[hub.shown_name(name)] for name in FAMILIES}
+    assert hub.markdown_table(list(rows.values())) in hub.DOCUMENT.read_text()
+    assert hub.markdown_table(hub.speed_rows()) in hub.DOCUMENT.read_text()
+    assert {FAMILIES[name][0] for name, row in rows.items() if row["TE"] == "yes"} == te_llama.FAMILIES.keys()
+
+
+def test_speeds_are_a_row_per_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "SPEEDS", tmp_path / "speeds.json")
+    rows = [{"variant": "bf16", "tokens_per_s": 20123.4}, {"variant": "fp8", "failed": "out of memory"}]
+    hub.SPEEDS.write_text(json.dumps({"rows": [{"model": "Qwen3-4B", **row} for row in rows]}))
+    (row,) = hub.speed_rows()
+    assert list(row.values()) == ["Qwen3-4B", "20,123", "-", "-", "-", "-", "-"]
 
 
 OPTIONS = ("--max_steps=2", "--max_seq_length=256", "--batch_size=2", "--mixed_precision=no")
 
 
-@pytest.mark.parametrize("decoder", ["--packing", "--use_te"])
-def test_export_copies_towers_unchanged(tmp_path, rows, capsys, decoder, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "decoder"),
+    [("Gemma 3", "--packing"), ("Gemma 3", "--use_te"), ("Mistral 3", "--use_te"), ("Qwen3.5", "--use_te")],
+)
+def test_export_copies_towers_unchanged(tmp_path, rows, capsys, family, decoder, monkeypatch):
     """The source model is stored with its vision tower in bf16 and its language model in fp32."""
     install_stand_in(monkeypatch)
-    source, run = write_hub_model(tmp_path / "source", "Gemma 3"), tmp_path / "run"
+    source, run = write_hub_model(tmp_path / "source", family), tmp_path / "run"
     model = AutoModelForMultimodalLM.from_pretrained(source)
-    model.model.vision_tower.bfloat16()
+    tower = "visual" if family == "Qwen3.5" else "vision_tower"
+    getattr(model.model, tower).bfloat16()
     model.save_pretrained(source)
     train(f"--model_name={source}", f"--dataset_name={rows}", f"--output_dir={run}", decoder, *OPTIONS)
-    assert "model.vision_tower" in capsys.readouterr().out
+    assert f"model.{tower}" in capsys.readouterr().out
     before, after = stored_weights(source), stored_weights(run / "final")
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         unchanged = tensor.dtype == after[name].dtype and torch.equal(tensor, after[name])
-        assert unchanged == (not name.startswith("language_model")), name
+        assert unchanged != ("language_model" in name or "lm_head" in name), name
     for name in ("config.json", "preprocessor_config.json"):
         before_entries, after_entries = (json.loads((folder / name).read_text()) for folder in (source, run / "final"))
         for entry in ("architectures", "vision_config", "image_processor_type"):

@@ -13,7 +13,7 @@ from llm_fp8.config.options import LoraConfig, OptimConfig
 from llm_fp8.models.lora import adapters_of, needs_unfused_mlp
 from llm_fp8.models.model import decoder_layers
 from llm_fp8.models.parity import relative_difference
-from llm_fp8.optim.optimizers import build_optimizer
+from llm_fp8.optim.optimizers import OPTIMIZERS
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify
 from llm_fp8.precision.coverage import linear_weights
 from llm_fp8.precision.frozen import hold_in_fp8
@@ -84,7 +84,7 @@ def test_cached_casts_give_the_same_losses(scenario, use_te, device):
     batch, runs = packed_batch(device), []
     for keep in (True, False):
         model, precision, _ = build(fp8(fp8_scenario=scenario), device, use_te, ALL, keep_casts=keep)
-        optimizer = build_optimizer(OptimConfig(learning_rate=1e-2), "adamw_master", model.named_parameters())
+        optimizer = OPTIMIZERS["adamw_master"].build(model.named_parameters(), OptimConfig(learning_rate=1e-2), False)
         frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
         run_losses = []
         for number in range(6):

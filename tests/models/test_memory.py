@@ -7,20 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GemmaConfig
 
 from llm_fp8.config.parser import parse_config
 from llm_fp8.models.memory import ACTIVATIONS, CASTS, HEAD, STATE, resolve_optimizer, saved_bytes, state_bytes
-from te_llama import decoder_sizes
+from te_llama import decoder_sizes, layer_specs
 from tests.support.run_sizes import estimated, hf_config, run_size
 
 ROWS = json.loads((Path(__file__).parents[2] / "benchmarks/results/memory_rows.json").read_text())["rows"]
-
-
-def row_id(row: dict[str, Any]) -> str:
-    return "-".join(str(row[key]) for key in row if key not in ("file", "gpu", "measured_gib", "reserved_gib"))
-
-
+H, F, Q = 2560, 9216, 4096  # of Qwen3.5-4B: hidden size, MLP size, and size of attention's or the delta net's output
 FROZEN = {"mode": "fsdp_full", "num_gpus": 2, "lora_rank": 16, "batch_size": 8, "export": False}
 
 
@@ -45,7 +39,7 @@ def test_frozen_weights_are_sharded_in_fp8_unless_bf16_is_needed(row, expected):
     assert run_size({**FROZEN, **row}, hf_config("Llama-3.1-8B")).shards_in_fp8 is expected
 
 
-@pytest.mark.parametrize("row", ROWS, ids=row_id)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row.values())))
 def test_estimate_matches_recorded_run(row):
     estimate, gpu_gib = run_size(row, hf_config(row["model"])).estimate(), 79.2 if "H100" in row["gpu"] else 139.8
     assert estimate.is_whole
@@ -90,13 +84,20 @@ def test_each_option_changes_its_part_of_the_estimate():
     assert sharded_adapters.parts[STATE] < 0.5 * adapters.parts[STATE]
 
 
-def test_estimate_of_hugging_face_decoder_has_no_activations():
-    estimate = estimated(use_te=False)
-    assert not estimate.is_whole and estimate.parts == {STATE: pytest.approx(12 * 8.03e9 / 2**30, rel=0.001)}
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    small = GemmaConfig(**sizes, vocab_size=1000)
-    estimate = run_size({}, small).estimate()
-    assert not estimate.is_whole and estimate.total_gib < 0.1
+@pytest.mark.parametrize(
+    ("recipe", "targets", "inputs"),  # bytes of GEMM inputs; for adapters also of low-rank products
+    [("bf16", "", 2 * (2 * H + F + Q)), ("delayed", "", 3 * H + F + Q), ("current", "", 3 * H + F + Q)]
+    + [("backward", "", 2 * H + F + Q), ("block", "", 1.03125 * (3 * H + 2 * F + Q))]
+    + [("bf16", "in_proj_z,out_proj,q_proj,o_proj", 2 * (H + Q + 2 * 16))],
+)
+def test_activations_of_qwen3_5_according_to_sources_of_te_and_flash_linear_attention(recipe, targets, inputs):
+    net = 2 * (12352 + 2 * 2048 + 3 * 4096 + 32 * 65) + 4 * (2 * 16 + 4 * 32)  # fused, q and k, v z o, beta and inverse
+    attention = 2 * (4 * 4096 + 3 * 1024) + 4 * 16  # q, gate and output [4096], k and v [1024]; q and k before norms
+    saved = [size + 2 * (2 * H + 2 * F) + inputs for size in (net, net, net, attention)]
+    adapted = frozenset(filter(None, targets.split(",")))
+    assert [saved_bytes(spec, recipe, adapted, 16) for spec in layer_specs(hf_config("Qwen3.5-4B"))] == 8 * saved
+    parts = estimated("Qwen3.5-4B", recipe=recipe, lora_rank=16 * bool(targets), lora_targets=targets).parts
+    assert parts[ACTIVATIONS] == pytest.approx(8192 * 8 * sum(saved) / 2**30)
 
 
 @pytest.mark.parametrize(

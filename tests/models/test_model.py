@@ -172,7 +172,7 @@ def load_and_export_te(rank: int, name: str, out: str) -> dict[str, torch.Tensor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_qkv_bias_tied", "gemma3_text"])
+@pytest.mark.parametrize("family", ["qwen2_qkv_bias_tied", "gemma3_text", "qwen3_5_text"])
 def test_sharded_fused_parameters_are_filled_from_several_tensors(tmp_path, family):
     torch.manual_seed(0)
     hf_config = family_config(family, hidden_size=128, intermediate_size=256)

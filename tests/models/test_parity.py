@@ -64,7 +64,7 @@ def test_tensor_that_differs_in_fp32_is_refused(difference):
         verdict(fp32={(3, 2): difference})
 
 
-@pytest.fixture(params=["llama3_rope_gqa", "gemma3_text"])
+@pytest.fixture(params=["llama3_rope_gqa", "gemma3_text", "qwen3_5_text"])
 def correct_model(request, tmp_path, monkeypatch):
     """Write a small model to a folder and load it as a TE decoder. Stand-ins replace TE's modules."""
     install_stand_in(monkeypatch)
@@ -80,7 +80,8 @@ def test_check_accepts_correct_model_and_leaves_it_unchanged(correct_model):
     before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     correct_model.layers[1].requires_grad_(False)  # frozen weights are compared too
     report = check(correct_model)
-    num_stored, num_compared = (41, 45) if module.config.model_type == "gemma3_text" else (30, 33)
+    numbers = {"gemma3_text": (41, 45), "qwen3_5_text": (42, 41)}
+    num_stored, num_compared = numbers.get(module.config.model_type, (30, 33))
     assert f"with Hugging Face: {num_stored} stored tensors loaded bit for bit; {num_compared} tensors" in report
     after = dict(module.named_parameters())
     assert all(torch.equal(value, after[name]) and after[name].grad is None for name, value in before.items())

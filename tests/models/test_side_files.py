@@ -19,11 +19,12 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from llm_fp8.config.parser import parse_config
-from llm_fp8.models.export import export_hf, load_exported, tokenizer_of
+from llm_fp8.models.export import export_hf
 from llm_fp8.models.model import Model
 from llm_fp8.models.side_files import Origin, save_side_files, source_folder
 from llm_fp8.models.source import EMBEDDED_MODEL
 from llm_fp8.settle.plan import plan_run
+from llm_fp8.tools.exported import load_exported, tokenizer_of
 from llm_fp8.utils.ranks import LaunchRanks
 from tests.support.hub_families import write_hub_model
 from tests.support.small import CARD, stored_weights, tiny_config, train

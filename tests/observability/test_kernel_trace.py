@@ -13,6 +13,7 @@ from llm_fp8.observability.kernel_trace import (
     kernel_intervals,
     kernel_times,
     time_by_class,
+    unrecognised_kernels,
 )
 from tests.support.recorded_kernels import finished_profile
 
@@ -46,7 +47,7 @@ GEMMS = {
     "ampere_fp16_s16816gemm_fp16_256x128_ldg8_f2f_stages_64x3_tn": "fp16",
     "ampere_h16816gemm_128x128_ldg8_stages_64x3_tn": "fp16",
     "ampere_sgemm_128x64_tn": "fp32",
-    "cutlass_80_tensorop_i16832gemm_s8_128x128_64x3_tn_align16": "unknown",
+    "cutlass_80_tensorop_i16832gemm_s8_128x128_64x3_tn_align16": "other",
     "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<"
     "cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int, int>, "
     "cutlass::gemm::collective::CollectiveMma<cutlass::gemm::MainloopSm90TmaGmmaWarpSpecialized<4>, "
@@ -58,6 +59,7 @@ GEMMS = {
     "some_future_gemm_of_another_name": "unknown",
 }
 
+OF_BOTH_TYPES = "void a_kernel_of_both_types<__nv_bfloat16, cutlass::float_e4m3_t>(__nv_bfloat16 const*)"
 NO_GEMMS = {
     "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64_1x4x1_cga1x1x1_kernel0_"
     "0": "attention",
@@ -121,6 +123,21 @@ NO_GEMMS = {
     "const*, c10::BFloat16*, long, long, long, long, bool)": "elementwise",
     "triton_poi_fused_add_view_20": "elementwise",
     "a_kernel_of_no_known_library": "other",
+    "void a_kernel_that_shows_its_type<__nv_bfloat16, float>(__nv_bfloat16 const*, float*)": "other",
+    OF_BOTH_TYPES: "other",
+    "void batch_trsm_left_kernel<float, 256, 4, false, true, true, true, false, true>(cublasTrsmParams<float>, float, "
+    "float const*, int)": "solver",
+    "_bmm_outer_product_kernel": "elementwise",
+    # names of flash-linear-attention, causal-conv1d and mamba-ssm
+    **dict.fromkeys(
+        "chunk_gated_delta_rule_fwd_kernel_h_blockdim64 chunk_fwd_kernel_o chunk_bwd_kernel_dqkwg gdn_gate_bwd_kernel "
+        "chunk_local_cumsum_scalar_kernel recompute_w_u_fwd_kernel _state_passing_fwd_kernel "
+        "solve_tril_16x16_kernel merge_16x16_to_64x64_inverse_kernel prepare_wy_repr_bwd_kernel".split(),
+        "linear_attention",
+    ),
+    "void causal_conv1d_fwd_kernel<Causal_conv1d_fwd_kernel_traits<128, 4, true, c10::BFloat16, c10::BFloat16> >"
+    "(ConvParamsBase)": "linear_attention",
+    "l2norm_fwd_kernel": "norm",
     "void splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, true, false, "
     "false>(cublasSplitKParams<float>)": "gemm",
 }
@@ -136,6 +153,11 @@ def test_gemm_kind_is_the_operand_type(name):
 def test_kernel_class_of_other_kernels(name):
     assert kernel_class(name) == NO_GEMMS[name]
     assert gemm_kind(name) is None
+
+
+def test_kernels_of_no_rule_are_unrecognised_unless_they_show_wider_types():
+    times = {name: (1, 0.001) for name in NO_GEMMS}
+    assert set(unrecognised_kernels(times).names) == {"a_kernel_of_no_known_library", OF_BOTH_TYPES}
 
 
 STEP = {

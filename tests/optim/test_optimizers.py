@@ -7,17 +7,16 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from transformers import get_scheduler
 
-from llm_fp8.config.options import OptimConfig, OptimizerKind
+from llm_fp8.config.options import OptimConfig, OptimizerKind, Scheduler
 from llm_fp8.optim.adamw import EightBitAdamW, MasterAdamW
 from llm_fp8.optim.optimizers import (
     OPTIMIZERS,
-    build_optimizer,
     build_scheduler,
     clip_and_step,
     effective_warmup_steps,
     initialize_state,
-    learning_rate_factor,
     optimizer_tensors,
     parameter_groups,
     set_completed_steps,
@@ -67,7 +66,7 @@ def test_groups_contain_each_trainable_parameter_once():
 @pytest.mark.parametrize("kind", get_args(OptimizerKind))
 def test_bytes_per_parameter_match_allocated_bytes(kind):
     parameter = torch.nn.Parameter(torch.zeros(256, 256, dtype=OPTIMIZERS[kind].parameter_dtype))
-    optimizer = build_optimizer(OptimConfig(), kind, [("weight", parameter)])
+    optimizer = OPTIMIZERS[kind].build([("weight", parameter)], OptimConfig(), False)
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     tensors = [parameter, parameter.grad, *optimizer.state[parameter].values()]
@@ -78,7 +77,7 @@ def test_bytes_per_parameter_match_allocated_bytes(kind):
 @pytest.mark.parametrize("kind", get_args(OptimizerKind))
 def test_options_reach_the_optimizer(kind):
     config = OptimConfig(learning_rate=3e-4, weight_decay=0.2, adam_beta2=0.9, seed=7)
-    optimizer = build_optimizer(config, kind, named(TinyModel().to(OPTIMIZERS[kind].parameter_dtype)))
+    optimizer = OPTIMIZERS[kind].build(named(TinyModel().to(OPTIMIZERS[kind].parameter_dtype)), config, False)
     classes = {"adamw_fp32": torch.optim.AdamW, "adamw_master": MasterAdamW, "adamw_8bit": EightBitAdamW}
     assert type(optimizer) is classes[kind]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
@@ -88,47 +87,46 @@ def test_options_reach_the_optimizer(kind):
     assert kind != "adamw_8bit" or optimizer.seed == 7
 
 
-def test_learning_rate_factors_of_every_schedule():
-    factors = [learning_rate_factor(step, total_steps=20, warmup_steps=4, kind="linear") for step in range(21)]
-    assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert factors[12] == 0.5
-    assert factors[19] == pytest.approx(1 / 16) and factors[20] == 0.0
-    assert learning_rate_factor(12, 20, 4, "cosine") == pytest.approx(0.5)
-    assert learning_rate_factor(8, 20, 4, "cosine") == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
-    assert learning_rate_factor(25, 20, 4, "cosine") == 0.0
-    assert [learning_rate_factor(step, 20, 4, "constant") for step in (0, 3, 4, 30)] == [0.25, 1.0, 1.0, 1.0]
-    assert learning_rate_factor(0, 1, 0, "cosine") == 1.0
-
-
 @pytest.mark.parametrize(
-    ("requested", "total", "expected"), [(100, 10_000, 100), (100, 500, 50), (100, 9, 0), (0, 500, 0)]
+    ("requested", "total", "expected"),
+    [(100, 10_000, 100), (100, 500, 50), (100, 9, 0), (0, 500, 0), (0.03, 110, 4), (0.5, 8, 4)],
 )
-def test_warmup_is_at_most_a_tenth_of_the_steps(requested, total, expected):
+def test_warmup_is_at_most_a_tenth_of_the_steps_or_the_requested_share(requested, total, expected):
     assert effective_warmup_steps(requested, total) == expected
 
 
-@pytest.mark.parametrize("kind", ["linear", "cosine", "constant"])
-def test_scheduler_follows_the_function_and_resumes_anywhere(kind):
-    config = OptimConfig(learning_rate=2e-4, lr_scheduler=kind, num_warmup_steps=100)
-    expected = [2e-4 * learning_rate_factor(step, 50, 5, kind) for step in range(50)]
+SCHEDULES = dict.fromkeys(get_args(Scheduler)) | {
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "cosine_warmup_with_min_lr": {"min_lr": 1e-5, "num_cycles": 1},
+    "warmup_stable_decay": {"num_decay_steps": 10, "decay_type": "1-sqrt"},
+}
 
-    def learning_rates(completed):
-        optimizer = build_optimizer(config, "adamw_fp32", named(TinyModel()))
-        scheduler = build_scheduler(optimizer, config, total_steps=50, completed_steps=completed)
-        rates = []
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedule_warms_up_continues_as_transformers_and_resumes_anywhere(name):
+    config = OptimConfig(2, None, 2e-4, num_warmup_steps=100, lr_scheduler=name, lr_scheduler_kwargs=SCHEDULES[name])
+
+    def learning_rates(scheduler_of, completed=0):
+        optimizer = OPTIMIZERS["adamw_fp32"].build(named(TinyModel()), config, False)
+        scheduler, rates = scheduler_of(optimizer), []
         for _ in range(completed, 50):
             rates.append([group["lr"] for group in optimizer.param_groups])
             optimizer.step()
             scheduler.step()
         return rates
 
-    for completed in (0, 1, 3, 30):
-        assert learning_rates(completed) == [pytest.approx([rate, rate]) for rate in expected[completed:]]
+    theirs = learning_rates(lambda optimizer: get_scheduler(name, optimizer, 5, 50, SCHEDULES[name]))
+    ours = learning_rates(lambda optimizer: build_scheduler(optimizer, config, 50))
+    assert ours[:5] == [pytest.approx([2e-4 * step / 5] * 2) for step in range(1, 6)] and ours[5:] == [
+        pytest.approx(rates, rel=1e-15) for rates in theirs[5:]
+    ]
+    for done in (1, 3, 30):
+        assert learning_rates(lambda optimizer, k=done: build_scheduler(optimizer, config, 50, k), done) == ours[done:]
 
 
 def make_model_and_optimizer(config=None, seed=0, kind="adamw_fp32"):
     model = TinyModel(seed).to(OPTIMIZERS[kind].parameter_dtype)
-    return model, build_optimizer(config or OptimConfig(learning_rate=1e-2), kind, named(model))
+    return model, OPTIMIZERS[kind].build(named(model), config or OptimConfig(learning_rate=1e-2), False)
 
 
 STATE = {

@@ -8,7 +8,7 @@ from llm_fp8.optim import adamw
 from llm_fp8.optim.adamw import update_with_torch_
 from llm_fp8.optim.adamw_8bit_codes import CODE_BLOCK, SMALLEST_ENCODED, code_tables, encode, rounding_key
 from llm_fp8.optim.adamw_master import split_master
-from llm_fp8.optim.optimizers import OPTIMIZERS, build_optimizer, clip_and_step, initialize_state
+from llm_fp8.optim.optimizers import OPTIMIZERS, clip_and_step, initialize_state
 
 pytestmark = pytest.mark.gpu
 
@@ -145,7 +145,7 @@ def test_allocated_memory_matches_bytes_per_parameter(kind):
     }
     count = sum(parameter.numel() for parameter in matrices.values())
     before = torch.cuda.memory_allocated() - 2 * count
-    optimizer = build_optimizer(OptimConfig(), kind, matrices.items())
+    optimizer = OPTIMIZERS[kind].build(matrices.items(), OptimConfig(), False)
     for parameter in matrices.values():
         parameter.grad = torch.ones_like(parameter)
     initialize_state(optimizer)

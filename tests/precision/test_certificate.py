@@ -24,7 +24,7 @@ from llm_fp8.precision.te import TEBackend
 from llm_fp8.run.run import run_training
 from llm_fp8.settle.plan import RunPlan
 from llm_fp8.tools.script import run_script
-from tests.support.processes import exit_code, start_ranks
+from tests.support.processes import ROOT, exit_code, start_ranks
 from tests.support.small import short_run, steps, summary_json
 
 FP8_GEMMS = {
@@ -81,6 +81,8 @@ def test_fp8_step_is_certified():
     assert list(certificate.time_s_by_class) == ["gemm", "optimizer", "attention", "cast"]
     stored = json.loads(json.dumps(certificate.to_dict()))
     assert stored["verdict"] == "certified" and stored["modules"]["num_in_fp8"] == 48
+    schema = json.loads((ROOT / "docs" / "certificate.schema.json").read_text())["properties"]
+    assert schema.keys() == stored.keys() and schema["modules"]["properties"].keys() == stored["modules"].keys()
 
 
 def test_bf16_step_is_certified():

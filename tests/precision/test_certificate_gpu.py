@@ -30,15 +30,14 @@ def certify_third_step(model, precision, coverage, device, recomputed=()) -> Cer
 
 
 @pytest.mark.parametrize("every", [0, 1, 2], ids=["kept", "recomputed", "every-second-recomputed"])
-@pytest.mark.parametrize("use_te", [True, False], ids=["te", "swap"])
+@pytest.mark.parametrize("te_family", ["llama3_rope_gqa", "olmo2", "phi3_partial_rope", None])
 @pytest.mark.parametrize("scenario", [*SCENARIOS, None])
-def test_every_scenario_is_certified(scenario, use_te, every, device, record_property):
+def test_every_scenario_is_certified(scenario, te_family, every, device, record_property):
     options = BF16 if scenario is None else fp8(fp8_scenario=scenario)
-    model, precision, coverage = build(options, device, use_te)
+    model, precision, coverage = build(options, device, te_family is not None, te_family or "llama3_rope_gqa")
     recomputed = ()
     if every:
-        uses_te = use_te or scenario is not None
-        recomputed = enable_gradient_checkpointing(decoder_layers(model.model), every, uses_te)
+        recomputed = enable_gradient_checkpointing(decoder_layers(model.model), every, bool(te_family or scenario))
     model.train()
     certificate = certify_third_step(model, precision, coverage, device, recomputed)
     record_property("certificate", certificate.to_dict())

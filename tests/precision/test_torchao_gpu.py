@@ -1,4 +1,4 @@
-"""--fp8_backend torchao on a GPU, run as a user runs it: real fp8 kernels, compiled layers, and certificates."""
+"""torchao's fp8 and compiled layers on a GPU, run as a user runs them: real fp8 kernels, and certificates."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from llm_fp8.config.recipes import RECIPES, recipe_names
+from llm_fp8.run.records import MOST_RECOMPILATIONS
 from tests.support.gpu_training import certificate_of, losses, train, train_patched, training_options
-from tests.support.small import run_json
+from tests.support.small import run_json, summary_json
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +20,7 @@ pytestmark = [
 MICRO_BATCHES = 2
 NUM_WEIGHTS = 3 * 7
 """The model has three layers of seven weights."""
-FP8 = ["--mixed_precision", "fp8", "--fp8_backend", "torchao"]
+FP8 = ["--mixed_precision", "fp8"]  # --fp8_backend auto
 
 
 def hf_options(model: Path, folder: Path, *more: str) -> list[str]:
@@ -30,11 +31,15 @@ def hf_options(model: Path, folder: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def bf16_losses(model_folder, tmp_path_factory) -> list[float]:
-    folder = tmp_path_factory.mktemp("bf16") / "run"
-    run = train(*hf_options(model_folder, folder, "--mixed_precision", "bf16", "--max_steps", "12"))
-    assert run.returncode == 0, run.stderr
-    assert certificate_of(folder)["num_fp8_gemm_kernels"] == 0
-    return losses(folder)
+    by_flag = {}
+    for flag in ("--no_compile", "--compile"):
+        folder = tmp_path_factory.mktemp("bf16") / "run"
+        run = train(*hf_options(model_folder, folder, "--mixed_precision", "bf16", "--max_steps", "12", flag))
+        assert run.returncode == 0, run.stderr
+        certificate, by_flag[flag] = certificate_of(folder), losses(folder)
+        assert (certificate["verdict"], certificate["num_fp8_gemm_kernels"]) == ("certified", 0), certificate
+    assert by_flag["--compile"] == pytest.approx(by_flag["--no_compile"], rel=1e-2)
+    return by_flag["--compile"]
 
 
 @pytest.mark.parametrize(
@@ -56,6 +61,8 @@ def test_every_recipe_is_certified(scenario, more, model_folder, bf16_losses, tm
     modules = certificate["modules"]
     assert modules["library"] == "torchao" and modules["recipes"] == {scenario: NUM_WEIGHTS}
     assert f"certificate: fp8 {scenario}" in run.stdout and "recompile_limit" not in run.stdout + run.stderr
+    assert "decoder layers: compiled" in run.stdout
+    assert summary_json(folder)["compile"]["num_recompilations"] <= MOST_RECOMPILATIONS
     precision = run_json(folder)["precision"]
     assert (precision["backend"], precision["emulated"]) == ("torchao", False)
     assert precision["effective_scenario"] == scenario

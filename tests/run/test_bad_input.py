@@ -13,9 +13,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
 
@@ -192,6 +194,8 @@ def test_gated_repository_is_refused_with_login_command(refusal, monkeypatch):
     def gated(*_: object, **__: object) -> None:
         raise OSError("You are trying to access a gated repo.\nMake sure to have access to it")
 
+    refused = HfHubHTTPError("403 Forbidden", response=mock.MagicMock())
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", mock.Mock(side_effect=refused))
     monkeypatch.setattr(AutoConfig, "from_pretrained", gated)
     line = refusal("--model_name=meta-llama/Llama-3.2-1B")
     assert "--model_name meta-llama/Llama-3.2-1B" in line and "gated" in line and "hf auth login" in line

@@ -123,6 +123,13 @@ def test_eval_losses_on_different_data_are_not_compared(tmp_path, options, eval_
 
 
 @pytest.mark.slow
+def test_evaluation_and_checkpoint_at_the_end_of_each_epoch(tmp_path, small_run):
+    options = [*small_run, "--num_of_samples=32", "--num_epochs=2", "--eval_every=epoch", "--save_every=epoch"]
+    assert train(*options, f"--output_dir={tmp_path}") == 0
+    assert evaluation_steps(tmp_path) == checkpoint_steps(tmp_path) == [3, 6]
+
+
+@pytest.mark.slow
 def test_best_checkpoint_must_be_in_the_folder_of_the_run(tmp_path, options, eval_losses, monkeypatch):
     run, branch = tmp_path / "run", tmp_path / "branch"
     options = [*options, "--keep_best"]

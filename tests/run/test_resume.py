@@ -42,7 +42,8 @@ CLOCK_METRICS = ("step_time_s", "eval_time_s", "model_tflops")
 def options(small_run) -> list[str]:
     """Return the options of a run with three steps per epoch."""
     lengths = ["--num_of_samples=32", f"--max_steps={NUM_STEPS}"]
-    return [*small_run, *lengths, "--save_every=100", "--eval_every=2"]
+    schedule = ["--num_warmup_steps=0.4", "--lr_scheduler=cosine_with_min_lr", '--lr_scheduler_kwargs={"min_lr": 1e-6}']
+    return [*small_run, *lengths, *schedule, "--save_every=100", "--eval_every=2"]
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +245,7 @@ def test_allowed_changes_are_printed_and_recorded(stopped, options, capsys):
 @pytest.mark.parametrize(("batch_size", "num_steps"), [(2, 3 + 11), (16, 3 + 2)])
 def test_epochs_are_counted_in_rows_after_a_change_of_global_batch(tmp_path, small_run, batch_size, num_steps):
     """22 of the 24 rows are short enough. Epoch 1 has 3 steps of 8 rows. Epoch 2 has 11 steps of 2 rows or 2 of 16."""
-    options = [*small_run, "--num_of_samples=24", "--validation_fraction=0", "--num_epochs=2", "--save_every=3"]
+    options = [*small_run, "--num_of_samples=24", "--validation_fraction=0", "--num_epochs=2", "--save_every=epoch"]
     assert train(*options, "--batch_size=8", "--save_total_limit=9", f"--output_dir={tmp_path / 'first'}") == 0
     resumed = tmp_path / "resumed"
     change = [f"--batch_size={batch_size}", "--allow_changed=global_batch_size,total_steps"]
@@ -253,6 +254,7 @@ def test_epochs_are_counted_in_rows_after_a_change_of_global_batch(tmp_path, sma
     assert (steps(resumed)[-1]["step"], steps(resumed)[-1]["epoch"]) == (num_steps, 2.0)
     assert train(*options, *change, f"--output_dir={resumed}", "--resume_from=latest", "--num_epochs=3") == 0
     assert steps(resumed)[-1]["epoch"] == 3.0
+    assert (resumed / "checkpoints" / f"step-{num_steps:08d}").exists()
 
 
 def test_adapters_are_not_resumed_on_different_frozen_weights(tmp_path, rows):

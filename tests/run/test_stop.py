@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import functools
 import os
 import pty
 import signal
+import struct
+import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -15,7 +20,6 @@ import pytest
 from llm_fp8.run import timeline as timeline_module
 from llm_fp8.run.graceful_stop import SIGNALS, GracefulStop
 from llm_fp8.run.run_dir import explained_failures
-from llm_fp8.settle import plan as plan_module
 from llm_fp8.utils.errors import UserError, reading
 from tests.support.processes import exit_code, run_ranks, start_training, wait_until
 from tests.support.small import assert_same_bits, final_weights, steps, summary_json, train
@@ -95,17 +99,20 @@ def test_run_saves_after_terminal_or_pipe_reader_is_gone(tmp_path, options, outp
     assert any((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
-def _redirect_output_to_full_disk() -> None:
-    _redirect_output("/dev/full")
-    plan_module.print_line = lambda text: None  # skips output before the training, where a full disk ends the program
-
-
 @pytest.mark.slow
-def test_full_disk_for_the_log_does_not_end_training(tmp_path, options):
-    process = start_training(
-        tmp_path / "log", *options, f"--output_dir={tmp_path / 'run'}", first=_redirect_output_to_full_disk
-    )
-    assert exit_code(process) == 0 and len(steps(tmp_path / "run")) == 6
+def test_terminal_shows_every_line_by_itself(tmp_path, options):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 200, 0, 0))  # rows, columns
+    start_training(Path(os.ttyname(theirs)), *options, f"--output_dir={tmp_path / 'run'}")
+    output = os.read(ours, 1)  # so the process has opened the terminal
+    os.close(theirs)
+    with contextlib.suppress(OSError):  # EIO when the process ends
+        while True:
+            output += os.read(ours, 4096)
+    lines = output.decode().replace("\r\n", "\n").split("\n")
+    starts = [" ".join(line.split()[:2]) for line in lines]
+    expected = ["training 6", *(f"step {step}/6" for step in (1, 2, 4, 6)), "evaluation at", "done: 6"]
+    assert starts[starts.index("training 6") :][: len(expected)] == expected and lines[-1] == "", output.decode()
 
 
 @pytest.mark.slow
@@ -166,6 +173,12 @@ def test_clock_of_main_rank_decides_when_to_save(tmp_path, options, rank, num_sa
 
 
 def test_full_disk_error_does_not_name_an_input(tmp_path):
-    with pytest.raises(UserError, match="^(?!.*--model_name).*No space"), explained_failures(lambda: tmp_path):
+    with pytest.raises(UserError, match="^(?!.*--model_name).*No space"), explained_failures(lambda: tmp_path, bool):
         with reading("--model_name", "a/b"):
             raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_program_without_execute_permission_is_no_folder_to_correct(tmp_path):
+    (tmp_path / "ptxas").touch(mode=0o600)
+    with pytest.raises(PermissionError), explained_failures(lambda: tmp_path, bool):
+        subprocess.run([tmp_path / "ptxas"])

@@ -18,6 +18,7 @@ import wandb
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import train_fp8
 from llm_fp8.config.options import PrecisionConfig
 from tests.support.documented_commands import ONE_GPU_COMMANDS, TESTED_COMMANDS, config_of, cpu_options, write_dataset
 from tests.support.small import final_weights, records, run_json, steps, train, write_model
@@ -84,6 +85,13 @@ def test_run_without_model_and_dataset_uses_the_embedded_ones(plain_run):
     assert summary["steps"] == 8 and summary["exported"] == f"runs/{run.name}/final"
     assert min(summary["phases_s"].values()) >= 0
     assert summary["phases_s"]["first_step"] == records(run)[0]["step_time_s"]
+
+
+def test_bare_command_first_says_what_it_trains_and_how_long(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train_fp8.py"])
+    monkeypatch.setattr(train_fp8, "train", lambda description: print("training") or 0)
+    assert train_fp8.main() == 0
+    assert re.fullmatch("(?s)Without options.* 6,000 .* minutes.*\ntraining\n", capsys.readouterr().out)
 
 
 def test_plain_run_imports_no_optional_package_and_no_unused_mode(plain_run):

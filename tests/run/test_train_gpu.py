@@ -11,21 +11,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.support.gpu_training import certificate_of, losses, run_successfully, train, training_options
+from tests.support import gpu_training
+from tests.support.gpu_training import PRECISIONS, losses, run_successfully, train, training_options
 
 pytestmark = pytest.mark.gpu
 
-DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-PRECISIONS = {
-    "bf16": ["--mixed_precision", "bf16"],
-    "delayed": ["--mixed_precision", "fp8"],
-    "current": ["--mixed_precision", "fp8", "--fp8_scenario", "current"],
-    "backward": ["--mixed_precision", "fp8", "--fp8_scenario", "backward"],
-    "8 bit": ["--mixed_precision", "fp8", "--optimizer", "adamw_8bit"],
-}
+DETERMINISTIC = gpu_training.DETERMINISTIC
+RESUMED = [name for name in PRECISIONS if name != "block"]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", RESUMED)
 def test_resumed_run_is_bitwise_equal_with_deterministic_attention(precision, model_folder, tmp_path):
     options = [*PRECISIONS[precision], "--lr_scheduler", "constant", "--num_warmup_steps", "0"]
     run_successfully(model_folder, tmp_path / "uninterrupted", *options, "--max_steps", "8", environment=DETERMINISTIC)
@@ -37,7 +32,7 @@ def test_resumed_run_is_bitwise_equal_with_deterministic_attention(precision, mo
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", RESUMED)
 def test_losses_do_not_depend_on_micro_batch_size(precision, model_folder, tmp_path):
     """Each global batch of 16 rows is divided into two micro-batches of 8 rows, into four of 4, or not at all."""
     losses_by_size = {}
@@ -55,12 +50,22 @@ def test_losses_do_not_depend_on_micro_batch_size(precision, model_folder, tmp_p
 
 @pytest.mark.parametrize("optimizer", ["adamw_fp32", "adamw_master"])
 def test_losses_of_backward_follow_those_of_bf16(optimizer, model_folder, tmp_path):
-    """fp32 weights are cast to bf16 rows, which must be those of the last step. The first loss has bf16's bits."""
+    """fp32 weights are cast to bf16 rows, which must be those of the last step. The first loss has bf16's bits. A step
+    changes the loss by up to 17%, its gradients' rounding by 0.25%.
+    """
     options = [f"--optimizer={optimizer}", "--max_steps=8", "--learning_rate=1e-3", "--num_warmup_steps=0"]
     for precision in ("bf16", "backward"):
         run_successfully(model_folder, tmp_path / precision, *PRECISIONS[precision], *options)
     bf16, backward = losses(tmp_path / "bf16"), losses(tmp_path / "backward")
-    assert backward[0] == bf16[0] > bf16[-1] + 0.1 and backward == pytest.approx(bf16, rel=2e-3)
+    assert backward[0] == bf16[0] > bf16[-1] + 0.1 and backward == pytest.approx(bf16, rel=5e-3)
+
+
+def test_exported_adapter_is_trained_on_in_fp8(model_folder, tmp_path):
+    options = (*PRECISIONS["delayed"], "--learning_rate=1e-3", "--num_warmup_steps=0", "--max_steps=6")
+    run_successfully(model_folder, tmp_path / "first", *options, "--lora_rank=4")
+    run_successfully(tmp_path / "first" / "final", tmp_path / "second", *options)
+    first, second = losses(tmp_path / "first"), losses(tmp_path / "second")
+    assert second[0] < first[0] and gpu_training.certificate_of(tmp_path / "second")["verdict"] == "certified"
 
 
 def test_run_reports_recipe_and_attention_and_exports_a_hugging_face_model(model_folder, tmp_path):
@@ -121,22 +126,11 @@ def test_run_that_does_not_fit_ends_with_one_line(tmp_path, decoder, message):
 
 
 @pytest.mark.exclusive
-def test_auto_fills_the_gpu_and_chooses_fp8(tmp_path):
+def test_automatic_batch_size_fills_the_gpu(tmp_path):
     folder = tmp_path / "run"
-    auto = ("--mixed_precision", "auto", "--batch_size", "auto")
+    auto = ("--mixed_precision", "fp8", "--batch_size", "auto")
     process = train(*_ONE_BILLION, *auto, "--max_steps", "3", "--output_dir", str(folder))
     assert process.returncode == 0, process.stderr
     record, summary = (json.loads((folder / name).read_text()) for name in ("run.json", "summary.json"))
-    assert record["config"]["data"]["batch_size"] > 8 and record["precision"]["requested"] == "auto"
-    measured = record["precision"]["measured_tokens_per_s"]
-    assert record["precision"]["effective"] == "fp8" and measured["fp8"] > measured["bf16"] > 0
+    assert record["config"]["data"]["batch_size"] > 8
     assert summary["certificate"]["verdict"] == "certified"
-
-
-def test_auto_equals_a_run_in_the_chosen_precision(model_folder, tmp_path):
-    """The small model is usually faster in bf16. In that case the run with auto must not run an fp8 kernel."""
-    run_successfully(model_folder, tmp_path / "auto", "--mixed_precision", "auto", environment=DETERMINISTIC)
-    chosen = json.loads((tmp_path / "auto" / "run.json").read_text())["precision"]["effective"]
-    run_successfully(model_folder, tmp_path / "named", "--mixed_precision", chosen, environment=DETERMINISTIC)
-    assert losses(tmp_path / "auto") == losses(tmp_path / "named")
-    assert certificate_of(tmp_path / "auto")["verdict"] == "certified"

@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig
 
 from llm_fp8.config.parser import parse_config
-from llm_fp8.models.source import load_config, resolve_source
+from llm_fp8.mixers.delta_net import DeltaNetSizes
 from llm_fp8.settle.machine import Machine, assumed_machine
 from llm_fp8.settle.settle import Settled, check_te_decoder, choose_mode, settle
 from llm_fp8.utils.errors import UserError
@@ -24,6 +24,8 @@ ONE_HOST = LaunchRanks(world_size=2, local_world_size=2, launched=True)
 B200 = assumed_machine(LaunchRanks(), "B200", 178.0, (10, 0))
 ONE, FOUR, CPU = assumed_machine(LaunchRanks()), assumed_machine(TWO_HOSTS), Machine()
 LLAMA = LlamaConfig(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_hidden_layers=2, vocab_size=256)
+WINDOWED, DELTA_NET = dataclasses.replace(decoder_sizes(LLAMA), window=64), DeltaNetSizes(2, 8, 16, 16, 4)
+PHI = dataclasses.replace(WINDOWED, fused_projections=True)
 
 
 def settled(options: str, machine: Machine = ONE, model: LlamaConfig = LLAMA) -> Settled:
@@ -33,8 +35,11 @@ def settled(options: str, machine: Machine = ONE, model: LlamaConfig = LLAMA) ->
 @pytest.mark.parametrize(
     ("options", "decoder", "num_shards", "message"),
     [
-        ("--use_te --context_parallel_size 2", {"windows": (None, 64)}, 4, "--context_parallel_size"),
+        ("--use_te --context_parallel_size 2", {"layers": (None, WINDOWED)}, 4, "--context_parallel_size"),
+        ("--use_te --context_parallel_size 2", {"delta_net": DELTA_NET}, 4, "--context_parallel_size"),
+        ("--use_te --cuda_graphs", {"delta_net": DELTA_NET}, 4, "--cuda_graphs"),
         (FP8_PARAMS, {}, 7, "--fp8_params"),
+        ("--use_te --lora_rank 4 --lora_targets q_proj", {"layers": (PHI,)}, 4, "--lora_targets q_proj: .* qkv_proj"),
     ],
 )
 def test_option_that_the_decoder_does_not_allow_is_refused(options, decoder, num_shards, message):
@@ -62,8 +67,11 @@ REFUSED: list[tuple[str, Machine, str]] = [
     (GRAPHS + "--optimizer adamw_fp32", ONE, "--cuda_graphs"),
     (GRAPHS + "--gradient_accumulation_steps 2 --no_merge_micro_batches --sharding_mode fsdp_full", FOUR, "one micro"),
     (FP8 + "--fp8_scenario block --max_seq_length 144 --batch_size 1", ONE, "--fp8_scenario block"),
+    ("--lr_scheduler warmup_stable_decay", CPU, "warmup_stable_decay: .*--lr_scheduler_kwargs.*num_decay_steps"),
+    ('--lr_scheduler_kwargs {"min_lr":0}', CPU, "--lr_scheduler cosine: .*--lr_scheduler_kwargs.*min_lr"),
     ("--sync_every_micro_batch", ONE, "--sync_every_micro_batch"),
     ("--sharding_mode fsdp_hybrid", assumed_machine(ONE_HOST), "fsdp_hybrid"),
+    ("--mixed_precision fp8 --fp8_scenario rowwise --lora_rank 4", ONE, "--fp8_backend torchao"),
     ("--use_te --context_parallel_size 3 --max_seq_length 1152 --sharding_mode fsdp_full", FOUR, "3"),
     ("--use_te --context_parallel_size 2 --sharding_mode fsdp_full --mixed_precision no", FOUR, "bf16"),
 ]
@@ -89,7 +97,6 @@ def test_cuda_graphs_are_refused_with_dropout():
         (FP8, ONE, "fp8 delayed", "single", "adamw_master"),
         (FP8 + "--fp8_scenario mxfp8", ONE, "fp8 delayed", "single", "adamw_master"),
         (FP8 + "--fp8_scenario mxfp8", B200, "fp8 mxfp8", "single", "adamw_master"),
-        ("--mixed_precision auto", CPU, "bf16", "single", "adamw_fp32"),
         (GRAPHS, FOUR, "bf16", "ddp", "adamw_master"),
         ("--sharding_mode fsdp_hybrid", FOUR, "bf16", "fsdp_hybrid", "adamw_master"),
         ("--use_te --context_parallel_size 4 --sharding_mode fsdp_full", FOUR, "bf16", "fsdp_full", "adamw_master"),
@@ -102,21 +109,43 @@ def test_settled_precision_mode_and_optimizer(options, machine, precision, mode,
     assert bool(run.precision.fallback_reason) == (machine is ONE and "mxfp8" in options)
 
 
-def test_auto_precision_keeps_micro_batches_after_measurement_and_resume():
-    options = "--mixed_precision auto --use_te --batch_size 2 --gradient_accumulation_steps 4 --max_seq_length 1024"
-    model = load_config(resolve_source(parse_config(["--model_name=Llama-3.2-1B", "--random_init"]).model))
-    config = parse_config(options.split())
-    unmeasured = settle(config, model, ONE)
-    assert unmeasured.measures_precision and unmeasured.precision.requested == "auto"
-    for measured, name in (("bf16", "bf16"), ("fp8", "fp8 delayed")):
-        run = settle(config, model, ONE, measured=measured)
-        assert not run.measures_precision and run.precision.name == name
-        assert run.config.data == unmeasured.config.data and run.config.optim == unmeasured.config.optim
-        resumed = {"fingerprint": {"precision": name}, "options": {"batch_size": 2}}
-        run = settle(config, model, ONE, resumed)
-        assert not run.measures_precision and run.precision.name == name
-        assert (run.config.data.batch_size, run.config.optim.gradient_accumulation_steps) == (2, 4)
-    assert config == parse_config(options.split()), "settle must not change its argument"
+FP8_HF = "--mixed_precision fp8 "
+NO_TORCHAO = dataclasses.replace(ONE, no_torchao="not installed")
+NO_COMPILER = dataclasses.replace(ONE, no_torchao="no gcc", no_compiler="no gcc")
+
+
+@pytest.mark.parametrize(
+    ("options", "machine", "precision", "backend_word", "eager_word"),  # words of the reasons
+    [
+        ("", ONE, "bf16", None, None),
+        ("--compile", CPU, "fp32", None, None),
+        ("", CPU, "fp32", None, "no GPU"),
+        ("--no_compile", ONE, "bf16", None, "--no_compile"),
+        (FP8, ONE, "fp8 delayed", "--use_te", "fused"),
+        (FP8_HF, ONE, "fp8 tensorwise", "faster", None),
+        (FP8_HF + "--no_compile", ONE, "fp8 delayed", "--no_compile", "--no_compile"),
+        (FP8_HF, NO_TORCHAO, "fp8 delayed", "not installed", "break the graph"),
+        (FP8_HF, NO_COMPILER, "fp8 delayed", "no gcc", "break the graph"),
+        (FP8_HF + "--fp8_backend torchao", NO_COMPILER, "fp8 tensorwise", None, "no gcc"),
+        (FP8_HF + "--lora_rank 4", ONE, "fp8 delayed", "--lora_rank", "break the graph"),
+        (FP8_HF + "--fp8_scenario rowwise", NO_TORCHAO, "fp8 rowwise", "--fp8_scenario rowwise", None),
+        (FP8_HF + "--fp8_params --sharding_mode fsdp_full", FOUR, "fp8 tensorwise", "--fp8_params", None),
+    ],
+)
+def test_settled_back_end_and_compilation(options, machine, precision, backend_word, eager_word):
+    run = settled(options, machine)
+    assert run.precision.name == precision
+    for reason, word in ((run.precision.backend_reason, backend_word), (run.eager_reason, eager_word)):
+        assert reason is None if word is None else word in reason, reason
+    if run.precision.requested == "fp8":
+        assert run.config.precision.fp8_backend == run.precision.backend
+
+
+def test_resumed_run_keeps_the_back_end_of_its_checkpoint():
+    for machine, recipe, backend in ((ONE, "delayed", "te"), (NO_TORCHAO, "tensorwise", "torchao")):
+        resumed = {"fingerprint": {"precision": f"fp8 {recipe}"}, "options": {"batch_size": 8}}
+        run = settle(parse_config(FP8_HF.split()), LLAMA, machine, resumed)
+        assert (run.precision.backend, run.precision.effective_scenario) == (backend, recipe)
 
 
 @pytest.mark.parametrize(

@@ -6,19 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.gpu_training import certificate_of, losses, metric_values, train, training_options
+from tests.support import gpu_training
+from tests.support.gpu_training import DETERMINISTIC, certificate_of, losses, metric_values, train, training_options
 from tests.support.small import summary_json
 
 pytestmark = pytest.mark.gpu
 
-DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-PRECISIONS = {
-    "bf16": ["--mixed_precision", "bf16"],
-    "delayed": ["--mixed_precision", "fp8"],
-    "current": ["--mixed_precision", "fp8", "--fp8_scenario", "current"],
-    "backward": ["--mixed_precision", "fp8", "--fp8_scenario", "backward"],
-    "block": ["--mixed_precision", "fp8", "--fp8_scenario", "block"],
-    "8 bit": ["--mixed_precision", "fp8", "--optimizer", "adamw_8bit"],
+PRECISIONS = gpu_training.PRECISIONS | {
     "LoRA": ["--mixed_precision", "fp8", "--lora_rank", "8"],
     "backward LoRA": ["--mixed_precision", "fp8", "--fp8_scenario", "backward", "--lora_rank", "8"],
 }

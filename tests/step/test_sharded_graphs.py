@@ -64,12 +64,7 @@ def begin_graphs_after_first_step() -> None:
 def begin_and_drop_graphs() -> None:
     """Make runs begin CUDA graphs after the first step, and drop them before eager passes as if memory were short."""
     emulate_graphs()
-
-    def begin(run: Timeline) -> None:
-        run.stepper._drops_graphs = True
-        run.stepper.begin_graphs()
-
-    pytest.MonkeyPatch().setattr(Timeline, "_note_attention", begin)
+    pytest.MonkeyPatch().setattr(Timeline, "_note_attention", lambda run: run.stepper.begin_graphs(True))
 
 
 def fail_on_one_rank(work: Callable[[], None]) -> EmulatedGraph:
@@ -144,7 +139,7 @@ def test_graphs_begin_if_the_gpu_is_idle_and_are_dropped_if_memory_is_short(
     monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: peak_gib * 2**30)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda: SimpleNamespace(total_memory=80 * 2**30))
     steps, begun = [{"step_time_s": 1.0}] * 4, []
-    run = SimpleNamespace(strategy=SimpleNamespace(shards_parameters=False), begin_graphs=lambda: begun.append(True))
+    run = SimpleNamespace(strategy=SimpleNamespace(shards_parameters=False), begin_graphs=begun.append)
     run.parameters = [SimpleNamespace(nbytes=29 * 2**30)]
     profile = StepProfile(span_s=1.0, work_s=work_s, exposed_communication_s=0.45)
     gemms = {"nvjet_sm90_qqtst_128x160": (8, 0.2), "nvjet_sm90_tst_256x128": (4, 0.1), "ln_fwd_kernel": (3, 0.1)}
@@ -153,12 +148,12 @@ def test_graphs_begin_if_the_gpu_is_idle_and_are_dropped_if_memory_is_short(
     # The main rank waits less in collectives, and its measurement decides for all ranks.
     monkeypatch.setattr(stepper, "gathered", lambda values: [(values[0], 0.1), values])
     note = stepper.Stepper.take_graphs_if_idle(run, profile, steps, micro_batches, 5, asks_again=True)
-    assert bool(begun) == begins and (note is not None) == (work_s == 0.5)
+    assert begun == [peak_gib == 50.0] * begins and (note is not None) == (work_s == 0.5)
     assert run.may_take_graphs == (work_s == 0.8)  # a small idle share is checked once more
     if note:
         assert "computes nothing during 40% of a step" in note and ("step 6" in note) == begins
-        assert "1.0 GiB more" in note if not begins else run._drops_graphs == (peak_gib == 50.0)
+        assert begins or "1.0 GiB more" in note
     else:
         steps = [{"step_time_s": 1.6}] * 9
         note = stepper.Stepper.take_graphs_if_idle(run, profile, steps, micro_batches, 10, asks_again=False)
-        assert begun == [True] and not run.may_take_graphs and "during 44% of a step" in note
+        assert begun == [False] and not run.may_take_graphs and "during 44% of a step" in note

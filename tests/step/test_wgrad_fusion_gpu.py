@@ -15,7 +15,7 @@ from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.models.model import decoder_layers
 from llm_fp8.models.parity import relative_difference
 from llm_fp8.observability.kernel_trace import gemm_kernels, kernel_times, record_kernels
-from llm_fp8.optim.optimizers import build_optimizer
+from llm_fp8.optim.optimizers import OPTIMIZERS
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import linear_weights
 from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
@@ -55,7 +55,7 @@ def prepare(model: nn.Module, summed_by: str):
     reset_accelerator()
     strategy = DistributedStrategy("single", Accelerator(mixed_precision="no"), ParallelConfig())
     kind = "adamw_fp32" if next(model.parameters()).dtype == torch.float32 else "adamw_master"
-    optimizer = build_optimizer(OptimConfig(), kind, model.named_parameters())
+    optimizer = OPTIMIZERS[kind].build(model.named_parameters(), OptimConfig(), False)
     model, optimizer = strategy.prepare(model.train(), optimizer)
     if summed_by == "autograd":
         strategy.main_grads = lambda model: None

@@ -11,43 +11,41 @@ import te_llama
 from llm_fp8.models.build import fill_weights
 from llm_fp8.models.model import Model
 from llm_fp8.models.source import EMBEDDED_MODEL, StoredCheckpoint
-from tests.support.small import tiny_config
+from tests.support.small import LONGROPE, tiny_config
 
+_LONGROPE = LONGROPE | dict(short_factor=[1.5] * 32, long_factor=[4.0] * 32, original_max_position_embeddings=128)
+_YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=128)
+_YARN |= dict(mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)
+_SHORT_YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
+_LLAMA3 = dict(rope_type="llama3", factor=8.0, original_max_position_embeddings=64)
+_LLAMA3 |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
+_MULTIPLIERS = dict(residual_multiplier=0.6, embedding_multiplier=2.0)
+_GEMMA3 = dict(sliding_window=24, sliding_window_pattern=3, tie_word_embeddings=True)
+_GEMMA3 |= dict(rope_scaling=dict(rope_type="linear", factor=4.0))
+_DELTA_NET = dict(full_attention_interval=2, linear_num_key_heads=4, linear_num_value_heads=8)
+_DELTA_NET |= dict(linear_key_head_dim=64, linear_value_head_dim=64)
 FAMILIES = {
     "llama2": dict(model_type="llama", num_key_value_heads=8, rope_theta=10000.0),
-    "llama3_rope_gqa": dict(
-        model_type="llama",
-        rope_theta=500000.0,
-        rope_scaling=dict(
-            rope_type="llama3",
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=64,
-        ),
-    ),
+    "llama3_rope_gqa": dict(model_type="llama", rope_theta=500000.0, rope_scaling=_LLAMA3),
     "llama_tied": dict(model_type="llama", tie_word_embeddings=True),
     "llama_biases": dict(model_type="llama", attention_bias=True, mlp_bias=True),
     "llama_linear_rope": dict(model_type="llama", rope_scaling=dict(rope_type="linear", factor=4.0)),
-    "llama_yarn": dict(
-        model_type="llama",
-        rope_scaling=dict(
-            rope_type="yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0
-        ),
-    ),
+    "llama_yarn": dict(model_type="llama", rope_scaling=_SHORT_YARN | dict(beta_fast=32.0, beta_slow=1.0)),
     "mistral_window": dict(model_type="mistral", sliding_window=24),
     "qwen2_qkv_bias_tied": dict(model_type="qwen2", tie_word_embeddings=True, rope_theta=1000000.0),
     "qwen2_window": dict(model_type="qwen2", use_sliding_window=True, sliding_window=24, max_window_layers=1),
     "qwen3_qk_norm_head_dim": dict(model_type="qwen3", head_dim=128, rope_theta=1000000.0),
-    "gemma3_text": dict(
-        model_type="gemma3_text",
-        head_dim=128,
-        query_pre_attn_scalar=96,
-        sliding_window=24,
-        sliding_window_pattern=3,
-        rope_scaling=dict(rope_type="linear", factor=4.0),
-        tie_word_embeddings=True,
-    ),
+    "gemma3_text": dict(model_type="gemma3_text", head_dim=128, query_pre_attn_scalar=96, **_GEMMA3),
+    "smollm3_no_rope": dict(model_type="smollm3", no_rope_layers=[1, 0, 1, 0]),
+    "seed_oss": dict(model_type="seed_oss", attention_dropout=0.0, residual_dropout=0.0, attention_out_bias=True),
+    "granite_multipliers": dict(model_type="granite", attention_multiplier=0.2, logits_scaling=0.5, **_MULTIPLIERS),
+    "llama_longrope": dict(model_type="llama", head_dim=64, rope_scaling=_LONGROPE),
+    "ministral3_scores": dict(model_type="ministral3", head_dim=64, rope_parameters=_YARN),
+    "phi3_partial_rope": dict(model_type="phi3", partial_rotary_factor=0.75, sliding_window=24),
+    "olmo2": dict(model_type="olmo2"),
+    "olmo3_windows": dict(model_type="olmo3", sliding_window=24, rope_scaling=_SHORT_YARN),
+    "exaone4_windows": dict(model_type="exaone4", sliding_window=24, sliding_window_pattern=2),
+    "qwen3_5_text": dict(model_type="qwen3_5_text", head_dim=64, **_DELTA_NET),
 }
 """Name -> changes to the config of `family_config`, which has 3 layers and, by default, head_dim 64."""
 

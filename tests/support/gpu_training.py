@@ -11,6 +11,15 @@ from pathlib import Path
 from tests.support.documented_metrics import records
 
 ROOT = Path(__file__).resolve().parents[2]
+DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+PRECISIONS = {
+    "bf16": ["--mixed_precision", "bf16"],
+    "delayed": ["--mixed_precision", "fp8", "--fp8_scenario", "delayed"],
+    "current": ["--mixed_precision", "fp8", "--fp8_scenario", "current"],
+    "backward": ["--mixed_precision", "fp8", "--fp8_scenario", "backward"],
+    "block": ["--mixed_precision", "fp8", "--fp8_scenario", "block"],
+    "8 bit": ["--mixed_precision", "fp8", "--optimizer", "adamw_8bit"],
+}
 
 
 def train(

@@ -1,6 +1,7 @@
 """Tiny models of the supported families in the hub's layout, and a check of which features work with a family.
 
-`python -m tests.support.hub_families` prints the table of families in docs/precision.md.
+`python -m tests.support.hub_families` prints the table of families in docs/precision.md, and that of their speeds, from
+benchmarks/results/families_4b.json.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import copy
 import importlib
 import tempfile
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,6 +32,8 @@ from llm_fp8.precision.coverage import linears_left
 from llm_fp8.settle.probe import probe
 from llm_fp8.step.loss_model import TrainingModel
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.json_files import read_json
+from llm_fp8.utils.packages import REPOSITORY
 from tests.support.batches import random_rows
 from tests.support.reference import mean_loss
 from tests.support.small import CARD, built_model, length_config, stored_weights
@@ -49,7 +51,7 @@ _EXPERTS: dict[str, Any] = dict(
     moe_intermediate_size=32, shared_expert_intermediate_size=32, norm_topk_prob=True,
 )  # fmt: skip
 _LINEAR: dict[str, Any] = dict(
-    layer_types=["linear_attention", "full_attention"], linear_num_value_heads=4, linear_num_key_heads=2,
+    layer_types=["linear_attention", "full_attention"], linear_num_value_heads=8, linear_num_key_heads=2,
     linear_key_head_dim=16, linear_value_head_dim=16,
 )  # fmt: skip
 _WINDOWS = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=8)
@@ -88,9 +90,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3": ("qwen3", {}),
     "Gemma 2": ("gemma2", _WINDOWS | {"final_logit_softcapping": 3.0}),
     "Gemma 3, text": ("gemma3_text", _WINDOWS),
-    "Phi-3, Phi-4": ("phi3", {}),
+    "Phi-3/4": ("phi3", {}),
     "GLM-4": ("glm4", {}),
     "OLMo 2": ("olmo2", {}),
+    "OLMo 3": ("olmo3", _WINDOWS),
     "SmolLM3": ("smollm3", {}),
     "Granite": ("granite", {"logits_scaling": 8.0}),
     "Command R": ("cohere2", _WINDOWS),
@@ -129,6 +132,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma 3n, text": ("gemma3n_text", _WINDOWS | _GEMMA3N),
     "Gemma 4, text": ("gemma4_text", _GEMMA4),
     "Gemma 4": ("gemma4", _multimodal(_GEMMA4) | {"audio_config": None}),
+    "Ministral 3": ("ministral3", {}),
     "Mistral 3": ("mistral3", _multimodal({"model_type": "mistral"}, model_type="pixtral", head_dim=16)),
     "Kimi K2.5": ("kimi_k25", _multimodal({"model_type": "deepseek_v3"} | _EXPERTS | _MLA, **_KIMI_VISION)),
     "Llama 4": ("llama4", _multimodal(_EXPERTS | _LLAMA4, **_LLAMA4_VISION)),
@@ -161,24 +165,30 @@ def write_hub_model(folder: Path, name: str) -> Path:
     return folder
 
 
-_KERNELS = "with causal-conv1d and flash-linear-attention, or mamba-ssm"
+DOCUMENT = REPOSITORY / "docs" / "precision.md"
+SPEEDS = REPOSITORY / "benchmarks" / "results" / "families_4b.json"
+VARIANTS = {  # of benchmarks/families_4b.json -> column
+    "bf16": "bf16",
+    "fp8": "fp8",
+    "backward": "`backward`",
+    "hf_eager": "Hugging Face, eager",
+    "hf_compiled": "compiled",
+    "hf_torchao": "torchao's fp8",
+}
 
 
-@dataclass(frozen=True)
-class SupportRow:
-    """Row of a family in the table of docs/precision.md. Each field is the text of a cell."""
-
-    family: str
-    te: str
-    fp8: str
-    packing: str
-    lora: str
-    sharded: str
+def speed_rows() -> list[dict[str, str]]:
+    """Return the rows of the table of speeds: a row per model in `SPEEDS`, a column per variant."""
+    rows: dict[str, dict[str, str]] = {}
+    for entry in read_json(SPEEDS)["rows"]:
+        speed = f"{entry['tokens_per_s']:,.0f}" if "tokens_per_s" in entry else "-"
+        rows.setdefault(entry["model"], {"tokens/s": entry["model"]})[VARIANTS[entry["variant"]]] = speed
+    return [{title: row.get(title, "-") for title in ("tokens/s", *VARIANTS.values())} for row in rows.values()]
 
 
-def check_family(name: str, folder: Path) -> SupportRow:
-    """Train a tiny model of the family `name`, and return the family's table row. Losses, export and adapter must equal
-    those of plain transformers and PEFT.
+def check_family(name: str, folder: Path) -> dict[str, str]:
+    """Train a tiny model of the family `name`, and return the cells of the family's table row by the column's title.
+    Losses, export and adapter must equal those of plain transformers and PEFT.
     """
     source = write_hub_model(folder / "source", name)
     options = ModelConfig(model_name=str(source))
@@ -187,7 +197,7 @@ def check_family(name: str, folder: Path) -> SupportRow:
         form = probe(parse_config([f"--model_name={source}", "--packing"]), hf_config, CPU, torch.float32)
         packing = "yes"
     except UserError as error:
-        form, packing = None, _KERNELS if "can't keep" in str(error) else "no: mixes documents"
+        form, packing = None, "with its kernels" if "can't keep" in str(error) else "no"
         assert probe(parse_config([f"--model_name={source}"]), hf_config, CPU, torch.float32) is None
 
     rows = documents()
@@ -208,17 +218,20 @@ def check_family(name: str, folder: Path) -> SupportRow:
     if is_multimodal(hf_config):
         towers = [key for key, tensor in before.items() if torch.equal(tensor, after[key])]
         assert len(towers) >= len([key for key in before if "vision" in key or "visual" in key]) > 0
+    in_te = hf_config.model_type in te_llama.FAMILIES
     linears, experts = _linears(model), any("grouped" in module.reason for module in routed_modules(model).values())
     assert linears.keys() & linears_left(model, 1).keys() <= read_by_kernels(model).keys()
     assert built.layout  # raises if ranks could not load their shards
-    return SupportRow(
-        family=name,
-        te="yes" if hf_config.model_type in te_llama.FAMILIES else "no",
-        fp8=_all_but(*(["out_proj"] if read_by_kernels(model) else []), *(["routed experts"] if experts else [])),
-        packing=packing,
-        lora=_check_adapter(options, folder),
-        sharded="yes",
-    )
+    return {
+        "family": shown_name(name),
+        "TE": "yes" if in_te else "no",
+        "fp8 by module swap": _all_but(
+            *(["out_proj"] if read_by_kernels(model) else []), *(["routed experts"] if experts else [])
+        ),
+        "packing": "yes" if in_te else packing,
+        "LoRA": _check_adapter(options, folder),
+        "sharded": "yes",
+    }
 
 
 def _check_adapter(options: ModelConfig, folder: Path) -> str:
@@ -290,15 +303,28 @@ def _linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     }
 
 
-def markdown_table(rows: list[SupportRow]) -> str:
+def shown_name(name: str) -> str:
+    """Return the family's name in the table, where a model and its language model alone are one family."""
+    return name.removesuffix(", text")
+
+
+def markdown_table(rows: list[dict[str, str]]) -> str:
     """Return a Markdown table of `rows`. Families whose other cells are equal share a row."""
-    families = dict[tuple[str, ...], list[str]]()
+    families = dict[tuple[str, ...], dict[str, None]]()
     for row in rows:
-        family, *cells = (getattr(row, f.name) for f in fields(SupportRow))
-        families.setdefault(tuple(cells), []).append(family)
-    titles = ["family", "TE", "fp8 by module swap", "packing", "LoRA", "sharded"]
-    lines = [titles, ["---"] * len(titles), *(["; ".join(names), *cells] for cells, names in families.items())]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        family, *cells = row.values()
+        families.setdefault(tuple(cells), {})[family] = None
+    lines = [list(rows[0]), *(["; ".join(names), *cells] for cells, names in families.items())]
+    header, *body = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([header, "|" + "---|" * len(rows[0]), *body])
+
+
+def documented_rows() -> dict[str, dict[str, str]]:
+    """Return the rows of the table in docs/precision.md, by family."""
+    table = "| family |" + DOCUMENT.read_text().partition("| family |")[2].partition("\n\n")[0]
+    titles, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    cells = {family: [family, *others] for names, *others in rows for family in names.split("; ")}
+    return {family: dict(zip(titles, row, strict=True)) for family, row in cells.items()}
 
 
 if __name__ == "__main__":
@@ -307,4 +333,4 @@ if __name__ == "__main__":
     for family in FAMILIES:
         with tempfile.TemporaryDirectory() as place:
             rows.append(check_family(family, Path(place)))
-    print(markdown_table(rows))
+    print(markdown_table(rows), markdown_table(speed_rows()), sep="\n\n")

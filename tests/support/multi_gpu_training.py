@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llm_fp8.config.recipes import recipe_argv, recipe_names
+from llm_fp8.config.recipes import recipe_names
+from llm_fp8.tools.programs import recipe_argv
+from tests.support import gpu_training
 from tests.support.processes import run_ranks
 from tests.support.small import steps, summary_json
 
@@ -14,14 +16,7 @@ NUM_STEPS = 6
 MICRO_BATCHES = 2
 ROWS = {1: 8, 2: 4, 4: 2}
 """Number of GPUs -> rows of a micro-batch on each, so that the global batch is the same."""
-PRECISIONS = {
-    "bf16": ["--mixed_precision", "bf16"],
-    "delayed": ["--mixed_precision", "fp8"],
-    "current": ["--mixed_precision", "fp8", "--fp8_scenario", "current"],
-    "backward": ["--mixed_precision", "fp8", "--fp8_scenario", "backward"],
-    "block": ["--mixed_precision", "fp8", "--fp8_scenario", "block"],
-    **{name: [*recipe_argv(name), "--packing"] for name in recipe_names("torchao")},
-}
+PRECISIONS = gpu_training.PRECISIONS | {name: [*recipe_argv(name), "--packing"] for name in recipe_names("torchao")}
 
 
 def train(

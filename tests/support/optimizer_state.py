@@ -3,13 +3,13 @@
 import torch
 
 from llm_fp8.config.options import OptimConfig
-from llm_fp8.optim.optimizers import build_optimizer, optimizer_tensors
+from llm_fp8.optim.optimizers import OPTIMIZERS, optimizer_tensors
 
 
 def master_adamw(parameters, share):
     """Return a MasterAdamW for {name: parameter} that keeps the fraction `share` of its state in host memory."""
     config = OptimConfig(learning_rate=1e-3, weight_decay=0.1, offload_optimizer=share)
-    return build_optimizer(config, "adamw_master", parameters.items())
+    return OPTIMIZERS["adamw_master"].build(parameters.items(), config, False)
 
 
 def assert_same_training(parameters, optimizer, others, other_optimizer):

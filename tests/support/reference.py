@@ -72,9 +72,17 @@ def reference(
         [{"params": matrices, "weight_decay": OPTIONS["--weight_decay"]}, {"params": norms, "weight_decay": 0.0}],
         betas=(0.9, OPTIONS["--adam_beta2"]),
     )
+    losses, grad_norms = plain_steps(model, optimizer, documents(rows, model_folder, train_on_prompt))
+    return losses, grad_norms, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def plain_steps(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: list[tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[list[float], list[float]]:
+    """Train `model` for `NUM_STEPS` steps on all `rows`. Return losses and gradient norms."""
     losses, grad_norms = [], []
     for step in range(NUM_STEPS):
-        loss = mean_loss(model, documents(rows, model_folder, train_on_prompt))
+        loss = mean_loss(model, rows)
         loss.backward()
         grad_norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIONS["--max_grad_norm"])))
         for group in optimizer.param_groups:
@@ -82,7 +90,7 @@ def reference(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, grad_norms, {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return losses, grad_norms
 
 
 def reference_options(model: str, rows: str, folder: Path) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, Qwen3_5TextConfig
 
 from llm_fp8.config.options import Config, ModelConfig
 from llm_fp8.models.build import count_parameters
@@ -15,13 +15,15 @@ from llm_fp8.models.source import load_config, resolve_source
 
 @functools.cache
 def hf_config(model: str):
+    if model == "Qwen3.5-4B":
+        return Qwen3_5TextConfig(hidden_size=2560, intermediate_size=9216, tie_word_embeddings=True)
     return load_config(resolve_source(ModelConfig(model_name=model, random_init=True)))
 
 
 def run_size(row: dict[str, Any], model_config: PretrainedConfig) -> RunSize:
-    """Return the `RunSize` of a run. `row` maps options to values and may also contain recipe, mode and num_gpus."""
+    """Return the `RunSize` of a run. `row` maps options to values and may also contain fields of `RunSize`."""
     config = Config().with_options(**{"use_te": True, "mixed_precision": "fp8", **row})
-    launch = {"recipe": "delayed", "mode": "single", "num_gpus": 1}
+    launch = {"recipe": "delayed", "mode": "single", "num_gpus": 1, "lacks_delta_kernels": False}
     launch |= {name: row[name] for name in launch if name in row}
     return RunSize(config, model_config, **launch, num_parameters=count_parameters(model_config))
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from llm_fp8.config.options import Config, ModelConfig, PrecisionConfig
 from llm_fp8.config.parser import parse_launch
 from llm_fp8.data.embedded import DATASET_DIR
-from llm_fp8.models.build import build_model, build_structure
+from llm_fp8.models.build import allocate_and_fill, build_structure
 from llm_fp8.models.model import Model
 from llm_fp8.models.source import EMBEDDED_MODEL, checkpoint_of, load_config, resolve_source
 from llm_fp8.precision.context import with_recipe
@@ -34,18 +34,10 @@ LONGROPE |= dict(original_max_position_embeddings=64, short_mscale=1.1, long_msc
 def tiny_config(model_type: str = "llama", **changes: Any) -> PretrainedConfig:
     """Return a config with two layers, hidden size 32 and a vocabulary of 1,024 tokens, updated by `changes`."""
     entries: dict[str, Any] = dict(
-        vocab_size=1024,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
+        vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=256, bos_token_id=0, eos_token_id=1, pad_token_id=2,
         tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-    )
+    )  # fmt: skip
     return AutoConfig.for_model(model_type, **{**entries, **changes})
 
 
@@ -66,12 +58,9 @@ def write_model(folder: Path, dtype: torch.dtype = torch.float32, max_shard_size
 
 def built_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 3, **options: Any) -> Model:
     """Return the model of --model_name `name`, built as in a run of one process. `options` are `ModelConfig` fields."""
-    config = ModelConfig(model_name=name, **options)
-    source = resolve_source(config)
-    hf_config = load_config(source)
-    dtypes: dict[str, Any] = {"parameter_dtype": dtype, "compute_dtype": torch.float32}
-    device = torch.device("cpu")
-    return build_model(config, hf_config, checkpoint_of(source, hf_config), **dtypes, device=device, seed=seed)
+    model = model_structure(name, dtype, **options)
+    allocate_and_fill(model, torch.device("cpu"), seed)
+    return model
 
 
 def model_structure(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
@@ -79,12 +68,12 @@ def model_structure(name: str, dtype: torch.dtype = torch.float32, **options: An
     config = ModelConfig(model_name=name, **options)
     source = resolve_source(config)
     hf_config = load_config(source)
-    dtypes: dict[str, Any] = {"parameter_dtype": dtype, "compute_dtype": torch.float32}
-    return build_structure(config, hf_config, checkpoint_of(source, hf_config), **dtypes, device=torch.device("cpu"))
+    shared: dict[str, Any] = {"parameter_dtype": dtype, "compute_dtype": torch.float32, "device": torch.device("cpu")}
+    return build_structure(config, hf_config, checkpoint_of(source, hf_config), **shared)
 
 
 def precision_on(options: PrecisionConfig, device: torch.device) -> PrecisionPlan:
-    machine = detect_machine(options, LaunchRanks()) if device.type == "cuda" else Machine()
+    machine = detect_machine(Config(precision=options), LaunchRanks()) if device.type == "cuda" else Machine()
     return with_recipe(resolve_precision(Config(precision=options), machine), options, device)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
+import shlex
 
 import pytest
 
+from llm_fp8.tools import memory
 from llm_fp8.utils.errors import UserError
 from tests.support.small import train
 
@@ -19,7 +20,7 @@ def run_options(tiny_model, rows) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["--use_te", "--mixed_precision=fp8"], ["--use_te", "--mixed_precision=auto", "--batch_size=auto"]]
+    "options", [[], ["--use_te", "--mixed_precision=fp8"], ["--use_te", "--mixed_precision=fp8", "--batch_size=auto"]]
 )
 def test_dry_run_prints_steps_and_memory_and_writes_nothing(tmp_path, run_options, capsys, options):
     assert train(*run_options, "--batch_size=8", *options, f"--output_dir={tmp_path / 'run'}") == 0
@@ -28,13 +29,17 @@ def test_dry_run_prints_steps_and_memory_and_writes_nothing(tmp_path, run_option
     assert ("GiB" in output and "H100" in output) == bool(options)
 
 
-def test_memory_without_a_gpu_is_that_of_the_recipe_on_the_assumed_gpu(run_options, capsys):
-    figures = []
-    for scenario in ("delayed", "mxfp8"):
-        train(*run_options, "--use_te", "--mixed_precision=fp8", f"--fp8_scenario={scenario}")
-        figures.append(re.findall(r".*GiB", output := capsys.readouterr().out))
-        assert ("WARNING: --fp8_scenario mxfp8" in output) == (scenario == "mxfp8")
-    assert figures[0] == figures[1] and len(figures[0]) > 3
+@pytest.mark.parametrize("options", ["--lora_rank=8 --batch_size=auto", "--mixed_precision=fp8 --fp8_scenario=mxfp8"])
+def test_dry_run_of_the_command_that_memory_prints_shows_the_same_memory(call_main, capsys, options):
+    assert call_main(memory, "--model_name=Llama-57M", "--gpu=L40S", *options.split()) == 0
+    printed = capsys.readouterr().out.splitlines()
+    command = next(line for line in printed if line.startswith("  python train_fp8.py "))
+    assert train(*shlex.split(command)[2:], "--dry_run", "--gpu=L40S") == 0
+    output = capsys.readouterr().out
+    start = printed.index(next(line for line in printed if "GiB on each of 1 x L40S, assumed" in line))
+    assert len(printed[start:]) > 4 and "\n".join(printed[start:]) in output
+    # The fallback of mxfp8 is the recipe whose memory is estimated.
+    assert ("WARNING: --fp8_scenario mxfp8" in output) == ("mxfp8" in options) and "not counted" not in output
 
 
 @pytest.mark.parametrize("decoder", [[], ["--use_te", "--mixed_precision=bf16"]], ids=["hf", "te"])

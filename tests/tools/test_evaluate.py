@@ -98,13 +98,14 @@ def test_adapter_reproduces_the_eval_loss_and_bad_models_are_refused(tiny_model,
         call_main(evaluate, "--model", tmp_path / "nowhere", *data)
     with pytest.raises(UserError, match="--validation_fraction"):
         call_main(evaluate, "--model", tiny_model, f"--dataset_name={rows}", "--validation_fraction=0")
-    stories = [f"A story of {number} cats." for number in range(40)]
+    stories = [*(f"A story of {number} cats." for number in range(20)), *"abcdefghijklmno"]
     chats = [[{"role": "user", "content": story}, {"role": "assistant", "content": story}] for story in stories]
     for rows in ([{"text": story} for story in stories], [{"messages": turns} for turns in chats]):
         capsys.readouterr()
         file = write_jsonl(tmp_path / f"{min(rows[0])}.jsonl", rows)
-        options = (f"--dataset_name={file}", "--max_seq_length=128", "--output", answers)
+        options = (f"--dataset_name={file}", "--max_seq_length=128", "--max_new_tokens=4", "--output", answers)
         assert call_main(evaluate, "--model", tiny_model, *options) == 0
         result = json.loads(answers.read_text())
-        assert result.keys() == {"model", "eval_loss", "answers"}
-        assert "%" not in capsys.readouterr().out.partition("exact match")[2]
+        assert result.keys() - {"samples"} == {"model", "eval_loss", "answers"} and result["answers"] == []
+        assert bool(result.get("samples")) is ("messages" in rows[0]), "plain text has no prompt"
+        assert "%" not in capsys.readouterr().out.partition("exact match")[2].partition("\nprompt: ")[0]

@@ -6,12 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import accelerate.accelerator
@@ -371,22 +368,6 @@ def test_torchao_without_fp8_all_gather_is_certified_unless_a_kernel_is_missing(
     error = capsys.readouterr().err
     assert f"expected at least {expected} fp8 GEMM kernels" in error
     assert f"{NUM_IN_TORCHAO} of {NUM_IN_TORCHAO} modules of torchao are set up for fp8" in error
-
-
-def test_axolotl_plugin_adds_the_callback(monkeypatch):
-    """A stand-in replaces axolotl's base class of plugins, so that the test does not need axolotl."""
-    base = ModuleType("axolotl.integrations.base")
-    base.BasePlugin = type("BasePlugin", (), {})  # type: ignore[attr-defined]
-    for name in ("axolotl", "axolotl.integrations"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, base.__name__, base)
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
-    monkeypatch.delitem(sys.modules, "llm_fp8.tools.axolotl_plugin", raising=False)
-    plugin = importlib.import_module("llm_fp8.tools.axolotl_plugin").CertificatePlugin()
-    monkeypatch.delitem(sys.modules, "llm_fp8.tools.axolotl_plugin")
-    (callback,) = plugin.add_callbacks_post_trainer({}, None)
-    assert isinstance(plugin, base.BasePlugin) and isinstance(callback, CertificateCallback)
-    assert callback._launch["ACCELERATE_MIXED_PRECISION"] == "fp8"
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True], ids=["one process", "wrapped as by DDP"])

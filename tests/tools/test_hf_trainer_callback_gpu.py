@@ -78,6 +78,15 @@ def test_trainer_is_certified_in_fp8_and_its_losses_follow_bf16(dtype, model_fol
     assert in_fp8 == pytest.approx(in_bf16, rel=0.05) and in_fp8 != in_bf16
 
 
+def test_certify_judges_the_third_step_of_a_program_under_accelerate(model_folder, tmp_path):
+    path, example = tmp_path / "certificate.json", ["--", "examples/hf_trainer_fp8.py"]
+    program = ["-m", "llm_fp8", "certify", "--precision=fp8", "--step=3", f"--output={path}", *example]
+    done = run_example("configs/accelerate_fp8.yaml", model_folder, tmp_path / "run", program=program)
+    certificate = json.loads(path.read_text())
+    assert done.returncode == 0 and certificate["verdict"] == "certified", done.stdout + done.stderr
+    assert certificate["num_micro_batches"] == MICRO_BATCHES
+
+
 # A program that breaks something before it runs the example.
 PATCHED_EXAMPLE = """
 import os, runpy, sys

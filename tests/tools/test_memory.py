@@ -8,13 +8,18 @@ import shlex
 import sys
 
 import pytest
+from huggingface_hub import constants
 
+from llm_fp8.config.options import ModelConfig
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.tools import memory
-from llm_fp8.tools.memory import WAYS, assumed_machine, find_model
+from llm_fp8.tools.gpus import GPUS, named_machine
+from llm_fp8.tools.memory import WAYS, find_model
 from llm_fp8.tools.programs import wide_console
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.ranks import LaunchRanks
+from tests.support.families import family_config
 from tests.support.small import tiny_config
 
 
@@ -25,7 +30,7 @@ def figures(tmp_path, call_main, capsys):
         assert call_main(memory, *options, "--output", file) == 0
         content = json.loads(file.read_text())
         printed = capsys.readouterr().out
-        assert all(f"{row['total_gib']:.1f}" in printed for row in content["rows"])
+        assert all(f"{row['needed_gib']:.1f}" in printed for row in content["rows"])
         return content
 
     return run
@@ -34,38 +39,37 @@ def figures(tmp_path, call_main, capsys):
 @pytest.mark.parametrize(
     ("name", "gib"),
     [("H100", 79.2), ("h200", 139.8), ("NVIDIA H100 80GB HBM3", 79.2), ("80", 80), ("24GB", 24), ("44.5GiB", 44.5)]
-    + [("rtx 4090", 23.6), ("A100-SXM4-80GB", 79.1), ("A100-40GB", 40), ("H100 94 GB", 94), ("80 GB", 80)],
+    + [("rtx 4090", 23.5), ("A100-SXM4-80GB", 79.1), ("A100-40GB", 40), ("H100 94 GB", 94), ("80 GB", 80)]
+    + [("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 94.9), ("NVIDIA GH200 480GB", 94.5)]
+    + [("5090", 31.3), ("NVIDIA B300 SXM6 AC", 267.6), ("NVIDIA RTX 6000 Ada Generation", 47.4), ("L40S", 44.4)],
 )
 def test_gpu_is_a_name_or_a_number_of_gib(name, gib):
-    assert assumed_machine(name, num_gpus=1).gpu_gib == gib
+    assert named_machine(name, LaunchRanks()).gpu_gib == gib
 
 
-@pytest.mark.parametrize("name", ["H900", "H1000", "GH200", "H100:2", "L40", "4090 Ti", "-3", "0", "nan", ""])
-def test_unknown_gpu_is_refused(name):
-    with pytest.raises(UserError, match="--gpu"):
-        assumed_machine(name, num_gpus=1)
+def test_every_listed_name_is_known_and_others_are_refused():
+    assert all(named_machine(f"NVIDIA {name}", LaunchRanks()).capability >= (8, 0) for name in GPUS)
+    for name in ("H900", "H1000", "H100:2", "4090 Laptop GPU", "RTX 3090", "3090", "-3", "0", "nan", ""):
+        with pytest.raises(UserError, match="--gpu"):
+            named_machine(name, LaunchRanks())
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("Llama-3.1-8B", ["--model_name=meta-llama/Llama-3.1-8B"]),
-        ("meta-llama/Meta-Llama-3.1-8B-Instruct", ["--model_name=meta-llama/Meta-Llama-3.1-8B-Instruct"]),
-        ("llama-3.1-8b-instruct", ["--model_name=meta-llama/Llama-3.1-8B"]),
-        ("meta-llama/llama-3.1-8b", ["--model_name=meta-llama/llama-3.1-8b"]),
-        ("Llama-57M", ["--model_name=Llama-57M", "--random_init"]),
-        ("embedded", ["--model_name=embedded"]),
-        (str(MODEL_DIR), [f"--model_name={MODEL_DIR}"]),
-    ],
-)
-def test_model_is_a_bundled_name_a_hub_id_or_a_folder(name, options):
-    hf_config, model_options = find_model(name)
-    assert hf_config.num_hidden_layers > 0 and model_options == options
+def test_model_is_a_bundled_name_a_hub_id_or_a_folder():
+    hub_name = "meta-llama/Meta-Llama-3.1-8B-Instruct"
+    for name in (hub_name, "llama-3.1-8b-instruct", "Llama-57M", "embedded", str(MODEL_DIR)):
+        hf_config, options = find_model(ModelConfig(model_name=name))
+        assert hf_config.num_hidden_layers > 0
+        assert options["model_name"] == ("meta-llama/Llama-3.1-8B" if name.startswith("llama-") else name)
+        assert options["random_init"] == (name == "Llama-57M")
 
 
-def test_misspelt_model_name_suggests_the_nearest():
+@pytest.mark.parametrize("name", ["lama-3.1-8b", "owner/name"])
+def test_misspelt_name_and_unreachable_hub_name_bundled_models_at_once(monkeypatch, name):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("a request is repeated"))
     with pytest.raises(UserError, match="Llama-3.1-8B"):
-        find_model("lama-3.1-8b")
+        find_model(ModelConfig(model_name=name))
 
 
 def test_rows_cover_every_method_and_sharding_mode_and_fitting_rows_come_first(figures):
@@ -98,9 +102,10 @@ def test_lora_needs_bf16_memory_while_loading_and_fp8_memory_in_training(figures
 
 
 def test_rows_say_so_if_activations_are_not_counted(figures, tmp_path):
-    tiny_config("mixtral").save_pretrained(tmp_path)
-    rows = figures(f"--model_name={tmp_path}", "--gpu=24", "--max_seq_length=64")["rows"]
-    assert {row["fits"] for row in rows} == {"without activations"}
+    for config, fits in ((tiny_config("mixtral"), "without activations"), (family_config("qwen3_5_text"), "yes")):
+        config.save_pretrained(tmp_path)
+        rows = figures(f"--model_name={tmp_path}", "--gpu=24", "--max_seq_length=64")["rows"]
+        assert {row["fits"] for row in rows} == {fits}
 
 
 def test_printed_commands_parse(figures):
@@ -113,17 +118,22 @@ def test_printed_commands_parse(figures):
             assert (command[script] == "train_multi_gpu.py") == ("--num_gpus=4" in options)
 
 
-def test_gpu_without_fp8_trains_in_bf16(figures):
+def test_options_of_the_run_hold_in_every_row_and_in_its_command(figures):
+    options = "--model_name=Qwen3-8B --gpu=5090 --lora_rank=32 --batch_size=auto --dataset_name=a.jsonl"
+    for row, way in zip(figures(*options.split())["rows"], ("LoRA", "LoRA, recomputed"), strict=True):
+        config = parse_config(shlex.split(row["command"])[2:])
+        assert (row["training"], config.lora.lora_rank, config.data.dataset_name) == (way, 32, "a.jsonl")
+        assert row["fits"] == f"with --batch_size {config.data.batch_size}"
+
+
+def test_gpu_without_fp8_trains_in_bf16_and_impossible_options_are_refused(figures):
     rows = figures("--model_name=Llama-3.2-1B", "--gpu=A100")["rows"]
     assert "--mixed_precision=bf16" in rows[0]["command"]
-    with pytest.raises(UserError, match="--mixed_precision fp8"):
-        figures("--model_name=Llama-3.2-1B", "--gpu=A100", "--mixed_precision=fp8")
-
-
-@pytest.mark.parametrize("option", ["--batch_size=0", "--num_gpus=0", "--max_seq_length=999999"])
-def test_impossible_sizes_are_refused(figures, option):
-    with pytest.raises(UserError, match=option.partition("=")[0]):
-        figures("--model_name=Llama-3.2-1B", "--gpu=H100", option)
+    rows = figures("--model_name=Llama-3.2-1B", "--gpu=A100", "--mixed_precision=no")["rows"]
+    assert any(row["fits"].startswith("no: --optimizer adamw_8bit needs") for row in rows)
+    for option, value in (("mixed_precision", "fp8"), ("max_seq_length", 999999), ("num_gpus", 0)):
+        with pytest.raises(UserError, match=f"--{option}"):
+            figures("--model_name=Llama-3.2-1B", "--gpu=A100", f"--{option}={value}")
 
 
 @pytest.mark.parametrize(("columns", "width"), [("60", 60), (None, 160)])

@@ -4,7 +4,8 @@ reference runs of the same seeds. List differences between the runs that could a
 Each run is one observation. The steps of a run share a machine and weights, and all runs answer the same problems, so
 that counting steps or answers as independent trials would reject a true null hypothesis far too often. Intervals are
 Student's t intervals. The sample of a figure is one value per run, and that of a comparison is one difference from the
-reference per seed. Rates and their ratios are averaged as logarithms. A single run has no interval.
+reference per seed. Rates and their ratios are averaged as logarithms. Fewer than `MIN_SEEDS` values have no interval:
+an interval from two is 13 times as wide as their difference.
 `tests/tools/compare/test_statistics.py` simulates how often an interval covers the true value.
 """
 
@@ -23,12 +24,13 @@ from llm_fp8.config.recipes import RECIPES, precision_name
 from llm_fp8.observability.trackers import flattened
 from llm_fp8.tools.compare.run_record import REFERENCE, RunRecord
 
+MIN_SEEDS = 3  # common seeds that an interval and a recommendation need: two may be close by chance
 _SEVERITY = ("certified", "missing", "undetermined", "failed")
 
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and its 95% confidence interval. `low` and `high` are None for a single run."""
+    """An estimate and its 95% confidence interval. `low` and `high` are None below `MIN_SEEDS` values."""
 
     value: float
     low: float | None
@@ -42,7 +44,7 @@ class Interval:
 def t_interval(values: Sequence[float]) -> Interval:
     """Return the mean of one or more independent `values` and its 95% interval by Student's t distribution."""
     mean = float(np.mean(values))
-    if len(values) < 2:
+    if len(values) < MIN_SEEDS:
         return Interval(mean, None, None)
     quantile = special.stdtrit(len(values) - 1, 0.975)  # two-sided 95%
     half = float(quantile * np.std(values, ddof=1) / math.sqrt(len(values)))

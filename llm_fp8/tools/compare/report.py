@@ -15,7 +15,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import Console
 from rich.table import Table
 
-from llm_fp8.tools.compare.figures import Difference, Interval, VariantFigures, find_differences, variant_figures
+from llm_fp8.tools.compare.figures import (
+    MIN_SEEDS,
+    Difference,
+    Interval,
+    VariantFigures,
+    find_differences,
+    variant_figures,
+)
 from llm_fp8.tools.compare.run_record import REFERENCE, RunRecord
 from llm_fp8.tools.compare.verdict import QUALITY_MARGIN, Verdict, judge
 from llm_fp8.utils.errors import UserError
@@ -93,6 +100,8 @@ def figure_texts(figures: VariantFigures) -> dict[str, str]:
     """Format one variant's figures. Return a dict from the title of each figure, with its unit, to the text."""
     certificate, time_s = figures.certificate, figures.time_to_reference_loss_s
     return {
+        "eval loss, nats/token": _text(fmean(figures.eval_loss.values()) if figures.eval_loss else None, ".4f"),
+        "gap to bf16, nats/token": _text(figures.loss_gap, "+.4f"),
         "ran as": " and ".join(figures.effective) if set(figures.effective) - {figures.name} else "-",
         "runs": f"{len(figures.seeds)}" + (f", {figures.num_failed} failed" if figures.num_failed else ""),
         "tokens/s": _text(figures.tokens_per_s, ",.0f"),
@@ -100,8 +109,6 @@ def figure_texts(figures: VariantFigures) -> dict[str, str]:
         "peak memory, GiB": _text(figures.peak_memory_gib, ".1f"),
         "energy, J per million tokens": _text(figures.energy_j_per_million_tokens, ",.0f"),
         "time to bf16's final loss, s": "not reached" if figures.loss_gap and time_s is None else _text(time_s, ",.1f"),
-        "eval loss, nats/token": _text(fmean(figures.eval_loss.values()) if figures.eval_loss else None, ".4f"),
-        "gap to bf16, nats/token": _text(figures.loss_gap, "+.4f"),
         "exact match, %": _text(figures.exact_match_percent, ".1f"),
         "exact match above bf16's, points": _text(figures.exact_match_gap, "+.1f"),
         "certificate": ": ".join([certificate.state, *filter(None, ["; ".join(certificate.reasons)])]),
@@ -160,7 +167,16 @@ def gap_chart(comparison: Comparison) -> dict[str, Any] | None:
     x_ends, y_ends = ((min(values), max(values)) for values in zip(*shown, strict=True))
     loss = "Eval loss" if key == "eval_loss" else "Training loss (trailing mean over a twentieth of the steps)"
     title = f"{loss} above bf16's of the same seed, nats/token"
-    return {"title": title, "lines": lines, "x_ends": x_ends, "y_ends": y_ends}
+    ticks = {"x_ticks": _ticks(*x_ends, whole=True), "y_ticks": _ticks(*y_ends)}
+    return {"title": title, "lines": lines, "x_ends": x_ends, "y_ends": y_ends, **ticks}
+
+
+def _ticks(low: float, high: float, whole: bool = False) -> list[float]:
+    """Return about four round numbers from `low` to `high`: multiples of 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10((high - low) / 4 or 1))
+    distance = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= (high - low) / 4)
+    distance = max(distance, 1.0) if whole else distance
+    return [distance * n for n in range(math.ceil(low / distance), math.floor(high / distance) + 1)]
 
 
 def without_folders(text: Any) -> Any:
@@ -177,5 +193,6 @@ def render_page(comparison: Comparison) -> str:
         lead=leading_variant(comparison),
         figures=figure_table(comparison),
         chart=gap_chart(comparison),
+        has_intervals=any(len(figures.seeds) >= MIN_SEEDS for figures in comparison.variants),
         style=(ASSETS / "page.css").read_text(encoding="utf-8"),
     )

@@ -11,7 +11,8 @@ from statistics import fmean
 from typing import Any
 
 from llm_fp8.config.options import SECTIONS, PrecisionConfig
-from llm_fp8.config.recipes import DEFAULT, DEFAULTS, RECIPE_OPTIONS, RECIPES, precision_name, recipe_argv, recipe_for
+from llm_fp8.config.recipes import DEFAULT, DEFAULTS, RECIPE_OPTIONS, RECIPES, precision_name, recipe_for
+from llm_fp8.tools.programs import recipe_argv
 from llm_fp8.utils.errors import UserError, reading
 from llm_fp8.utils.json_files import read_json, read_jsonl, with_floats
 

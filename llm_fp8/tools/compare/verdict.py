@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llm_fp8.tools.compare.figures import Difference, Interval, VariantFigures, concerning
+from llm_fp8.tools.compare.figures import MIN_SEEDS, Difference, Gap, VariantFigures, concerning
 from llm_fp8.utils.errors import listed
 
-MIN_SEEDS = 3  # common seeds that a recommendation needs: the losses of two seeds may be close by chance
 QUALITY_MARGIN = 0.005
 """Nats of eval loss by which a variant may be worse and still count as good. This is 0.25% of a loss of 2. The fp8
 training of DeepSeek-V3 (arXiv 2412.19437) stayed within this relative difference of bf16."""
@@ -68,7 +67,7 @@ def judge(
     speed, loss = _describe_speed(figures, reference, speed_confounded), _describe_loss(figures, quality_confounded)
     sentences = [f"{name} {speed} and {loss}."]
     if (match := figures.exact_match_gap) and not quality_confounded:
-        sentences.append(f"Exact match differs by {match.value:+.1f} points, {_scatter(match, 0)}.")
+        sentences.append(f"Exact match differs by {match.value:+.1f} points, {_scatter(match)}.")
     advice = _ADVICE[conclusion].format(margin=margin)
     if state == "failed" or (state != "certified" and is_fp8):
         advice = f"its certificate is {state}{reasons and f' ({reasons})'}: {advice}"
@@ -119,7 +118,8 @@ def _describe_speed(figures: VariantFigures, reference: VariantFigures, confound
         return f"cannot be compared in speed (the runs differ in {listed(confounded)})"
     if figures.speedup is None:
         return "has no measured speed"
-    unsure = _scatter(figures.speedup, 1) == WITHIN
+    low, high = figures.speedup.low, figures.speedup.high
+    unsure = low is not None and high is not None and low <= 1 <= high
     return f"trained {figures.speedup.value:.2f} times as fast as {reference.name}{f' ({WITHIN})' if unsure else ''}"
 
 
@@ -132,10 +132,10 @@ def _describe_loss(figures: VariantFigures, confounded: Sequence[str]) -> str:
     if not math.isfinite(gap.value):
         return "diverged"
     direction = "higher" if gap.value > 0 else "lower"
-    return f"ended {abs(gap.value):.4f} nats/token {direction} in eval loss, {_scatter(gap, 0)}"
+    return f"ended {abs(gap.value):.4f} nats/token {direction} in eval loss, {_scatter(gap)}"
 
 
-def _scatter(gap: Interval, neutral: float) -> str:
+def _scatter(gap: Gap) -> str:
     if gap.low is None or gap.high is None:
-        return "in one seed"
-    return WITHIN if gap.low <= neutral <= gap.high else "more than the seeds' spread"
+        return "in one seed" if len(gap.by_seed) == 1 else f"in {len(gap.by_seed)} seeds, too few for an interval"
+    return WITHIN if gap.low <= 0 <= gap.high else "more than the seeds' spread"

@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None, description: str = "Is this machine 
 
 
 def print_table(results: list[Result], console: Console) -> None:
-    """Print the results, with details of failures and warnings, then the commands that fix these."""
+    """Print the results, with details of failures and warnings, then what to do next: fix these, or train."""
     table = Table(Column(no_wrap=True), Column(no_wrap=True), "", "", box=None, pad_edge=False, show_header=False)
     for result in results:
         problems = [*result.failures, *result.warnings]
@@ -121,8 +121,11 @@ def print_table(results: list[Result], console: Console) -> None:
         status = f"[{_STYLES[result.status]}]{result.status}[/]"
         table.add_row(status, result.name, escape(text), f"{result.wall_s:.1f} s")
     console.print(table)
-    fixes = dict.fromkeys(fix for result in results for fix in result.fixes)
-    if fixes:
-        console.print("\n[bold]How to fix it[/]", *(escape(fix) for fix in fixes), sep="\n    ", soft_wrap=True)
     counts = Counter(result.status for result in results)
     console.print("\n" + ", ".join(f"{number} {status}" for status, number in counts.items()))
+    if fixes := dict.fromkeys(fix for result in results for fix in result.fixes):
+        console.print("\n[bold]How to fix it[/]", *(escape(fix) for fix in fixes), sep="\n    ", soft_wrap=True)
+    elif any(result.name == "gpu" and result.status == "skipped" for result in results):
+        console.print("fp8 needs an NVIDIA GPU of compute capability 8.9 or later. On a CPU train_fp8.py runs in fp32.")
+    else:
+        console.print("Next: python train_fp8.py --use_te --mixed_precision fp8 --model_name ... --dataset_name ...")

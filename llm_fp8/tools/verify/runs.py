@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llm_fp8.config.recipes import DEFAULTS, recipe_argv, recipe_names
-from llm_fp8.tools.programs import Outcome, run_program, training_command
+from llm_fp8.config.recipes import DEFAULTS, recipe_names
+from llm_fp8.tools.programs import Outcome, recipe_argv, run_program, training_command
 from llm_fp8.tools.verify.checks import Result, Setup
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_json, read_jsonl
@@ -123,12 +123,12 @@ def check_steps(setup: Setup) -> Result:
     """Train in bf16 and in each recipe of Transformer Engine that this GPU supports. On the CPU, train in bf16 only."""
     if not setup.num_gpus:
         return train_all(setup, ())
-    from llm_fp8.config.options import PrecisionConfig
+    from llm_fp8.config.options import Config
     from llm_fp8.settle.machine import detect_machine
     from llm_fp8.utils.ranks import LaunchRanks
 
     try:
-        unavailable = detect_machine(PrecisionConfig(mixed_precision="fp8"), LaunchRanks()).lacking
+        unavailable = detect_machine(Config().with_options(mixed_precision="fp8", use_te=True), LaunchRanks()).lacking
     except UserError as error:  # Transformer Engine cannot be used
         unavailable = dict.fromkeys(recipe_names("te"), str(error))
     available = [name for name in recipe_names("te") if name not in unavailable]

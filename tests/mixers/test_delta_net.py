@@ -1,0 +1,50 @@
+"""Documents of a gated delta net, and the arguments of its kernels. test_te_llama.py has the comparison with torch."""
+
+from __future__ import annotations
+
+import itertools
+from unittest import mock
+
+import torch
+
+from llm_fp8.mixers import delta_net
+from llm_fp8.mixers.delta_net import DeltaNet, DeltaNetSizes
+from tests.support.stand_in_te import install_modules
+
+SIZES, BOUNDS = DeltaNetSizes(2, 8, 16, 16, 4), torch.tensor([0, 17, 30, 130], dtype=torch.int32)
+
+
+def net_and_inputs():
+    net = DeltaNet(SIZES, 1e-6, 0, torch.float32, torch.device("cpu"))
+    for parameter in net.parameters():
+        parameter.data.normal_(generator=torch.Generator().manual_seed(0))
+    return net, torch.randn(1, 130, sum(SIZES.projections.values()), requires_grad=True)
+
+
+def test_document_does_not_depend_on_its_neighbours():
+    net, inputs = net_and_inputs()
+    packed = net(inputs, BOUNDS)
+    for start, stop in itertools.pairwise(BOUNDS.tolist()):
+        alone = net(inputs[:, start:stop], torch.tensor([0, stop - start], dtype=torch.int32))
+        torch.testing.assert_close(packed[:, start:stop], alone, rtol=0, atol=1e-6)
+        (gradient,) = torch.autograd.grad(packed[:, start:stop].sum(), inputs, retain_graph=True)
+        assert gradient[0].any(-1).nonzero()[:, 0].tolist() == list(range(start, stop))
+
+
+def test_kernels_get_the_documents_of_packed_and_padded_rows(monkeypatch):
+    conv = mock.Mock(side_effect=lambda x, *_, **__: (x, None))
+    norm = mock.Mock(side_effect=lambda x, *_, **__: x)
+    rule = mock.Mock(side_effect=lambda q, k, v, *_, **__: (v, None))
+    contents = {name: {} for name in ("fla", "fla.modules", "fla.modules.norm", "fla.ops")}
+    contents |= {"fla.modules.causal_conv1d": {"causal_conv1d": conv}}
+    contents |= {"fla.modules.norm.fused_norm_gate": {"rms_norm_gated": norm}}
+    contents |= {"fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": rule}}
+    install_modules(monkeypatch, contents)
+    monkeypatch.setattr(delta_net, "problem_of_kernels", lambda *_: None)
+    net, inputs = net_and_inputs()
+    for rows, bounds, passed in ((inputs, BOUNDS, BOUNDS), (inputs.view(2, 65, -1), BOUNDS[:3], None)):
+        assert torch.equal(net(rows, bounds), rows[..., 64:192])
+        (x, weight), (v, z, *_), (q, k, v, g, beta) = (kernel.call_args.args for kernel in (conv, norm, rule))
+        assert torch.equal(x, rows[..., :192]) and torch.equal(z.flatten(2), rows[..., 192:320])
+        assert q.shape[2:] == k.shape[2:] == (2, 16) and g.shape == beta.shape == (*rows.shape[:2], 8)
+        assert conv.call_args.kwargs["cu_seqlens"] is rule.call_args.kwargs["cu_seqlens"] is passed
