@@ -101,6 +101,6 @@ def recipe_argv(name: str) -> tuple[str, ...]:
 
 def training_command(num_gpus: int, *argv: str) -> list[str]:
     """Return the command that trains with the options `argv` on `num_gpus` GPUs of this host."""
-    if num_gpus == 1:
+    if num_gpus == 1 and "--sharding_mode" not in argv:
         return [sys.executable, str(REPOSITORY / "train_fp8.py"), *argv]
     return torchrun(num_gpus, str(REPOSITORY / "train_multi_gpu.py"), *argv)

@@ -11,13 +11,14 @@ import pytest
 from transformers import AutoConfig
 
 import te_llama
-from benchmarks import bench, speed_table
+from benchmarks import bench, speed_table, trainers
 from benchmarks.bench import Plan, Variant, Workload, measure_all, parse_variants, summarise, write_random_rows
 from llm_fp8.__main__ import PROGRAMS
 from llm_fp8.data.embedded import MODEL_DIR
 from llm_fp8.models import BUNDLED
 from llm_fp8.models.build import model_on_meta
 from llm_fp8.utils.errors import OneSentenceParser, UserError
+from llm_fp8.utils.packages import REPOSITORY
 from tests.support.hub_families import documented_rows
 from tests.support.processes import run_program
 
@@ -149,6 +150,10 @@ def test_rows_of_the_families_table_have_the_size_and_the_decoder_of_their_famil
         assert [(variant.name, "--use_te" in variant.argv) for variant in variants] == [
             (name, in_te) for name in ("bf16", "fp8", "backward")
         ]
+
+
+def test_documented_table_of_trainers_is_the_printed_one():
+    assert trainers.table() in (REPOSITORY / "docs" / "tools.md").read_text()
 
 
 def test_targets_are_missed_or_reached():

@@ -276,3 +276,15 @@ def check_rates(setup: Setup) -> Result:
 
     device = torch.device("cuda", 0)
     return judge_tflops(measure_tflops(device), torch.cuda.get_device_name(device))
+
+
+def check_other_trainers(_: Setup) -> Result:
+    """Say what fp8 would be in Accelerate and LLaMA-Factory here, by benchmarks/results/trainers_certificate.json."""
+    from accelerate.utils import is_torchao_available, is_transformer_engine_available
+
+    takes = "finds neither torchao nor Transformer Engine and ends with an error"
+    if is_torchao_available():
+        takes = "takes torchao's layers, whose weights the optimizer then lacks"
+    elif is_transformer_engine_available():
+        takes = "takes Transformer Engine's layers"
+    return Result(f"accelerate launch --mixed_precision fp8 {takes}; LLaMA-Factory 0.9.5's fp8: true computes in fp32")

@@ -13,6 +13,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,7 +48,9 @@ CHECKS = (  # in the order of execution
     Check("rates", checks.check_rates, needs_gpus=1, quick=False),
     Check("steps", runs.check_steps),
     Check("torchao_steps", runs.check_torchao_steps, quick=False),
-    Check("several_gpus", runs.check_several_gpus, needs_gpus=2, quick=False),
+    Check("several_gpus", partial(runs.check_mode, mode="fsdp_full"), needs_gpus=2, quick=False),
+    Check("deepspeed", partial(runs.check_mode, mode="deepspeed_2"), needs_gpus=1, quick=False),
+    Check("other_trainers", checks.check_other_trainers, needs_gpus=1),
 )
 
 

@@ -7,6 +7,7 @@ a GPU, the tiny bundled model trains on the CPU and emulates torchao's recipes.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import shlex
 import shutil
@@ -148,11 +149,12 @@ def check_torchao_steps(setup: Setup) -> Result:
     return result
 
 
-def check_several_gpus(setup: Setup) -> Result:
-    """Train in fp8 on all GPUs, sharded by FSDP2."""
+def check_mode(setup: Setup, mode: str) -> Result:
+    """Train in fp8 on all GPUs in the sharding mode `mode`, whose package may be missing."""
+    if mode.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
+        return Result("deepspeed is not installed", skipped=True)
     result = Result()
-    argv = ("--fp8_strict", "--use_te", "--sharding_mode", "fsdp_full", *recipe_argv(DEFAULTS["te"]))
-    judge(result, train(setup, "fsdp_full", *argv, num_processes=setup.num_gpus))
-    if not result.failures:
-        result.summary = f"fsdp_full trains in fp8 on {setup.num_gpus} GPUs"
+    argv = ("--fp8_strict", "--use_te", "--sharding_mode", mode, *recipe_argv(DEFAULTS["te"]))
+    judge(result, train(setup, mode, *argv, num_processes=setup.num_gpus))
+    result.summary = "" if result.failures else f"{mode} trains in fp8; GPUs: {setup.num_gpus}"
     return result

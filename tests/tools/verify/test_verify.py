@@ -147,6 +147,16 @@ def test_missing_torchao_is_a_warning(setup, monkeypatch):
     assert result.status == "warning" and "pip install torchao" in result.warnings[0]
 
 
+@pytest.mark.parametrize(
+    ("packages", "phrase"),
+    [({"torchao", "transformer_engine"}, "optimizer then lacks"), ({"transformer_engine"}, "Engine's"), ({}, "error")],
+)
+def test_accelerate_takes_the_first_fp8_package(packages, phrase, setup, monkeypatch):
+    for name in ("torchao", "transformer_engine"):
+        monkeypatch.setattr(f"accelerate.utils.is_{name}_available", lambda name=name: name in packages)
+    assert phrase in checks.check_other_trainers(setup).summary
+
+
 def test_cut_model_has_fewer_layers_and_the_same_sizes(setup):
     options = ModelConfig(model_name=str(runs.cut_model(setup)), random_init=True)
     source = resolve_source(options)
@@ -195,7 +205,7 @@ def test_verify_without_a_gpu_skips_gpu_checks_and_exits_with_code_3(monkeypatch
     code, checks = run_main(monkeypatch, tmp_path)
     assert code == 3 and list(checks) == [check.name for check in CHECKS]
     skipped = {name for name, check in checks.items() if check["status"] == "skipped"}
-    assert skipped == {"gpu", "rates", "several_gpus"}
+    assert skipped == {"gpu", "rates", "several_gpus", "deepspeed", "other_trainers"}
     assert checks["variables"]["fixes"] == ["unset NVTE_FP8_ALLREDUCE"]
     assert "unset NVTE_FP8_ALLREDUCE" in capsys.readouterr().out
 
