@@ -66,6 +66,8 @@ ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 """Hugging Face's name of the gate's activation -> Transformer Engine's name of the gated activation."""
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 """RoPE types whose frequencies do not depend on the sequence length (longrope's do not up to a limit)."""
+WITHOUT_WINDOWS = ("llama", "granite", "seed_oss", "olmo2")  # Hugging Face's classes ignore sliding_window
+SAME_WINDOW = ("mistral", "ministral3", "phi3")  # these ignore layer_types
 NO_ROPE = "no RoPE"
 """Value of `LayerSpec.rope` and key of the table, with angles of 0, for layers that do not rotate q and k."""
 
@@ -203,7 +205,7 @@ class DecoderSizes(LayerSpec):
 
 def _llama(config: Any, **features: Any) -> tuple[LayerSpec, ...]:
     """Describe the layers of Llama and Mistral. `features` are fields of `LayerSpec` to override for other families."""
-    hidden_act = getattr(config, "hidden_activation", None) or config.hidden_act
+    name, hidden_act = config.model_type, getattr(config, "hidden_activation", None) or config.hidden_act
     if hidden_act not in ACTIVATIONS:
         raise UnsupportedArchitecture(f"hidden_act '{hidden_act}' is not one of {', '.join(ACTIVATIONS)}")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -224,9 +226,9 @@ def _llama(config: Any, **features: Any) -> tuple[LayerSpec, ...]:
     )
     common |= features
     tables = getattr(config, "rope_parameters", None) or {}
-    windows = {"sliding_attention": getattr(config, "sliding_window", None)}
-    # A config without layer types (Mistral) has one window for all layers.
-    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    windows = {"sliding_attention": None if name in WITHOUT_WINDOWS else getattr(config, "sliding_window", None)}
+    types = None if name in SAME_WINDOW else getattr(config, "layer_types", None)
+    types = types or ["sliding_attention"] * config.num_hidden_layers
     return tuple(LayerSpec(window=windows.get(kind), rope=kind if kind in tables else None, **common) for kind in types)
 
 
@@ -324,6 +326,8 @@ def layer_specs(config: PretrainedConfig, unfused_mlp: bool = False, num_tokens:
     for table in rope_tables(decoder):
         if (rope_type := table.get("rope_type", "default")) not in STATIC_ROPE_TYPES:
             raise UnsupportedArchitecture(f"rope_type '{rope_type}' depends on the sequence length at run time")
+        if rope_type in ("longrope", "yarn") and table.get("partial_rotary_factor", 1) != 1:
+            raise UnsupportedArchitecture(f"partial_rotary_factor with rope_type '{rope_type}', as in Phi-4-mini")
         changes = rope_type == "longrope" or table.get("llama_4_scaling_beta")
         if changes and num_tokens > (limit := table["original_max_position_embeddings"]):
             raise UnsupportedArchitecture(f"--max_seq_length above {limit} would change its RoPE or attention scores")

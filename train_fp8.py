@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Fine-tune a Llama, Qwen or Mistral model on one GPU (or the CPU) in FP8, MXFP8 or BF16.
+"""Fine-tune a Llama, Qwen, Gemma or Mistral model on one GPU (or the CPU) in FP8, MXFP8 or BF16.
 
     python train_fp8.py                                                      the embedded model on the embedded dataset
     python train_fp8.py --model_name meta-llama/Llama-3.2-1B --dataset_name nvidia/OpenMathInstruct-2 \\

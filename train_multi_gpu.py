@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Fine-tune a Llama, Qwen or Mistral model on several GPUs, of one host or several, in FP8, MXFP8 or BF16.
+"""Fine-tune a Llama, Qwen, Gemma or Mistral model on several GPUs, of one host or several, in FP8, MXFP8 or BF16.
 
     torchrun --nproc_per_node=8 train_multi_gpu.py --model_name meta-llama/Llama-3.1-8B \\
         --dataset_name nvidia/OpenMathInstruct-2 --batch_size 8 --max_seq_length 1024 \\

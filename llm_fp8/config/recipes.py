@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Backend = Literal["te", "torchao"]
+RequestedPrecision = Literal["fp8", "bf16", "fp16", "no"]  # a value of --mixed_precision
 
 DEFAULT = "default"  # value of --fp8_scenario that selects the back end's entry in `DEFAULTS`
 DEFAULTS: Mapping[Backend, str] = {"te": "delayed", "torchao": "tensorwise"}

@@ -76,6 +76,10 @@ def reading_of(*sources: DatasetSource) -> Iterator[None]:
             yield
         except UserError as error:
             raise UserError(str(error).replace("--dataset_name:", f"{flag} {name}:", 1)) from error
+        except ValueError as error:
+            raise (
+                UserError(f"{flag} {name}: no rows.") if "corresponds to no data" in str(error) else error
+            ) from error
         except DatasetGenerationError as error:
             raise error.__cause__ or error from None  # the outer error only says that an error occurred
 

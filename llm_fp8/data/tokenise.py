@@ -137,7 +137,8 @@ class DataReport:
         if self.nothing_held_out:
             lines.append(f"  WARNING: nothing to evaluate on: {self.nothing_held_out}")
         if self.num_overlong_dropped + self.num_empty > 0.05 * self.num_rows_read:
-            lines.append("  WARNING: many rows are not trained on; see --max_seq_length and --overlong")
+            advice = "see --max_seq_length and --overlong" if self.num_overlong_dropped else "their answers are empty"
+            lines.append(f"  WARNING: many rows are not trained on; {advice}")
         return lines
 
 

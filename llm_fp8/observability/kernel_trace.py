@@ -63,6 +63,10 @@ _RULES: tuple[tuple[KernelClass, str], ...] = (
     ("elementwise", _COMPILED),
     ("attention", rf"{_COMPILED_TEMPLATE}.*(?:attention|flex|sdpa)"),
     ("gemm", _COMPILED_TEMPLATE),
+    (
+        "gemm",
+        r"^(?!.*(?:quant|cast|rht_|swizzle))(?=.*(?:e4m3|e5m2|fp8|float8)).*(?:gemm|(?<!scaled)_mm(?:\b|_)|linear)",
+    ),
     ("communication", r"nccl|nvshmem|multimem_|userbuffers|deep_?ep::"),
     ("copy", r"^memcpy|^memset"),
     (
@@ -107,7 +111,7 @@ _OPERAND = re.compile(
       | (?P<fp8> e4m3 | e5m2 | f(?:loat|p)8 | (?<![a-wyz])f8(?!\d) )
       | (?P<bf16> bf16 | bfloat16 )
       | (?P<other> f(?:loat|p)?64 | double | complex | (?<![a-z0-9])(?:[su]|u?int)(?:4|8)(?![0-9a-z])
-          | igemm | [dzc]gemm | i\d+gemm )
+          | igemm | [dzc]\d*gemm | i\d+gemm )
       | (?P<fp16> f16 | fp16 | half | hgemm | h\d{3,}gemm )
       | (?P<fp32> tf32 | f32 | fp32 | sgemm(?!_[a-z]*\d+_(?:bf|f)) | float(?![_0-9]) )""",
     re.IGNORECASE | re.VERBOSE,
@@ -116,6 +120,9 @@ _OPERAND = re.compile(
 _NVJET = re.compile(r"nvjet_(?:sm\d+[a-z]*_)?(?P<types>[a-z]+)_", re.IGNORECASE)
 _NVJET_KINDS: dict[str, GemmKind] = {"o": "fp4", "q": "fp8", "r": "fp8", "t": "bf16", "h": "fp16", "s": "fp32"}
 """First letter of <types> in nvjet_[sm<capability>_]<types>_... (cuBLAS 12, 13) -> operand type. q: e4m3, r: e5m2."""
+
+
+LOW_PRECISION_NAME = re.compile(r"e4m3|e5m2|e2m1|fp8|float8|nvfp4|mxfp4", re.IGNORECASE)  # of any class of kernel
 
 
 @functools.cache
@@ -131,7 +138,8 @@ def gemm_kind(name: str) -> GemmKind | None:
         return _NVJET_KINDS.get(nvjet["types"][0].lower(), "unknown")
     if "_scaled_mm" in name:  # torch.compile's name of an fp8 GEMM
         return "fp8"
-    operand = _OPERAND.search(name)
+    # CUTLASS names the result's type first, before "gemm_".
+    operand = _OPERAND.search(name.partition("gemm_")[2]) or _OPERAND.search(name)
     return operand.lastgroup if operand else "unknown"  # type: ignore[return-value]
 
 
@@ -176,11 +184,14 @@ def gemm_kernels(times: KernelTimes) -> dict[GemmKind, KernelTime]:
 
 
 def unrecognised_kernels(times: KernelTimes) -> KernelTime:
-    """Sum count and time of the kernels that match no rule, except those whose names show only types wider than fp8."""
+    """Sum count and time of the kernels that match no rule, except those whose names show only types wider than fp8.
+    An 8-bit integer may hold fp8, and a name with the type of a GEMM's result alone shows nothing of its operands.
+    """
 
     def group(name: str) -> Literal["other"] | None:
         shown = {str(operand.lastgroup) for operand in _OPERAND.finditer(name)}
-        is_wider = bool(shown) and shown.isdisjoint(LOW_PRECISION)
+        may_be_gemm = re.search(r"gemm|mm_|linear|matmul|char|int8", name, re.IGNORECASE)
+        is_wider = bool(shown) and shown.isdisjoint(LOW_PRECISION) and not may_be_gemm
         return "other" if kernel_class(name) == "other" and not is_wider else None
 
     return _grouped(times, group).get("other", KernelTime())

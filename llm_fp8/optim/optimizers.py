@@ -186,7 +186,7 @@ def learning_rate_schedule(config: OptimConfig, total_steps: int) -> Callable[[i
     from transformers import get_scheduler
 
     peak = torch.optim.SGD([torch.zeros(())], lr=config.learning_rate)  # some schedules end at an absolute rate
-    with reading("--lr_scheduler", name, "--lr_scheduler_kwargs"):
+    with reading("--lr_scheduler", name, "its arguments", "Give them, and no others, with --lr_scheduler_kwargs."):
         theirs = get_scheduler(name, peak, warmup_steps, total_steps, arguments).lr_lambdas[0]
         omitted = int(theirs(0) == 0)
         theirs(total_steps - 1)  # fails if an argument has the wrong type

@@ -219,6 +219,10 @@ class CheckpointManager:
         or, for 'latest', every checkpoint is damaged.
         """
         if resume_from not in (None, LATEST):
+            if (Path(resume_from) / self.folder.name).is_dir():
+                raise UserError(
+                    f"--resume_from {resume_from}: a run; use --output_dir {resume_from} --resume_from {LATEST}."
+                )
             return Checkpoint.open(Path(resume_from))
         if resume_from is None or not (paths := self.paths()):
             return None

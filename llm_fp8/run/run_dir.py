@@ -99,6 +99,8 @@ def _refuse_other_run(folder: Path, resume_from: str | None) -> None:
     names = _SAVED if _was_begun(folder) else (*_SAVED, *_WRITTEN)
     if result := next((path.name for name in names for path in folder.glob(name)), None):
         alternative = " or add --resume_from latest" if has_checkpoints else ""
+        if (folder / "final").is_dir():
+            alternative += f"; --model_name {folder / 'final'} trains its result on"
         owner = "a run without a checkpoint (--save_every)" if resume_from == LATEST else "another run"
         raise UserError(f"--output_dir {folder} holds {owner}: {result}; choose another{alternative}.")
 
@@ -172,7 +174,10 @@ def explained_failures(folder_of_run: Callable[[], Path], in_compiled_step: Call
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         if isinstance(error, OSError) and (reason := errors.unwritable_reason(error)):
             named = isinstance(error.filename, str)  # errors in caches of libraries have no file name
-            problem = f"{error.filename if named else folder_of_run()} (--output_dir, HF_HOME or TMPDIR): {reason}"
+            place = (
+                f"{error.filename if named else folder_of_run()} (--output_dir, HF_HOME, HF_DATASETS_CACHE or TMPDIR)"
+            )
+            problem = f"{place}: {reason}"
         elif _lost_peer(error) and not errors.is_out_of_memory(error):
             problem = f"another process of this run is gone (see its output): {str(error).splitlines()[0][:200]}"
         elif (_failed_to_compile(error) or in_compiled_step()) and not errors.is_out_of_memory(error):
@@ -182,4 +187,8 @@ def explained_failures(folder_of_run: Callable[[], Path], in_compiled_step: Call
             raise UserError(f"{reason}.") from error
         else:
             raise
-        raise UserError(f"{problem}. Continue with --resume_from latest --output_dir {folder_of_run()}.") from error
+        is_saved = any(folder_of_run().glob("checkpoints/step-*"))
+        advice = (
+            f"Continue with --resume_from latest --output_dir {folder_of_run()}" if is_saved else "Nothing was saved"
+        )
+        raise UserError(f"{problem}. {advice}.") from error

@@ -12,6 +12,7 @@ from typing import Any
 
 from llm_fp8.config.options import RESUME, SETTINGS, Config, names_in
 from llm_fp8.data.prepare import PreparedData
+from llm_fp8.models.build import is_multimodal
 from llm_fp8.models.source import text_config
 from llm_fp8.settle.plan import RunPlan
 from llm_fp8.utils.errors import UserError
@@ -21,7 +22,8 @@ LATEST = "latest"  # value of --resume_from for the checkpoint that was saved la
 ARCHITECTURE_KEYS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters", "sliding_window",
-    "tie_word_embeddings",
+    "tie_word_embeddings", "layer_types", "no_rope_layers", "query_pre_attn_scalar", "residual_multiplier",
+    "embedding_multiplier", "attention_multiplier", "logits_scaling",
 )  # fmt: skip
 """Entries of a model's config that must be equal in a checkpoint and in the run that continues it."""
 
@@ -53,9 +55,10 @@ def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
         "max_seq_length": config.data.max_seq_length,
         "packing": config.packing,
     }
-    if rank := lora.lora_rank:  # the adapters, and the frozen model, which is not in the checkpoint
+    if rank := lora.lora_rank:
         shared["lora"] = [rank, lora.scaling, lora.lora_dropout, *sorted(lora.targets)]
-        shared["frozen_model"] = f"seed {config.optim.seed}" if stored is None else weights_digest(stored.files)
+    if rank or is_multimodal(plan.hf_config):  # a frozen model or tower is not in the checkpoint
+        shared["weights of --model_name"] = weights_digest(stored.files) if stored else f"seed {config.optim.seed}"
     return shared
 
 
@@ -127,7 +130,8 @@ def refuse_finished(
         problem = f"the run is finished after step {finished_step}, and its last checkpoint is of step {step}"
         advice = f"to train from there again and replace final/, give --resume_from {resumed.folder}"
         raise UserError(f"--resume_from latest: {problem}; {advice}.")
-    if has_stopped or step > num_steps or step == num_steps <= finished_step:
+    is_exported = not config.run.export or path is None or (path.parent / "final").exists()
+    if has_stopped or step > num_steps or (step == num_steps <= finished_step and is_exported):
         option = "num_epochs" if config.optim.max_steps is None else "max_steps"
         limit = "early_stopping_patience" if has_stopped else f"{option} and add --allow_changed {option}"
         progress = f"{step} of {num_steps} steps are done and the run is finished"

@@ -46,7 +46,7 @@ def why_eager(config: Config, mode: str, precision: PrecisionPlan, no_compiler: 
 def compile_layers(layers: Iterable[nn.Module], recomputed: bool) -> None:
     """Compile each layer at its first call. `recomputed` says that layers recompute activations."""
     with contextlib.suppress(AttributeError):  # layers compile even if another torch renames what these use
-        recompilation_reasons()  # forget those of an earlier run in this process
         compile_all_kinds(without_ddp_cuts=recomputed)
+        recompilation_reasons()  # forget those of an earlier run in this process
     for layer in layers:
         layer.compile()

@@ -122,7 +122,9 @@ def eval_loss(model: PreTrainedModel, batches: Iterable[Batch]) -> tuple[float, 
 
     loss_sum, num_tokens = 0.0, 0
     for batch in batches:
-        ids, labels = (each[0, : batch.num_real_tokens].to(model.device) for each in (batch.input_ids, batch.labels))
+        [ids], [labels] = (
+            each[:, : batch.num_real_tokens].to(model.device) for each in (batch.input_ids, batch.labels)
+        )
         require_positions(model.config, len(ids), f"{model.name_or_path}", "--max_seq_length")
         with torch.no_grad():
             logits = model(input_ids=ids[None]).logits[0].float()

@@ -32,7 +32,7 @@ def main() -> int:
     quiet_libraries()
     if options.data is not None:  # before the export, so that a wrong --data fails early
         length = options.max_seq_length or DataConfig.max_seq_length
-        data_options = DataConfig(options.data, max_seq_length=length, overlong="truncate")
+        data_options = DataConfig(options.data, max_seq_length=length, overlong="truncate", batch_size=1)
         if not find_splits(data_options)[1]:  # without a validation split, measure on all rows
             data_options = replace(data_options, validation_fraction=0.0)
         config = Config(model=ModelConfig(model_name=str(options.folder)), data=data_options)

@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from accelerate import PartialState
@@ -26,7 +26,7 @@ from tqdm import tqdm
 from transformers import PretrainedConfig, TrainerCallback, TrainerState, TrainingArguments
 
 from llm_fp8.config.accelerate_env import PREFIX, RECIPE_ENTRIES, is_default, te_recipe
-from llm_fp8.config.recipes import DEFAULTS, recipe_names, row_of
+from llm_fp8.config.recipes import DEFAULTS, RequestedPrecision, recipe_names, row_of
 from llm_fp8.distributed.process_group import gathered
 from llm_fp8.observability.kernel_trace import kernel_times, record_kernels
 from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify, worst
@@ -38,7 +38,6 @@ from llm_fp8.utils.hf_internals import chosen_attention
 from llm_fp8.utils.json_files import write_json_atomic
 from llm_fp8.utils.output import say
 
-RequestedPrecision = Literal["fp8", "bf16", "fp16", "no"]
 _COMPUTE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.table import Column, Table
 
 from llm_fp8.config.options import AUTO_BATCH_SIZE, EMBEDDED, Config, ModelConfig
-from llm_fp8.config.parser import parse_config, with_underscores
+from llm_fp8.config.parser import parse_config, to_argv, with_underscores
 from llm_fp8.config.validation import refusal
 from llm_fp8.models import BUNDLED
 from llm_fp8.tools.gpus import GPUS, named_machine
@@ -36,7 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "full, recomputed": {"gradient_checkpointing": "auto"},
     "adamw_8bit": {"optimizer": "adamw_8bit"},
     "offload": {"offload_optimizer": 1.0},
-    "offload, fp8 weights cast anew": {"offload_optimizer": 1.0, "fp8_recast_weights": True},
+    "offload, --fp8_recast_weights": {"offload_optimizer": 1.0, "fp8_recast_weights": True},
     "adamw_8bit, recomputed": {"optimizer": "adamw_8bit", "gradient_checkpointing": "auto"},
     "LoRA": {"lora_rank": 16},
     "LoRA, recomputed": {"lora_rank": 16, "gradient_checkpointing": "auto"},
@@ -68,8 +68,8 @@ class Row(NamedTuple):
             script = ["train_multi_gpu.py"] if is_here else ["-m", "llm_fp8", "train"]
             command = ["torchrun", f"--nproc_per_node={self.size.num_gpus}", *script]
         names = [name for name, value in options.items() if value != default[name] or name == "dataset_name"]
-        words = [f"--{name}" if options[name] is True else f"--{name}={options[name]}" for name in names]
-        return shlex.join([*command, *words])
+        words = [[f"--{name}"] if options[name] is True else to_argv({name: options[name]}) for name in names]
+        return shlex.join([*command, *itertools.chain(*words)])
 
     def to_dict(self) -> dict[str, Any]:
         estimate = self.size.estimate()
@@ -91,7 +91,7 @@ def find_model(model: ModelConfig) -> tuple[PretrainedConfig, dict[str, Any]]:
         options["model_name"] = f"{owner}/{known}" if owner else known
         options["random_init"] = model.random_init or owner is None
     # With random_init a bundled config is read, without the hub.
-    return load_config(resolve_source(ModelConfig(model_name=name, random_init=True))), options
+    return load_config(resolve_source(ModelConfig(name, random_init=bundled_name(name) is not None))), options
 
 
 def ways_of(config: Config) -> dict[str, Config]:
@@ -232,7 +232,7 @@ def main() -> int:
         console.print(table, soft_wrap=False)
     if unfit:
         needs = (f"{way} ({size.mode}) {size.estimate().needed_gib:.1f}{fits[2:]}" for way, size, fits in unfit)
-        console.print(f"do not fit or run, with the GiB needed: {'; '.join(needs)}")
+        console.print(f"do not fit (GiB needed): {'; '.join(needs)}")
     console.print(f"{LEGEND}{' Single: one GPU, nothing is sharded.' if rows[0].size.mode == 'single' else ''}")
     if fitting:
         console.print(f"the command of the first row:\n  {rows[0].command}")

@@ -79,7 +79,7 @@ def _explanation(error: Exception) -> str | None:
         return f"the Python {sys.executable} lacks what this program needs ({text}); {fix}"
     if isinstance(error, OSError) and (error.filename or error.errno in errors.FULL_DISK):
         if reason := errors.unwritable_reason(error):
-            return f"{error.filename or 'a cache (HF_HOME or TMPDIR)'}: {reason}."
+            return f"{error.filename or 'a cache (HF_HOME, HF_DATASETS_CACHE or TMPDIR)'}: {reason}."
     return errors.lost_worker(error)
 
 

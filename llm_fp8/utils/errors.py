@@ -39,6 +39,8 @@ def reading(flag: str, name: object, content: str = "it", advice: str = "") -> I
         if raises or not (isinstance(error, Exception) or kind == "PanicException"):
             raise
         text = " ".join(str(error).split())[:300] or kind
+        if re.search("no space left|not enough disk space|quota exceeded", text, re.IGNORECASE):  # in other classes
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
         raise UserError(f"{flag} {name}: cannot read {content} ({kind}: {text}). {advice}".rstrip()) from error
 
 

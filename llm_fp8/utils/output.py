@@ -28,7 +28,10 @@ def surviving_closed_output() -> Iterator[None]:
             if lost_pipe:
                 time.sleep(0.5)  # the Ctrl-C that ended the reader may arrive here too
             raise
-        discard_output([1, 2] if is_full else closed_outputs())
+        lost = [1, 2] if is_full else closed_outputs()
+        discard_output(lost)
+        if lost == [1]:
+            os.dup2(2, 1)  # after `| tee` has ended, stderr shows that the run was saved, and how to continue
         if lost_pipe and on_closed_pipe is not None:
             on_closed_pipe()
 

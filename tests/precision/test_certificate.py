@@ -161,12 +161,23 @@ def test_long_unrecognised_kernels_are_undetermined():
     assert judge(kernels=half).verdict == "undetermined", "unknown GEMMs and unrecognised kernels count together"
     without_gemms = judge(kernels={"a_kernel<" + 200 * "x": (390, 0.1)})
     assert without_gemms.verdict == "undetermined" and len(without_gemms.reasons[0]) < 400
-    # In a bf16 run nothing else would show that these kernels are fp8 GEMMs.
-    assert judge(BF16, OPAQUE, ModuleState()).verdict == judge(BF16, OPAQUE, NOT_IN_FP8).verdict == "undetermined"
+    # In a bf16 run casts to fp8 fail, and otherwise nothing would show that kernels are fp8 GEMMs.
+    assert judge(BF16, OPAQUE, ModuleState()).verdict == judge(BF16, OPAQUE, NOT_IN_FP8).verdict == "failed"
+    assert judge(BF16, BF16_STEP | {"a_long_kernel": (9, 0.05)}, ModuleState()).verdict == "undetermined"
     assert judge(BF16, BF16_STEP | {"a_short_kernel": (900, 0.0005)}, ModuleState()).verdict == "certified"
     # A step with all expected fp8 kernels is certified, whatever else runs in it.
     with_all = judge(kernels=FP8_STEP | {"a_kernel": (10, 0.01)})
     assert with_all.verdict == "certified" and with_all.remarks[0].startswith("10 kernels that match no rule (16.6% of")
+
+
+@pytest.mark.parametrize(
+    "name",
+    "double_buffered_fp8_gemm_kernel gemm_kernel<uint8_t,__nv_fp8_e4m3> chunk_scaled_fp8_gemm_kernel _fp8_mm "
+    "_scaled_grouped_mm_kernel_bf16_out fused_linear<unsigned-char,__nv_bfloat16> parallel_fp8_linear_kernel "
+    "cutlass_89_tensorop_bf16_s16832gemm_e4m3_128x64 flash_fwd<cutlass::float_e4m3_t> cast_transpose_fp8".split(),
+)
+def test_kernel_that_may_be_fp8_does_not_run_in_a_certified_bf16_step(name):
+    assert judge(BF16, BF16_STEP | {name.replace("-", " "): (9, 0.05)}, ModuleState()).verdict != "certified"
 
 
 def test_missing_kernels_or_contradicting_modules_are_undetermined():

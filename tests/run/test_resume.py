@@ -266,7 +266,7 @@ def test_adapters_are_not_resumed_on_different_frozen_weights(tmp_path, rows):
     folder = f"--output_dir={tmp_path / 'run'}"
     train(*options, f"--model_name={models[0]}", folder)
     first = f"--resume_from={tmp_path / 'run' / 'checkpoints' / 'step-00000001'}"
-    with pytest.raises(UserError, match="frozen_model was"):
+    with pytest.raises(UserError, match="weights of --model_name was"):
         train(*options, f"--model_name={models[1]}", folder, first)
     assert train(*options, f"--model_name={models[2]}", folder, first) == 0
 
@@ -280,6 +280,10 @@ def test_finished_run_resumes_only_with_more_steps(tmp_path, uninterrupted, opti
         train(*options, f"--output_dir={uninterrupted}")
         assert train(*options, f"--output_dir={uninterrupted}", "--resume_from=latest") == 0
     assert_refused(uninterrupted, options, "--max_steps", "--allow_changed max_steps")
+    exported = (uninterrupted / "final" / "model.safetensors").read_bytes()
+    shutil.rmtree(uninterrupted / "final")
+    assert train(*options, f"--output_dir={uninterrupted}", "--resume_from=latest") == 0
+    assert (uninterrupted / "final" / "model.safetensors").read_bytes() == exported
     before = (uninterrupted / "final" / "model.safetensors").read_bytes()
     longer = ["--max_steps=7", "--allow_changed=max_steps", "--no_export"]
     assert train(*options, *longer, f"--output_dir={uninterrupted}", "--resume_from=latest") == 0

@@ -172,10 +172,16 @@ def test_clock_of_main_rank_decides_when_to_save(tmp_path, options, rank, num_sa
     assert len(saved_checkpoints(output)) == num_saves, output
 
 
-def test_full_disk_error_does_not_name_an_input(tmp_path):
-    with pytest.raises(UserError, match="^(?!.*--model_name).*No space"), explained_failures(lambda: tmp_path, bool):
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "No space left on device"), Exception("No space left on device (os error 28)")]
+    + [OSError("Not enough disk space. Needed: Unknown size")],
+)
+def test_full_disk_error_does_not_name_an_input(tmp_path, error):
+    message = "^(?!.*--model_name).*No space.*Nothing was saved"
+    with pytest.raises(UserError, match=message), explained_failures(lambda: tmp_path, bool):
         with reading("--model_name", "a/b"):
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise error
 
 
 def test_program_without_execute_permission_is_no_folder_to_correct(tmp_path):

@@ -57,7 +57,7 @@ def compare(runs: Sequence[RunRecord], failures: Sequence[Failure] = (), margin:
     sources: dict[str, str] = {}
     for run in runs:
         if run.label in sources:
-            duplicate = f"{sources[run.label]} and {run.source} are both {run.label}"
+            duplicate = f"{sources[run.label]} and {run.source} are both of precision {run.label}"
             raise UserError(f"{duplicate}; give only one run for each precision and seed.")
         sources[run.label] = run.source
     in_order = sorted(runs, key=lambda run: (run.variant != REFERENCE, run.seed))

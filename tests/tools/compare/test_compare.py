@@ -288,7 +288,7 @@ def test_unfinished_runs_and_equal_runs_are_refused(tmp_path, name, content, mes
     (folder / name).unlink() if content is None else (folder / name).write_text(content)
     with pytest.raises(UserError, match=f"{folder}.*{message}"):
         read_run_folder(folder)
-    with pytest.raises(UserError, match="are both bf16 seed 1"):
+    with pytest.raises(UserError, match="are both of precision bf16 seed 1"):
         compare([made_up_run(), made_up_run()])
 
 
