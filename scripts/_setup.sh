@@ -174,5 +174,8 @@ setup_environment() {
     if [[ ${1:-} == --gpu || -e $venv/installed-requirements-gpu.txt ]] || has_fp8_gpu; then fp8=true; fi
     if $fp8 || has_gpu; then pins=requirements-gpu.txt; fi
     install_requirements requirements.txt "PyTorch and the Hugging Face libraries, several minutes the first time" $pins
+    if [[ -e pyproject.toml && ! -x $venv/bin/llm-fp8 ]]; then  # the command, which runs the files of this folder
+        pip_install --no-deps --no-build-isolation --editable . || warn "the command llm-fp8 could not be installed; 'python -m llm_fp8' is the same."
+    fi
     if $fp8; then install_gpu_requirements; fi
 }

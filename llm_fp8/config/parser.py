@@ -57,7 +57,7 @@ def number_or_auto(word: str) -> int:
     return AUTO_BATCH_SIZE if word == "auto" else positive(word)
 
 
-def number_or_epoch(word: str) -> int | str:
+def whole_number_or_epoch(word: str) -> int | str:
     """Parse the value of --save_every or --eval_every: a number of steps, or 'epoch'."""
     return word if word == "epoch" else number(int, at_least=0)(word)
 
@@ -133,7 +133,7 @@ class OptionsParser(OneSentenceParser):
         actions = {action.dest: action for action in reversed(self._actions)}
         actions["mixed_precision"].type = lambda word: "no" if word.lower() in ("fp32", "no", "off", "false") else word
         actions["batch_size"].type = number_or_auto
-        actions["save_every"].type = actions["eval_every"].type = number_or_epoch
+        actions["save_every"].type = actions["eval_every"].type = whole_number_or_epoch
         actions["gradient_checkpointing"].type = number_or_share_or_auto
         actions["gradient_checkpointing"].nargs, actions["gradient_checkpointing"].const = "?", 1  # the flag alone
         actions["fp8_scenario"].choices = (DEFAULT, *recipe_names())

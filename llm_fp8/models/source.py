@@ -67,6 +67,7 @@ def bundled_name(name: str) -> str | None:
     """Return the key in `BUNDLED` for a name or hub id (ignoring case), or None if the model is not bundled."""
     # The hub has used both prefixes for the 8B model. An instruct model has the architecture of its base model.
     plain = name.rpartition("/")[2].lower().replace("meta-llama", "llama").removesuffix("-instruct")
+    plain = plain.removesuffix("-it").removesuffix("-pt")  # Gemma's
     return next((bundled for bundled in BUNDLED if bundled.lower() == plain), None)
 
 

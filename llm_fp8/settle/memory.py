@@ -20,7 +20,7 @@ MOST_PADDED_TOKENS = 16384  # limit of a merged padded micro-batch, above which 
 MOST_TOKENS = 65536  # limit of a micro-batch with --batch_size auto, the largest in recorded runs
 
 RECOMPUTED, OFFLOADED = {"gradient_checkpointing": "auto"}, {"offload_optimizer": 1.0}
-EIGHT_BIT = {"optimizer": "adamw_8bit"}
+EIGHT_BIT, LORA = {"optimizer": "adamw_8bit"}, {"lora_rank": 16}
 
 
 def row_multiple(run: RunSize) -> int:
@@ -110,17 +110,17 @@ def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None)
             reason = f"--batch_size auto: no micro-batch with --max_seq_length {length} fits {gpu_gib:.1f} GiB."
             raise UserError(reason + _suggestions(run, gpu_gib))
         run = run.changed(batch_size=fitting)
-        gib = f"{run.estimate().total_gib:.1f} of {gpu_gib:.1f} GiB"
-        notes.append(f"--batch_size auto: {fitting} sequences of {length:,} tokens, estimated to take {gib}")
+        gib = f"{run.estimate().needed_gib:.1f} of {gpu_gib:.1f} GiB"
+        notes.append(f"--batch_size auto: {fitting} sequences of {length:,} tokens, estimated to need {gib}")
     elif estimate.needed_gib > gpu_gib:
         needed = f"{estimate.needed_gib:.1f} of the GPU's {gpu_gib:.1f} GiB: it may be slow, or run out of memory."
-        notes.append(f"WARNING: a step is estimated to take {needed}{_suggestions(run, gpu_gib)}")
+        notes.append(f"WARNING: a step is estimated to need {needed}{_suggestions(run, gpu_gib)}")
     if recomputes:
         layers = text_config(run.hf_config).num_hidden_layers
         recomputed = len(recomputed_layers(run.config.model.gradient_checkpointing, layers))
         bound = "" if run.spec and not run.spec.delta_net else "at most "
-        gib = f"{bound}{run.estimate(upper_bound=True).total_gib:.1f} of {gpu_gib:.1f} GiB"
-        outcome = f"{recomputed} of {layers} layers are recomputed, estimated to take {gib}"
+        gib = f"{bound}{run.estimate(upper_bound=True).needed_gib:.1f} of {gpu_gib:.1f} GiB"
+        outcome = f"{recomputed} of {layers} layers are recomputed, estimated to need {gib}"
         notes.append(f"--gradient_checkpointing auto: {outcome}")
     return run, notes
 
@@ -133,7 +133,7 @@ def _suggestions(run: RunSize, gpu_gib: float) -> str:
         changes += [{"sharding_mode": "fsdp_full"}, sharded, sharded | RECOMPUTED]
         changes += [] if run.adapted else [sharded | EIGHT_BIT]
     if not run.sharded and not run.adapted:
-        changes += [EIGHT_BIT, OFFLOADED, EIGHT_BIT | RECOMPUTED, OFFLOADED | RECOMPUTED]
+        changes += [EIGHT_BIT, OFFLOADED, LORA, EIGHT_BIT | RECOMPUTED, OFFLOADED | RECOMPUTED, LORA | RECOMPUTED]
     suggestions = []
     for change in changes:
         if "gradient_checkpointing" in change and (run.spec is None or run.config.model.gradient_checkpointing == 1):
@@ -148,6 +148,6 @@ def _suggestions(run: RunSize, gpu_gib: float) -> str:
                 steps = fitted.config.optim.gradient_accumulation_steps
                 flags += [f"--batch_size {rows}", f"--gradient_accumulation_steps {steps}"]
             without = "" if fitted.estimate().is_whole else " without activations"
-            suggestions.append(f"{' '.join(flags)} ({fitted.estimate().total_gib:.1f} GiB{without})")
+            suggestions.append(f"{' '.join(flags)} ({fitted.estimate().needed_gib:.1f} GiB{without})")
     suggestions = [*suggestions[:3], "more GPUs with train_multi_gpu.py --sharding_mode fsdp_full"]
     return f" What would fit: {'; '.join(suggestions)}."

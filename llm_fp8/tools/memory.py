@@ -44,6 +44,7 @@ WAYS: dict[str, dict[str, Any]] = {
 """Way to train -> the options that lower its memory, sorted by their cost in time and quality, cheapest first."""
 
 LEGEND = "GiB on each GPU at the peak, in a backward pass. Needed: tensors, CUDA, the allocator, communication."
+LEGEND += " Recomputed: all layers; 'auto' recomputes as few as memory allows."
 HUB_OWNERS = {"Llama-3": "meta-llama", "Qwen": "Qwen"}  # prefix of a bundled model's name -> its owner on the hub
 
 
@@ -235,7 +236,8 @@ def main() -> int:
         console.print(f"do not fit (GiB needed): {'; '.join(needs)}")
     console.print(f"{LEGEND}{' Single: one GPU, nothing is sharded.' if rows[0].size.mode == 'single' else ''}")
     if fitting:
-        console.print(f"the command of the first row:\n  {rows[0].command}")
+        trial = ", on trial data (give your --dataset_name)" if config.data.dataset_name == EMBEDDED else ""
+        console.print(f"the command of the first row{trial}:\n  {rows[0].command}")
         settled = settle(rows[0].size.config, hf_config, machine, num_parameters=rows[0].size.num_parameters)
         console.print("\n".join([*settled.notes, *memory_lines(settled)]))
     else:

@@ -105,7 +105,7 @@ def number(number_type: type, **bounds: float) -> Callable[[str], Any]:
     """Return a function that parses a number within `bounds`, for example at_least=1. Integers must be below 2^31."""
 
     def read(word: str) -> Any:
-        value = number_type(word)
+        value = int(float(word)) if number_type is int and float(word).is_integer() else number_type(word)
         for bound, limit in ({"below": 2**31} | bounds if number_type is int else bounds).items():
             if not (math.isfinite(value) and _BOUNDS[bound](value, limit)):
                 raise argparse.ArgumentTypeError(f"must be {bound.replace('_', ' ')} {limit}, not {word}")
@@ -141,7 +141,9 @@ class OneSentenceParser(argparse.ArgumentParser):
         elif choice := re.match(r"argument (\S+?)[:/].*invalid choice: '(.*?)'", message):
             actions = [action for action in self._actions if choice[1] in (*action.option_strings, action.metavar)]
             message += "".join(did_you_mean(choice[2], action.choices or ()) for action in actions)
-        message = re.sub(r"invalid (\w+_\w+) value:", lambda name: f"must be {name[1].replace('_', ' ')}, not", message)
+        message = re.sub(
+            r"invalid (\w+_\w+) value:", lambda name: f"must be a {name[1].replace('_', ' ')}, not", message
+        )
         raise UserError(f"{self.origin}{message}; '{self.prog} {self.full_help}' lists the options.")
 
     def hint(self, option: str) -> str:

@@ -80,6 +80,7 @@ def test_map_covers_bundled_architectures(name):
         ("gemma3_text", dict(hidden_activation="gelu"), "hidden_act"),
         ("gemma3_text", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
         ("gemma3_text", dict(attn_logit_softcapping=50.0), "attn_logit_softcapping"),
+        ("llama2", dict(rope_parameters=dict(LONGROPE, partial_rotary_factor=0.5)), "partial_rotary_factor"),
         ("ministral3_scores", dict(rope_parameters=LONGROPE), "above 64"),
         ("ministral3_scores", dict(rope_parameters=dict(LONGROPE, rope_type="yarn", llama_4_scaling_beta=0.1)), "64"),
     ],
@@ -89,6 +90,16 @@ def test_unsupported_config_entry_is_refused_by_name(family, entries, message):
     config = type(config)(**{**config.to_dict(), "rope_parameters": None, **entries})
     with pytest.raises(UnsupportedArchitecture, match=message):
         layer_specs(config, num_tokens=65)
+
+
+def test_families_whose_attention_has_no_windows_ignore_the_entry():
+    sizes = dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"], num_hidden_layers=2)
+    sizes |= dict(use_sliding_window=True)
+    windows = {
+        name: [spec.window for spec in layer_specs(AutoConfig.for_model(name, **sizes))]
+        for name in ("llama", "ministral3", "qwen3")
+    }
+    assert windows == {"llama": [None, None], "ministral3": [8, 8], "qwen3": [8, None]}
 
 
 def test_unsupported_model_type_is_refused_by_name():

@@ -20,6 +20,7 @@ from llm_fp8.run.run_dir import LOCK, run_lock
 from llm_fp8.run.timeline import Timeline
 from llm_fp8.step.evaluation import evaluate_loss
 from llm_fp8.utils.errors import UserError
+from tests.support.hub_families import write_hub_model
 from tests.support.small import (
     assert_same_bits,
     final_weights,
@@ -269,6 +270,17 @@ def test_adapters_are_not_resumed_on_different_frozen_weights(tmp_path, rows):
     with pytest.raises(UserError, match="weights of --model_name was"):
         train(*options, f"--model_name={models[1]}", folder, first)
     assert train(*options, f"--model_name={models[2]}", folder, first) == 0
+
+
+def test_run_is_not_resumed_on_a_changed_tower(tmp_path, rows):
+    """The vision tower of Gemma 3 is not in the checkpoint, and goes from the model folder into final/."""
+    options = [f"--model_name={write_hub_model(tmp_path / 'model', 'Gemma 3')}", f"--output_dir={tmp_path / 'run'}"]
+    options += [f"--dataset_name={rows}", "--max_seq_length=128", "--save_every=1", "--mixed_precision=no"]
+    train(*options, "--max_steps=1")
+    weights = tmp_path / "model" / "model.safetensors"
+    changed = {name: tensor + ("vision" in name) for name, tensor in load_file(weights).items()}
+    save_file(changed, weights, metadata={"format": "pt"})
+    assert_refused(tmp_path / "run", [*options, "--max_steps=2", "--allow_changed=max_steps"], "--model_name")
 
 
 @pytest.mark.parametrize("was_stopped", [False, True])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import llm_fp8.models.export
 from llm_fp8.tools.compressed_tensors import export_fp8, fp8_rows, round_inputs_
+from llm_fp8.tools.export_fp8 import main as export_main
 from llm_fp8.utils.errors import UserError
 from tests.support.families import FAMILIES, family_config
 from tests.support.fp8_files import quantization_config, set_quantization
@@ -133,3 +136,16 @@ def test_export_refuses_an_existing_folder_non_finite_weights_and_quantised_mode
     set_quantization(source, quantization_config("block"))
     with pytest.raises(UserError, match="source is quantised already"):
         export_fp8(source, tmp_path / "other")
+
+
+def test_loss_of_the_export_does_not_depend_on_the_number_of_rows(tmp_path, monkeypatch, capsys):
+    """The rows have different lengths, and as many rows as --batch_size has by default would fit in a batch."""
+    source, losses = write_model(tmp_path / "source"), []
+    for copies in (1, 4):
+        rows = [{"text": "one two three"}, {"text": "four five six seven eight nine"}] * copies
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        argv = ["export_fp8", str(source), f"--output={tmp_path / str(copies)}", f"--data={tmp_path / 'rows.jsonl'}"]
+        monkeypatch.setattr(sys, "argv", argv)
+        assert export_main() == 0
+        losses.append(re.search(r": ([\d.]+) before", capsys.readouterr().out)[1])
+    assert losses[0] == losses[1]
