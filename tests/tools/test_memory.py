@@ -109,7 +109,8 @@ def test_rows_say_so_if_activations_are_not_counted(figures, tmp_path):
 
 
 def test_printed_commands_parse(figures):
-    for options in (["--gpu=H100"], ["--gpu=44", "--num_gpus=4"], ["--gpu=A100", "--mixed_precision=bf16"]):
+    schedule = ["--gpu=80", "--lr_scheduler=cosine_with_min_lr", '--lr_scheduler_kwargs={"min_lr_rate": 0.1}']
+    for options in (["--gpu=H100"], ["--gpu=44", "--num_gpus=4"], ["--gpu=A100", "--mixed_precision=bf16"], schedule):
         for row in figures("--model_name=Llama-3.2-3B", "--batch_size=12", *options)["rows"]:
             command = shlex.split(row["command"])
             script = next(number for number, word in enumerate(command) if word.endswith(".py"))
