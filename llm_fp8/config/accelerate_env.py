@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from llm_fp8.config.options import Config
 from llm_fp8.config.recipes import DEFAULT, RECIPES, Backend, recipe_for
 from llm_fp8.utils.errors import UserError, reading
@@ -22,36 +24,9 @@ PREFIX = "ACCELERATE_FP8_"
 LAUNCH_FILE = "accelerate's launch configuration"
 ENGINES = {"FSDP": "FSDP_", "DEEPSPEED": "ACCELERATE_DEEPSPEED_"}  # launcher's name -> prefix of its variables
 _PREFIXES = (*ENGINES.values(), PREFIX, "ACCELERATE_GRADIENT_", "ACCELERATE_DYNAMO_", "PARALLELISM_CONFIG_")
-READ = {  # variable that sets an option -> the launcher's default
-    "ACCELERATE_FP8_BACKEND": "TE",
-    "ACCELERATE_FP8_FORMAT": "HYBRID",
-    "ACCELERATE_FP8_AMAX_HISTORY_LEN": "1024",
-    "ACCELERATE_FP8_AMAX_COMPUTE_ALGO": "most_recent",
-    "ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING": "False",
-    "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": "True",
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto",
-    "ACCELERATE_GRADIENT_CLIPPING": "auto",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_OFFLOAD_PARAMS": "false",
-    "FSDP_ACTIVATION_CHECKPOINTING": "false",
-    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
-    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "None",
-}
-DEFAULTS = {  # of the launcher; outside `READ`, a variable of this table or of `fp8_config` must have its default
-    **READ,
-    "ACCELERATE_FP8_MARGIN": "0",
-    "ACCELERATE_FP8_INTERVAL": "1",
-    "ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL": "False",
-    "ACCELERATE_FP8_OPT_LEVEL": "O2",
-    "ACCELERATE_FP8_PAD_INNER_DIM": "True",
-    **{f"ACCELERATE_FP8_OVERRIDE_{gemm}": "False" for gemm in ("FPROP", "DGRAD", "WGRAD")},
-    "ACCELERATE_DYNAMO_BACKEND": "no",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_IGNORED_MODULES": "None",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
-}
+READ, _OTHERS = yaml.load(Path(__file__).with_suffix(".yaml").read_text(), yaml.BaseLoader).values()
+DEFAULTS = READ | _OTHERS
+"""Variable -> the launcher's default, as text."""
 RECIPE_ENTRIES: dict[str, Any] = {"fp8_format": str.upper, "amax_history_len": int, "amax_compute_algo": str.lower}
 """Option that fp8_config sets for some recipes -> function that converts the text of the entry."""
 

@@ -361,7 +361,9 @@ class RunSize:
         h, q, kv, f = spec.hidden_size, spec.q_size, spec.kv_size, spec.intermediate_size
         elements = 8 * h + 5 * q + 4 * f + 3 * (q + kv) * spec.qk_norm + (2 * h + q + kv) * self.config.trains_adapters
         masks = (5 * h + q + f) * (self.config.lora.lora_dropout > 0)
-        return float(_BF16 * elements + masks + self.config.data.max_seq_length)
+        return float(
+            _BF16 * (elements + self.config.data.max_seq_length) + masks
+        )  # attention's mask has a row per token
 
     @property
     def is_bounded(self) -> bool:
@@ -371,6 +373,7 @@ class RunSize:
         in_fp32 = OPTIMIZERS[self.optimizer].parameter_dtype == torch.float32
         casts = in_fp32 and not self.sharded and not self.config.model.use_te
         eager = self.config.model.attn_implementation == "eager"
-        if (sizes := self.sizes) and (sizes.delta_net or (sizes.zero_centered_gain and not self.config.model.use_te)):
-            return False  # only `spec` counts; and transformers saves the fp32 results of norms with gain 1 + w
+        norms = (self.sizes.zero_centered_gain or self.sizes.joint_qk_norm) if self.sizes else False
+        if self.sizes and (self.sizes.delta_net or (norms and not self.config.model.use_te)):
+            return False  # only `spec` counts; and transformers saves fp32 results of Gemma's and OLMo's norms
         return not (casts or eager or self.recipe in ("no", "fp16") or MODES[self.mode].holds_masters)
