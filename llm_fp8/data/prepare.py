@@ -123,8 +123,10 @@ class _Job:
         fraction = 0.0 if self.evaluation else data.validation_fraction
         share = DEFAULT_FRACTION if fraction is None else fraction  # only for streams, whose size is unknown
         parts = self.open(self.train, data.num_of_samples)
-        if self.config.model.chat_template and all(part.options.form in UNTEMPLATED for part in parts):
-            raise UserError("--chat_template: all rows are plain text, which uses no template; drop the option.")
+        options: dict[str, Any] = {"--chat_template": self.config.model.chat_template}
+        options |= {"--chat_template_kwargs": data.chat_template_kwargs}
+        if (unused := [*filter(options.get, options)]) and all(part.options.form in UNTEMPLATED for part in parts):
+            raise UserError(f"{' and '.join(unused)}: all rows are plain text, which uses no template; drop it.")
         if data.streaming:
             rows = self.first_rows(parts, share)
             amounts = [f"{part:.2%} of the rows" for part in self.shares or [1.0]]
@@ -268,7 +270,7 @@ class _Job:
         lines = [
             f"data: {self.data.dataset_name}, {kind} sequences of {self.data.max_seq_length} tokens",
             *(f"  {each.name}, split {each.split}: {n}" for each, n in zip(self.train, amounts, strict=True)),
-            f"  evaluated on {evaluated or 'rows held out'}",
+            f"  evaluated on {evaluated or ('nothing' if self.data.validation_fraction == 0 else 'rows held out')}",
             *report.describe(),
             "  a sample, >>>supervised<<<:",
             textwrap.indent(sample, "    "),

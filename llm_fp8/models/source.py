@@ -53,7 +53,9 @@ def resolve_source(options: ModelConfig) -> ModelSource:
             raise UserError(f"--random_init: {name} holds an adapter of a trained model; drop one of them.")
         with reading("--model_name", name, "the base model's name in adapter_config.json"):
             base = read_json(Path(name) / "adapter_config.json")["base_model_name_or_path"]
-            return replace(resolve_source(ModelConfig(model_name=base)), adapter=name)
+        if Path(base).is_absolute() and not Path(base).is_dir():
+            raise UserError(f"--model_name {name}: an adapter of {base}, and there is no such folder.")
+        return replace(resolve_source(ModelConfig(model_name=base)), adapter=name)
     if Path(name).is_dir():
         return ModelSource(name, name, options.random_init)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:

@@ -122,7 +122,8 @@ _NVJET_KINDS: dict[str, GemmKind] = {"o": "fp4", "q": "fp8", "r": "fp8", "t": "b
 """First letter of <types> in nvjet_[sm<capability>_]<types>_... (cuBLAS 12, 13) -> operand type. q: e4m3, r: e5m2."""
 
 
-LOW_PRECISION_NAME = re.compile(r"e4m3|e5m2|e2m1|fp8|float8|nvfp4|mxfp4", re.IGNORECASE)  # of any class of kernel
+LOW_PRECISION_NAME = re.compile(r"e4m3|e5m2|e2m1|nvfp4|mxfp4", re.IGNORECASE)
+"""Matches kernels of any class that have an operand or result in fp8 or fp4. TE has kernels for bf16 in namespaces fp8."""
 
 
 @functools.cache
