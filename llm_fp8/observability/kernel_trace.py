@@ -123,7 +123,7 @@ _NVJET_KINDS: dict[str, GemmKind] = {"o": "fp4", "q": "fp8", "r": "fp8", "t": "b
 
 
 LOW_PRECISION_NAME = re.compile(r"e4m3|e5m2|e2m1|nvfp4|mxfp4", re.IGNORECASE)
-"""Matches kernels of any class that have an operand or result in fp8 or fp4. TE has kernels for bf16 in namespaces fp8."""
+"""Matches a kernel of any class that reads or writes fp8 or fp4. TE's namespace fp8 has kernels for bf16 too."""
 
 
 @functools.cache
@@ -139,9 +139,10 @@ def gemm_kind(name: str) -> GemmKind | None:
         return _NVJET_KINDS.get(nvjet["types"][0].lower(), "unknown")
     if "_scaled_mm" in name:  # torch.compile's name of an fp8 GEMM
         return "fp8"
-    # CUTLASS names the result's type first, before "gemm_".
-    operand = _OPERAND.search(name.partition("gemm_")[2]) or _OPERAND.search(name)
-    return operand.lastgroup if operand else "unknown"  # type: ignore[return-value]
+    # CUTLASS names the result's type first, before "gemm_". Words like "double-buffered" show no type.
+    operands = [*_OPERAND.finditer(name.partition("gemm_")[2]), *_OPERAND.finditer(name)]
+    kinds: list[Any] = sorted((operand.lastgroup for operand in operands), key=lambda kind: kind == "other")
+    return kinds[0] if kinds else "unknown"
 
 
 @contextlib.contextmanager
