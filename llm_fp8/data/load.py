@@ -71,15 +71,11 @@ class DatasetSource:
 def reading_of(*sources: DatasetSource) -> Iterator[None]:
     """Convert errors in the block, which reads `sources`, to `UserError`. Add the datasets' names to a row's error."""
     flag, name = sources[0].flag, ",".join(source.name for source in sources)
-    with reading(flag, name, "the dataset", "Check its files, or download it again."):
+    with reading(flag, name, "the dataset", "Check that its files have rows."):
         try:
             yield
         except UserError as error:
             raise UserError(str(error).replace("--dataset_name:", f"{flag} {name}:", 1)) from error
-        except ValueError as error:
-            raise (
-                UserError(f"{flag} {name}: no rows.") if "corresponds to no data" in str(error) else error
-            ) from error
         except DatasetGenerationError as error:
             raise error.__cause__ or error from None  # the outer error only says that an error occurred
 

@@ -123,10 +123,9 @@ class _Job:
         fraction = 0.0 if self.evaluation else data.validation_fraction
         share = DEFAULT_FRACTION if fraction is None else fraction  # only for streams, whose size is unknown
         parts = self.open(self.train, data.num_of_samples)
-        options: dict[str, Any] = {"--chat_template": self.config.model.chat_template}
-        options |= {"--chat_template_kwargs": data.chat_template_kwargs}
-        if (unused := [*filter(options.get, options)]) and all(part.options.form in UNTEMPLATED for part in parts):
-            raise UserError(f"{' and '.join(unused)}: all rows are plain text, which uses no template; drop it.")
+        has_template = self.config.model.chat_template or data.chat_template_kwargs
+        if has_template and all(part.options.form in UNTEMPLATED for part in parts):
+            raise UserError("--chat_template, --chat_template_kwargs: no row uses a template; drop the option.")
         if data.streaming:
             rows = self.first_rows(parts, share)
             amounts = [f"{part:.2%} of the rows" for part in self.shares or [1.0]]

@@ -153,10 +153,9 @@ def _of_tokens(row: Mapping[str, Any]) -> Conversation:
     """Convert a tokenised row, without its padding (`attention_mask` 0). Labels of -100 are not supervised."""
     ids, labels, mask = (_structured(row, name) for name in ("input_ids", "labels", "attention_mask"))
     mask = mask or [1] * len(ids)
-    are_ids = all(map(lambda i, label: isinstance(i, int) and label in (-100, i), ids, labels))
-    if not are_ids or not len(ids) == len(labels) == len(mask):
-        columns = f"'input_ids' {repr_of(ids)}, 'labels' {repr_of(labels)} and 'attention_mask' {repr_of(mask)}"
-        raise UserError(f"--dataset_name: {columns} must be equally long, labels the ids or -100.")
+    fits = all(map(lambda i, label: isinstance(i, int) and label in (-100, i), ids, labels))
+    if not fits or not len(ids) == len(labels) == len(mask):
+        raise UserError(f"--dataset_name: 'labels' must be ids or -100, not {repr_of(labels)} for {repr_of(ids)}.")
     ids, labels = (list(itertools.compress(column, mask)) for column in (ids, labels))
     prompt = [i for i, label in zip(ids, labels, strict=True) if label == -100]  # identifies the problem
     tokens = ids, [label != -100 for label in labels]

@@ -65,9 +65,7 @@ class Outcome(IntEnum):
 
 @dataclass
 class DataReport:
-    """Counts of the training rows or, for a stream, of those that were read so far. Each row that was read is either
-    used, held out, dropped as overlong, or empty. Truncated rows are used or held out.
-    """
+    """Counts of the training rows (of a stream: of those read so far), each used, held out, overlong or empty."""
 
     num_rows_read: int = 0
     num_rows_used: int = 0
@@ -137,8 +135,9 @@ class DataReport:
         if self.nothing_held_out:
             lines.append(f"  WARNING: nothing to evaluate on: {self.nothing_held_out}")
         if self.num_overlong_dropped + self.num_empty > 0.05 * self.num_rows_read:
-            advice = "see --max_seq_length and --overlong" if self.num_overlong_dropped else "their answers are empty"
-            lines.append(f"  WARNING: many rows are not trained on; {advice}")
+            lines.append(
+                "  WARNING: many rows are not trained on; see the counts above, and --max_seq_length, --overlong"
+            )
         return lines
 
 

@@ -83,19 +83,11 @@ def listed(names: Iterable[str]) -> str:
 
 
 def did_you_mean(name: str, choices: Iterable[object]) -> str:
-    """Return ' (did you mean X?)' if one or two of `choices` start with `name` or else resemble it. Else return ''."""
-    name, by_text = name.lower(), {str(choice).lower(): choice for choice in choices}
-    near = [text for text in by_text if text.startswith(name)] or [text for text in by_text if _resembles(name, text)]
-    best = difflib.get_close_matches(name, near, n=1, cutoff=0) if len(near) < 3 else []
+    """Return ' (did you mean X?)' if one or two of `choices` start with `name`, or else for the most similar one."""
+    by_text = {str(choice).lower(): choice for choice in choices}
+    starts = [text for text in by_text if text.startswith(name.lower())]
+    best = difflib.get_close_matches(name.lower(), starts or by_text, n=1, cutoff=0.0 if 0 < len(starts) < 3 else 0.7)
     return f" (did you mean {by_text[best[0]]}?)" if best else ""
-
-
-def _resembles(name: str, choice: str) -> bool:
-    """Return True if `name` is close to `choice`, or if its words begin words of `choice`, which has at most 2 more."""
-    words, choice_words = (re.findall(r"[a-z]+|\d+", text) for text in (name, choice))
-    has_words = all(any(choice_word.startswith(word) for choice_word in choice_words) for word in words)
-    is_close = difflib.SequenceMatcher(None, name, choice).ratio() > 0.85
-    return is_close or (has_words and len(choice_words) <= len(words) + 2)
 
 
 _BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
