@@ -135,9 +135,7 @@ class DataReport:
         if self.nothing_held_out:
             lines.append(f"  WARNING: nothing to evaluate on: {self.nothing_held_out}")
         if self.num_overlong_dropped + self.num_empty > 0.05 * self.num_rows_read:
-            lines.append(
-                "  WARNING: many rows are not trained on; see the counts above, and --max_seq_length, --overlong"
-            )
+            lines.append("  WARNING: many rows are not trained on; see the counts above, and --overlong")
         return lines
 
 

@@ -361,9 +361,7 @@ class RunSize:
         h, q, kv, f = spec.hidden_size, spec.q_size, spec.kv_size, spec.intermediate_size
         elements = 8 * h + 5 * q + 4 * f + 3 * (q + kv) * spec.qk_norm + (2 * h + q + kv) * self.config.trains_adapters
         masks = (5 * h + q + f) * (self.config.lora.lora_dropout > 0)
-        return float(
-            _BF16 * (elements + self.config.data.max_seq_length) + masks
-        )  # attention's mask has a row per token
+        return float(_BF16 * (elements + self.config.data.max_seq_length) + masks)  # attention's mask: a row per token
 
     @property
     def is_bounded(self) -> bool:

@@ -173,11 +173,8 @@ def explained_failures(folder_of_run: Callable[[], Path], in_compiled_step: Call
         yield
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         if isinstance(error, OSError) and (reason := errors.unwritable_reason(error)):
-            named = isinstance(error.filename, str)  # errors in caches of libraries have no file name
-            place = (
-                f"{error.filename if named else folder_of_run()} (--output_dir, HF_HOME, HF_DATASETS_CACHE or TMPDIR)"
-            )
-            problem = f"{place}: {reason}"
+            place = error.filename if isinstance(error.filename, str) else folder_of_run()  # caches name no file
+            problem = f"{place} (--output_dir, HF_HOME, HF_DATASETS_CACHE or TMPDIR): {reason}"
         elif _lost_peer(error) and not errors.is_out_of_memory(error):
             problem = f"another process of this run is gone (see its output): {str(error).splitlines()[0][:200]}"
         elif (_failed_to_compile(error) or in_compiled_step()) and not errors.is_out_of_memory(error):
@@ -187,8 +184,6 @@ def explained_failures(folder_of_run: Callable[[], Path], in_compiled_step: Call
             raise UserError(f"{reason}.") from error
         else:
             raise
-        is_saved = any(folder_of_run().glob("checkpoints/step-*"))
-        advice = (
-            f"Continue with --resume_from latest --output_dir {folder_of_run()}" if is_saved else "Nothing was saved"
-        )
+        advice = f"Continue with --resume_from latest --output_dir {folder_of_run()}"
+        advice = advice if any(folder_of_run().glob("checkpoints/step-*")) else "Nothing was saved"
         raise UserError(f"{problem}. {advice}.") from error

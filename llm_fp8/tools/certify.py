@@ -49,7 +49,8 @@ class StepRecorder:
             self._model = model_of(optimizer)
             # A compiled model ignores later hooks of modules, FSDP those of parameters.
             self._model.register_forward_pre_hook(self._count_forward)
-            optimizer.param_groups[0]["params"][0].register_post_accumulate_grad_hook(self._count_backward)
+            trained = (each for group in optimizer.param_groups for each in group["params"] if each.requires_grad)
+            next(trained).register_post_accumulate_grad_hook(self._count_backward)
             self._profile = self._recording.enter_context(record_kernels())
             return
         self._recording.close()

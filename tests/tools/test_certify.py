@@ -12,7 +12,8 @@ from tests.support.processes import ROOT, run_program
 
 THEIRS = """
 import torch
-model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)).bfloat16()
+model = torch.nn.Sequential(torch.nn.LayerNorm(16), torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)).bfloat16()
+model[0].requires_grad_(False)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 compute = torch.compile(model, backend="eager") if COMPILES else model
 while True:
@@ -49,7 +50,7 @@ def test_endless_program_is_judged_at_its_third_step(kernel, verdict, compiles, 
 
 
 def test_optimizer_without_a_layer_of_the_model_fails(tmp_path):
-    theirs = THEIRS.replace("COMPILES", "False").replace("(model.parameters()", "(model[0].parameters()")
+    theirs = THEIRS.replace("COMPILES", "False").replace("(model.parameters()", "(model[1].parameters()")
     assert "does not hold 2" in certified(tmp_path, theirs, "gemm_bf16_nn").output
 
 
