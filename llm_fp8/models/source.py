@@ -85,8 +85,7 @@ def load_config(source: ModelSource) -> PretrainedConfig:
     with reading_model("model's config.json", name):
         if not (Path(location).exists() or isinstance(hub.try_to_load_from_cache(location, CONFIG_NAME), str)):
             # Without a network, `from_pretrained` retries for half a minute. What the hub refuses, it explains.
-            bundled = f"'llm-fp8 memory' and --random_init also know {', '.join(BUNDLED)}"
-            advice = f"There is no such folder here. Without a network, give one; {bundled}."
+            advice = f"No such folder is here. Without a network --random_init knows {', '.join(BUNDLED)}."
             with reading("--model_name", name, CONFIG_NAME, advice), contextlib.suppress(hub.errors.HfHubHTTPError):
                 hub.get_hf_file_metadata(hub.hf_hub_url(location, CONFIG_NAME), timeout=5)
         hf_config = AutoConfig.from_pretrained(location, trust_remote_code=False)

@@ -65,7 +65,7 @@ _RULES: tuple[tuple[KernelClass, str], ...] = (
     ("gemm", _COMPILED_TEMPLATE),
     (
         "gemm",
-        r"^(?!.*(?:quant|cast|rht_|swizzle))(?=.*(?:e4m3|e5m2|fp8|float8)).*(?:gemm|(?<!scaled)_mm(?:\b|_)|linear)",
+        r"^(?!.*(?:quant|cast|rht_|swizzle))(?=.*(?:e[45]m[23]|fp8|float8)).*(?:gemm|(?<!scaled)_mm(?:\b|_)|linear)",
     ),
     ("communication", r"nccl|nvshmem|multimem_|userbuffers|deep_?ep::"),
     ("copy", r"^memcpy|^memset"),
@@ -186,12 +186,11 @@ def gemm_kernels(times: KernelTimes) -> dict[GemmKind, KernelTime]:
 
 
 def unrecognised_kernels(times: KernelTimes) -> KernelTime:
-    """Sum count and time of the kernels that match no rule, except those whose names show only types wider than fp8.
-    An 8-bit integer may hold fp8, and a name with the type of a GEMM's result alone shows nothing of its operands.
-    """
+    """Sum count and time of the kernels that match no rule, except those whose names show only types wider than fp8."""
 
     def group(name: str) -> Literal["other"] | None:
         shown = {str(operand.lastgroup) for operand in _OPERAND.finditer(name)}
+        # An 8-bit integer may hold fp8, and the type in a GEMM's name may be that of its result.
         may_be_gemm = re.search(r"gemm|mm_|linear|matmul|char|int8", name, re.IGNORECASE)
         is_wider = bool(shown) and shown.isdisjoint(LOW_PRECISION) and not may_be_gemm
         return "other" if kernel_class(name) == "other" and not is_wider else None

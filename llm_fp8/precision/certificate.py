@@ -167,9 +167,7 @@ def certify(
     judge = _Judge(step, expected, other.count)
     (judge.judge_fp8 if expected.scenario else judge.judge_without_fp8)()
     if not expected.scenario and (low := [name for name in kernels if LOW_PRECISION_NAME.search(name)]):
-        judge.failures.append(
-            f"expected no kernel in fp8 or fp4, but {len(low)} ran, such as {low[0][:_LISTED_LENGTH]}"
-        )
+        judge.failures.append(f"expected no kernel in fp8 or fp4, but {len(low)} ran: {low[0][:_LISTED_LENGTH]}")
     if attention is not None and "unfused" in attention:
         judge.remarks.append("attention is unfused, several times slower")
     verdict: Verdict = "failed" if judge.failures else "undetermined" if judge.doubts else "certified"

@@ -219,11 +219,9 @@ class CheckpointManager:
         or, for 'latest', every checkpoint is damaged.
         """
         if resume_from not in (None, LATEST):
-            if (Path(resume_from) / self.folder.name).is_dir():
-                raise UserError(
-                    f"--resume_from {resume_from}: a run; use --output_dir {resume_from} --resume_from {LATEST}."
-                )
-            return Checkpoint.open(Path(resume_from))
+            if ((run := Path(resume_from)) / self.folder.name).is_dir():
+                raise UserError(f"--resume_from {run}: a run; use --output_dir {run} --resume_from {LATEST}.")
+            return Checkpoint.open(run)
         if resume_from is None or not (paths := self.paths()):
             return None
         if len(paths) > 1 and (complete := self.newest_first()):

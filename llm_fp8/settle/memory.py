@@ -120,8 +120,9 @@ def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None)
         recomputed = len(recomputed_layers(run.config.model.gradient_checkpointing, layers))
         bound = "" if run.spec and not run.spec.delta_net else "at most "
         gib = f"{bound}{run.estimate(upper_bound=True).needed_gib:.1f} of {gpu_gib:.1f} GiB"
-        outcome = f"{recomputed} of {layers} layers are recomputed, estimated to need {gib}"
-        notes.append(f"--gradient_checkpointing auto: {outcome}")
+        notes.append(
+            f"--gradient_checkpointing auto: {recomputed} of {layers} layers recomputed, estimated to need {gib}"
+        )
     return run, notes
 
 

@@ -13,6 +13,7 @@ import os
 import runpy
 import sys
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import get_args
 
@@ -32,7 +33,7 @@ class StepRecorder:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options, self._recording = options, contextlib.ExitStack()
         self._optimizer: optim.Optimizer | None = None
-        self._num_steps = self._num_forwards = self._num_backwards = 0
+        self._num_steps, self._passes = 0, Counter[str]()
 
     def __call__(self, optimizer: optim.Optimizer, *_: object) -> None:
         """Call this after each optimizer step."""
@@ -48,13 +49,13 @@ class StepRecorder:
         if self._num_steps < self._options.step:
             self._model = model_of(optimizer)
             # A compiled model ignores later hooks of modules, FSDP those of parameters.
-            self._model.register_forward_pre_hook(self._count_forward)
+            self._model.register_forward_pre_hook(lambda model, _: self._passes.update(forward=int(model.training)))
             trained = (each for group in optimizer.param_groups for each in group["params"] if each.requires_grad)
-            next(trained).register_post_accumulate_grad_hook(self._count_backward)
+            next(trained).register_post_accumulate_grad_hook(lambda _: self._passes.update(backward=1))
             self._profile = self._recording.enter_context(record_kernels())
             return
         self._recording.close()
-        num_micro_batches = max(1, self._num_forwards, self._num_backwards)
+        num_micro_batches = max((1, *self._passes.values()))
         asked = self._options.precision, os.environ, num_micro_batches, self._options.recipe
         certificate = trainer.judge(self._profile, self._model, optimizer, *asked)
         if os.environ.get("RANK", "0") == "0":
@@ -62,12 +63,6 @@ class StepRecorder:
             print(certificate.describe(), *certificate.reasons, f"written to {self._options.output}", sep="\n  ")
         sys.stdout.flush()
         os._exit(EXIT_FAILED_CHECK if certificate.verdict == "failed" else 0)  # nothing in the program may catch it
-
-    def _count_forward(self, model: nn.Module, *_: object) -> None:
-        self._num_forwards += model.training
-
-    def _count_backward(self, *_: object) -> None:
-        self._num_backwards += 1
 
 
 def model_of(optimizer: optim.Optimizer) -> nn.Module:

@@ -43,8 +43,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 """Way to train -> the options that lower its memory, sorted by their cost in time and quality, cheapest first."""
 
-LEGEND = "GiB on each GPU at the peak, in a backward pass. Needed: tensors, CUDA, the allocator, communication."
-LEGEND += " Recomputed: all layers; 'auto' recomputes as few as memory allows."
+LEGEND = (
+    "GiB on each GPU at the peak. Needed: with CUDA, allocator, communication. Recomputed: all layers (auto: fewer)."
+)
 HUB_OWNERS = {"Llama-3": "meta-llama", "Qwen": "Qwen"}  # prefix of a bundled model's name -> its owner on the hub
 
 
@@ -68,15 +69,14 @@ class Row(NamedTuple):
         if self.size.mode != "single":
             script = ["train_multi_gpu.py"] if is_here else ["-m", "llm_fp8", "train"]
             command = ["torchrun", f"--nproc_per_node={self.size.num_gpus}", *script]
-        names = [name for name, value in options.items() if value != default[name] or name == "dataset_name"]
-        words = [[f"--{name}"] if options[name] is True else to_argv({name: options[name]}) for name in names]
-        return shlex.join([*command, *itertools.chain(*words)])
+        changed = {name: value for name, value in options.items() if value != default[name] or name == "dataset_name"}
+        return shlex.join([*command, *(word.removesuffix("=True") for word in to_argv(changed))])
 
     def to_dict(self) -> dict[str, Any]:
         estimate = self.size.estimate()
         figures = {"parts_gib": estimate.parts, "total_gib": estimate.total_gib, "needed_gib": estimate.needed_gib}
-        settings = {"training": self.way, "sharding_mode": self.size.mode, "fits": self.fits}
-        return {**settings, **figures, "command": self.command}
+        settings = {"training": self.way, "sharding_mode": self.size.mode, "fits": self.fits, "command": self.command}
+        return settings | figures
 
 
 def find_model(model: ModelConfig) -> tuple[PretrainedConfig, dict[str, Any]]:

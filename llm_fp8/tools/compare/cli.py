@@ -46,15 +46,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--num_gpus", type=positive, default=1, help="GPUs of each run with --train (default: 1)")
     margin_help = "nats of eval loss by which a variant may be worse and still count as good (default: %(default)s)"
     add("--quality_margin", type=number(float, at_least=0), default=QUALITY_MARGIN, help=margin_help)
-    output_help = "folder for the results (default: runs/compare)"
-    add("--output", type=lambda word: writable(str(Path(word, "comparison.json"))).parent, help=output_help)
+    results, output_help = Path("runs/compare"), "folder for the results (default: %(default)s)"
+    add("--output", type=lambda word: writable(f"{word}/comparison.json").parent, default=results, help=output_help)
     arguments = list(argv)
     if "--train" in arguments[:-1]:  # argparse would parse a single quoted option ('--use_te') as its own
         index = arguments.index("--train")
         arguments[index : index + 2] = [f"--train={arguments[index + 1]}"]
-    options = parser.parse_args(arguments)
-    options.output = options.output or Path("runs/compare")
-    return options
+    return parser.parse_args(arguments)
 
 
 @dataclasses.dataclass(frozen=True)

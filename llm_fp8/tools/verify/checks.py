@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -156,35 +157,17 @@ def check_packages(setup: Setup) -> Result:
 class Rule(NamedTuple):
     """An environment variable to report. `RULES` has patterns for name and value, and a finding the actual ones."""
 
-    name: str  # a regular expression for the whole name
-    value: str  # a regular expression for the whole value, ignoring case
-    level: str  # harmful (a run is several times slower, hangs or is not as requested), slower, or no effect
-    effect: str  # completes a sentence that begins with the setting
+    name: str
+    value: str
+    level: str
+    effect: str
 
 
-_LAUNCH = "WORLD_SIZE|RANK|LOCAL_RANK"
 _ACCELERATE = "(ACCELERATE_(USE|FP8|DEEPSPEED|DYNAMO|MIXED|GRADIENT_ACCUMULATION)|FSDP|PARALLELISM_CONFIG)_.*"
-LAUNCHED = re.compile(f"{_LAUNCH}|{_ACCELERATE}")
+LAUNCHED = re.compile(f"WORLD_SIZE|RANK|LOCAL_RANK|{_ACCELERATE}")
 """Variables that a launcher sets for its processes. A shell should not have them."""
 
-RULES: tuple[Rule, ...] = (
-    Rule("NVTE_(FP8_ALLREDUCE|APPLY_QK_LAYER_SCALING|FP8_DPA_BWD)", ".*", "no effect", "does nothing here"),
-    Rule("NVTE_(FLASH|FUSED|UNFUSED)_ATTN", "0", "slower", "keeps Transformer Engine from using a kind of attention"),
-    Rule("NVTE_BACKWARD_OVERRIDE", ".+", "harmful", "takes the backward pass out of fp8"),
-    Rule("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", "slower", "may leave only slow attention for packed sequences"),
-    Rule("NVTE_DEBUG(_LEVEL)?", "[12]", "slower", "makes Transformer Engine print at every change of shape"),
-    Rule("CUDA_DEVICE_MAX_CONNECTIONS", "1", "slower", "can make FSDP's all-gathers wait until compute ends"),
-    Rule("CUDA_LAUNCH_BLOCKING", "[1-9]", "harmful", "makes the CPU wait for every kernel, so the GPU idles"),
-    Rule("PYTORCH_NO_CUDA_MEMORY_CACHING", ".*", "harmful", "makes every tensor wait for the driver"),
-    Rule("NCCL_P2P_DISABLE", "1", "slower", "keeps GPUs of a host from communicating directly, NVLink included"),
-    Rule("NCCL_IB_DISABLE", "1", "slower", "leaves plain sockets between hosts, without InfiniBand or RoCE"),
-    Rule("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "slower", "checks every collective across processes first"),
-    Rule("GPU_NUM", ".*", "no effect", "is not read; torchrun takes --nproc_per_node"),
-    Rule(_LAUNCH, ".*", "harmful", "makes a script behave as a process of a launch"),
-    Rule("ACCELERATE_USE_CPU", "1|true|yes|on", "harmful", "makes Accelerate train on the CPU"),
-    Rule(_ACCELERATE, ".*", "slower", "is left over from accelerate launch and sets an option of the next run"),
-)
-"""The first rule that matches the name and value of a variable applies."""
+RULES = tuple(Rule(*entries) for entries in yaml.safe_load(Path(__file__).with_name("variables.yaml").read_text()))
 
 
 def judge_variables(environ: Mapping[str, str]) -> list[Rule]:
