@@ -21,7 +21,7 @@ from llm_fp8.run import timeline as timeline_module
 from llm_fp8.run.graceful_stop import SIGNALS, GracefulStop
 from llm_fp8.run.run_dir import explained_failures
 from llm_fp8.utils.errors import UserError, reading
-from tests.support.processes import exit_code, run_ranks, start_training, wait_until
+from tests.support.processes import ROOT, exit_code, run_ranks, start_training, wait_until
 from tests.support.small import assert_same_bits, final_weights, steps, summary_json, train
 
 
@@ -97,6 +97,17 @@ def test_run_saves_after_terminal_or_pipe_reader_is_gone(tmp_path, options, outp
     assert exit_code(process) == 128 + signal.Signals[name]
     assert summary_json(tmp_path / "run")["stopped_by"] == name
     assert any((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.slow
+def test_stderr_says_how_to_continue_after_the_reader_of_stdout_is_gone(tmp_path, options):
+    command = [sys.executable, "train_fp8.py", *options, "--max_steps=4000", "--log_every=1"]
+    command.append(f"--output_dir={tmp_path / 'run'}")
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+    next(line for line in process.stdout if line.startswith("step"))
+    process.stdout.close()
+    assert "continue with --resume_from latest" in process.stderr.read() and process.wait(60) == 128 + signal.SIGPIPE
 
 
 @pytest.mark.slow
