@@ -12,7 +12,15 @@ from llm_fp8.models.build import LocalShard, fill_weights
 from llm_fp8.models.model import Model
 from llm_fp8.models.parity import check_parity
 from llm_fp8.step.loss_model import TrainingModel
-from te_llama import UnsupportedArchitecture, build_te_model, in_hf_layout, layer_specs, parameter_map
+from te_llama import (
+    UnsupportedArchitecture,
+    build_te_model,
+    decoder_sizes,
+    in_hf_layout,
+    layer_specs,
+    linear_rows,
+    parameter_map,
+)
 from tests.support.batches import S, packed_batch, padded_batch
 from tests.support.families import FAMILIES, family_config, te_model
 from tests.support.small import LONGROPE, length_config
@@ -188,14 +196,24 @@ def test_layer_without_spec_remains_hugging_faces(tmp_path, family, monkeypatch)
 DROPOUTS = [("seed_oss", "residual_dropout"), ("phi3_partial_rope", "resid_pdrop")]
 
 
+@pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize(("family", "entry"), DROPOUTS)
-def test_residual_dropout_equals_hugging_faces(tmp_path, family, entry, monkeypatch):
+def test_residual_dropout_equals_hugging_faces(tmp_path, family, entry, trains, monkeypatch):
     monkeypatch.setitem(FAMILIES, family, FAMILIES[family] | {entry: 0.3})
     logits = []
     for model in te_and_hf(tmp_path, family)[:2]:
         torch.manual_seed(0)
-        logits.append(model.train()(torch.arange(3, 43)[None]).logits)
+        logits.append(model.train(trains)(torch.arange(3, 43)[None]).logits)
     torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
+
+
+def test_linear_rows_are_those_of_the_linear_weights():
+    """A weight of several parts has the rows of all of them."""
+    config = family_config("llama3_rope_gqa")
+    weights = [
+        p for name, p in build_te_model(config, torch.float32, "meta").model.layers.named_parameters() if p.ndim > 1
+    ]
+    assert linear_rows(decoder_sizes(config)) == {len(weight) for weight in weights}
 
 
 def test_initial_norms_and_biases_equal_hugging_faces():

@@ -14,6 +14,7 @@ from llm_fp8.settle.settle import Settled, check_te_decoder, choose_mode, settle
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 from te_llama import decoder_sizes
+from tests.support.families import family_config
 
 FP8 = "--mixed_precision fp8 --use_te "
 GRAPHS = "--cuda_graphs --use_te --mixed_precision bf16 "
@@ -81,6 +82,13 @@ REFUSED: list[tuple[str, Machine, str]] = [
 def test_option_that_machine_or_launch_does_not_allow_is_refused(options, machine, message):
     with pytest.raises(UserError, match=message):
         settled(options, machine)
+
+
+def test_idle_gpus_decide_about_graphs_unless_a_graph_would_replay_dropout_or_documents():
+    options = "--use_te --packing --mixed_precision bf16"
+    assert settled(options).graphs is None
+    for model in (LlamaConfig(**LLAMA.to_dict() | {"attention_dropout": 0.1}), family_config("qwen3_5_text")):
+        assert settled(options, model=model).graphs is False
 
 
 def test_cuda_graphs_are_refused_with_dropout():
