@@ -66,8 +66,6 @@ ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 """Hugging Face's name of the gate's activation -> Transformer Engine's name of the gated activation."""
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 """RoPE types whose frequencies do not depend on the sequence length (longrope's do not up to a limit)."""
-WITHOUT_WINDOWS = ("llama", "granite", "seed_oss", "olmo2")  # Hugging Face's classes ignore sliding_window
-SAME_WINDOW = ("mistral", "ministral3", "phi3")  # these ignore layer_types
 NO_ROPE = "no RoPE"
 """Value of `LayerSpec.rope` and key of the table, with angles of 0, for layers that do not rotate q and k."""
 
@@ -204,8 +202,10 @@ class DecoderSizes(LayerSpec):
 
 
 def _llama(config: Any, **features: Any) -> tuple[LayerSpec, ...]:
-    """Describe the layers of Llama and Mistral. `features` are fields of `LayerSpec` to override for other families."""
-    name, hidden_act = config.model_type, getattr(config, "hidden_activation", None) or config.hidden_act
+    """Describe layers like Llama's. `features` are the fields of `LayerSpec` in which a family differs from its config,
+    such as `window` for classes of Hugging Face that ignore `sliding_window` or `layer_types`.
+    """
+    hidden_act = getattr(config, "hidden_activation", None) or config.hidden_act
     if hidden_act not in ACTIVATIONS:
         raise UnsupportedArchitecture(f"hidden_act '{hidden_act}' is not one of {', '.join(ACTIVATIONS)}")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -224,12 +224,16 @@ def _llama(config: Any, **features: Any) -> tuple[LayerSpec, ...]:
         output_bias=bias,
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
     )
-    common |= features
     tables = getattr(config, "rope_parameters", None) or {}
-    windows = {"sliding_attention": None if name in WITHOUT_WINDOWS else getattr(config, "sliding_window", None)}
-    types = None if name in SAME_WINDOW else getattr(config, "layer_types", None)
-    types = types or ["sliding_attention"] * config.num_hidden_layers
-    return tuple(LayerSpec(window=windows.get(kind), rope=kind if kind in tables else None, **common) for kind in types)
+    windows = {"sliding_attention": getattr(config, "sliding_window", None)}
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    by_layer = [{"window": windows.get(kind), "rope": kind if kind in tables else None} for kind in types]
+    return tuple(LayerSpec(**common | fields | features) for fields in by_layer)
+
+
+def _mistral(config: Any) -> LayerSpecs:
+    """Describe Mistral and Ministral 3, in which all layers have the same window."""
+    return _llama(config, window=config.sliding_window)
 
 
 def _smollm3(config: Any) -> LayerSpecs:
@@ -240,12 +244,14 @@ def _smollm3(config: Any) -> LayerSpecs:
 
 def _seed_oss(config: Any) -> LayerSpecs:
     """Describe Seed-OSS, which has its own entry for the output bias, and dropout before residuals are added."""
-    return _llama(config, output_bias=config.attention_out_bias, residual_dropout=config.residual_dropout)
+    dropout = config.residual_dropout
+    return _llama(config, window=None, output_bias=config.attention_out_bias, residual_dropout=dropout)
 
 
 def _granite(config: Any) -> LayerSpecs:
     """Describe Granite. Its other multipliers, of embeddings and logits, are outside the layers."""
-    return _llama(config, attention_scale=config.attention_multiplier, residual_scale=config.residual_multiplier)
+    scales = {"attention_scale": config.attention_multiplier, "residual_scale": config.residual_multiplier}
+    return _llama(config, window=None, **scales)
 
 
 def _gemma3(config: Any) -> LayerSpecs:
@@ -265,14 +271,14 @@ def _gemma3(config: Any) -> LayerSpecs:
 
 def _phi3(config: Any) -> LayerSpecs:
     """Describe Phi-3 and Phi-4, which have fused projections and may have dropout before residuals are added."""
-    return _llama(config, fused_projections=True, residual_dropout=config.resid_pdrop)
+    return _llama(config, window=config.sliding_window, fused_projections=True, residual_dropout=config.resid_pdrop)
 
 
-def _olmo(config: Any, joint_qk_norm: bool = True) -> tuple[LayerSpec, ...]:
+def _olmo(config: Any, joint_qk_norm: bool = True, **features: Any) -> tuple[LayerSpec, ...]:
     """Describe OLMo 2 and 3, which have norms after attention and MLP only, and norms over all of q and all of k."""
     norms: dict[str, Any] = {"attention_norms": (None, "post_attention_layernorm")}
     norms |= {"mlp_norms": (None, "post_feedforward_layernorm")}
-    return _llama(config, qk_norm=True, joint_qk_norm=joint_qk_norm, **norms)
+    return _llama(config, qk_norm=True, joint_qk_norm=joint_qk_norm, **norms, **features)
 
 
 def _exaone4(config: Any) -> LayerSpecs:
@@ -292,17 +298,17 @@ def _qwen3_5(config: Any) -> LayerSpecs:
 
 
 FAMILIES: dict[str, Callable[[Any], LayerSpecs]] = {
-    "llama": _llama,
-    "mistral": _llama,
-    "mistral3": _llama,
-    "ministral3": _llama,
+    "llama": functools.partial(_llama, window=None),
+    "mistral": _mistral,
+    "mistral3": _mistral,
+    "ministral3": _mistral,
     "qwen2": functools.partial(_llama, qkv_bias=True, output_bias=False),  # no entry of the config says so
     "qwen3": functools.partial(_llama, qk_norm=True),
     "smollm3": _smollm3,
     "seed_oss": _seed_oss,
     "granite": _granite,
     "phi3": _phi3,
-    "olmo2": _olmo,
+    "olmo2": functools.partial(_olmo, window=None),
     "olmo3": _olmo,
     "exaone4": _exaone4,
     "gemma3": _gemma3,
