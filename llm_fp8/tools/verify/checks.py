@@ -163,11 +163,9 @@ class Rule(NamedTuple):
     effect: str
 
 
-_ACCELERATE = "(ACCELERATE_(USE|FP8|DEEPSPEED|DYNAMO|MIXED|GRADIENT_ACCUMULATION)|FSDP|PARALLELISM_CONFIG)_.*"
-LAUNCHED = re.compile(f"WORLD_SIZE|RANK|LOCAL_RANK|{_ACCELERATE}")
-"""Variables that a launcher sets for its processes. A shell should not have them."""
-
-RULES = tuple(Rule(*entries) for entries in yaml.safe_load(Path(__file__).with_name("variables.yaml").read_text()))
+_OTHERS, _LAUNCHED = yaml.safe_load(Path(__file__).with_name("variables.yaml").read_text()).values()
+RULES = tuple(Rule(*entries) for entries in (*_OTHERS, *_LAUNCHED))
+LAUNCHED = re.compile("|".join(name for name, *_ in _LAUNCHED))  # variables that a launcher sets for its processes
 
 
 def judge_variables(environ: Mapping[str, str]) -> list[Rule]:
