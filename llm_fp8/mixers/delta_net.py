@@ -74,7 +74,7 @@ class DeltaNetSizes(NamedTuple):
     @property
     def saved_bytes(self) -> int:
         """Bytes per token that a bf16 net saves for the backward pass with flash-linear-attention's kernels, without
-        the input of the output projection. Version 0.6's Python code saves as much; not yet measured on a GPU:
+        the input of the output projection. Read from version 0.6's Python code:
 
             causal_conv1d           bf16: the projections' joint output, of which its input is a view
             chunk_gated_delta_rule  bf16: normalised q and k, copies of v and beta, the inverse A [heads, 64]
@@ -90,7 +90,7 @@ class DeltaNetSizes(NamedTuple):
     @property
     def backward_bytes(self) -> int:
         """Bytes per token by which memory grows from the backward pass of the output projection to the peak in that of
-        chunk_gated_delta_rule. Like `saved_bytes`, not yet measured on a GPU.
+        chunk_gated_delta_rule. With both, Qwen3.5-4B's estimated peaks are within 0.1% of those measured.
 
         In bf16 there are w, dw and dk for the heads of v, the states before chunks and their gradients (documents of
         less than a chunk have more), gradients of q and k (k twice), and six tensors of the size of v: u, updated v, dv

@@ -118,7 +118,7 @@ def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None)
     if recomputes:
         layers = text_config(run.hf_config).num_hidden_layers
         recomputed = len(recomputed_layers(run.config.model.gradient_checkpointing, layers))
-        bound = "" if run.spec and not run.spec.delta_net else "at most "
+        bound = "" if run.spec else "at most "
         gib = f"{bound}{run.estimate(upper_bound=True).needed_gib:.1f} of {gpu_gib:.1f} GiB"
         notes.append(
             f"--gradient_checkpointing auto: {recomputed} of {layers} layers recomputed, estimated to need {gib}"

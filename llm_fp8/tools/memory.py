@@ -175,8 +175,6 @@ def memory_lines(settled: Settled) -> list[str]:
     lines += [f"  {names.get(part, part):36} {part_gib:8.2f} GiB" for part, part_gib in parts.items()]
     if not estimate.is_whole:
         lines.append("  activations are not counted: only those of TE decoders are known")
-    elif settled.size.spec is not None and settled.size.spec.delta_net:
-        lines.append("  gated delta nets are estimated from the sources of flash-linear-attention's kernels")
     if settled.precision.effective == "fp8" and (10, 0) <= machine.capability < (12, 0):
         lines.append("  as on Hopper; this GPU needs less, since fp8 GEMMs need no transposed copies here")
     return lines

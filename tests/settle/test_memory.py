@@ -141,7 +141,6 @@ def test_insufficient_recomputation_uses_all_layers_and_warns():
     gpu_gib = estimated("Llama-3.2-3B", batch_size=64, gradient_checkpointing=1).total_gib
     config, notes = settle(gpu_gib, "Llama-3.2-3B", batch_size=64, gradient_checkpointing="auto")
     assert config.model.gradient_checkpointing == 1 and notes[0].startswith("WARNING") and "28 of 28" in notes[1]
-    assert "at most" in settle(139.8, "Qwen3.5-4B", gradient_checkpointing="auto")[1][-1], "not measured"
 
 
 @pytest.mark.parametrize("row", [{"mode": "deepspeed_3", "num_gpus": 2}, {"use_te": False, "recipe": "fp16"}])
