@@ -8,8 +8,7 @@ document's first token:
     S <- exp(g) S;  S <- S + beta k (v - k^T S)^T
     output = RMSNorm(q^T S) * SiLU(z)
 
-The recurrence runs in chunks of tokens, by the kernels of flash-linear-attention (0.6) or by transformers' torch code,
-document by document.
+The recurrence runs in chunks of tokens, by flash-linear-attention's kernels (0.6), or by transformers' torch code.
 """
 
 from __future__ import annotations
@@ -197,12 +196,27 @@ def mix_by_kernels(net: DeltaNet, qkv: Tensor, z: Tensor, g: Tensor, beta: Tenso
     from fla.modules.norm.fused_norm_gate import rms_norm_gated
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    # The kernels cache what they read of `cu_seqlens` on the host, by the tensor's identity: it is passed unchanged.
-    mixed, _ = causal_conv1d(qkv, net.conv1d.weight.squeeze(1), activation="silu", cu_seqlens=cu_seqlens)
+    packed = {} if cu_seqlens is None else chunks(cu_seqlens, qkv.shape[1])
+    mixed, _ = causal_conv1d(qkv, net.conv1d.weight.squeeze(1), activation="silu", **packed)
     q, k, v = net.sizes.heads(mixed)
-    output, _ = chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens)
+    output, _ = chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, **packed)
     normed: Tensor = rms_norm_gated(output, z, net.norm.weight, None, eps=net.norm.variance_epsilon)
     return normed
+
+
+def chunks(cu_seqlens: Tensor, num_tokens: int) -> dict[str, Tensor]:
+    """Return what flash-linear-attention's kernels need of n packed documents with bounds `cu_seqlens` int32 [n + 1]:
+    the bounds with an empty document at the end, and int32 [num_tokens // 64 + n, 2] each chunk's document and its
+    place therein. That is the largest number of chunks. Unused ones are the empty document's, for which kernels store
+    nothing. The package itself would wait for the GPU to count chunks, and cache them though CUDA graphs change bounds.
+    """
+    bounds = torch.cat([cu_seqlens, cu_seqlens[-1:]])
+    counts = (bounds.diff() + _CHUNK - 1) // _CHUNK
+    ends = counts.cumsum(0)
+    number = torch.arange(num_tokens // _CHUNK + len(cu_seqlens) - 1, device=bounds.device)
+    document = torch.searchsorted(ends, number, right=True).clamp_max(len(counts) - 1)
+    place = number - (ends - counts)[document]
+    return {"cu_seqlens": bounds, "chunk_indices": torch.stack([document, place], dim=1).to(bounds.dtype)}
 
 
 @functools.cache
@@ -211,13 +225,11 @@ def problem_of_kernels(sizes: DeltaNetSizes, device: torch.device, dtype: torch.
 
     Two documents run forward and backward, since the package refuses some pairs of GPU and Triton. Triton then compiles
     the kernels in all their variants, which a line says, and keeps the fastest. Most kernels keep it for inputs of any
-    length, so the documents are as long as a micro-batch. The package's kernels for fp32 inputs round to TF32 and are
-    not used.
+    length, so the documents are as long as a micro-batch. The kernels for fp32 are not used, as they round to TF32.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return f"it has no exact kernels for {str(dtype).removeprefix('torch.')} on {device.type}"
-    if importlib.util.find_spec("fla") and LaunchRanks.from_environment(os.environ).rank == 0:
-        say("gated delta rule: Triton compiles and times its kernels, for minutes if it is new on this machine")
+    announce_compilation()
     net = DeltaNet(sizes, 1e-6, 0, dtype, device)
     for parameter in net.parameters():
         nn.init.ones_(parameter)
@@ -234,9 +246,16 @@ def problem_of_kernels(sizes: DeltaNetSizes, device: torch.device, dtype: torch.
     return None
 
 
-def describe_kernels(sizes: DeltaNetSizes, device: torch.device, dtype: torch.dtype) -> str:
+def announce_compilation() -> bool:
+    """Return True if flash-linear-attention is installed. If so, print why the first call of its kernels takes long."""
+    is_installed = importlib.util.find_spec("fla") is not None
+    if is_installed and LaunchRanks.from_environment(os.environ).rank == 0:
+        say("gated delta rule: Triton compiles and times its kernels, for minutes if it is new on this machine")
+    return is_installed
+
+
+def describe_kernels(problem: str | None) -> str:
     """Return a line to print when a run starts: the code that computes the gated delta rule, and why."""
-    problem = problem_of_kernels(sizes, device, dtype)
     if problem is None:
         return "gated delta rule: flash-linear-attention's kernels"
     slow = "several times slower than flash-linear-attention's kernels"
