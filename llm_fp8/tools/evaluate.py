@@ -76,7 +76,7 @@ def prompt_and_solution(input_ids: list[int], labels: list[int]) -> tuple[list[i
 
 
 def has_answer(expected: str, marked: bool = False) -> bool:
-    """Return True if `expected` marks an answer to compare with or, unless it must be `marked`, is a word or formula."""
+    """Return True if `expected` marks an answer to compare or, unless it must be `marked`, is one word or a formula."""
     marks = re.search(r"####|\\boxed|\banswer( is\b|:)", expected, re.IGNORECASE)
     is_answer = re.fullmatch(r"\S{1,20}", expected.strip()) or not re.search(r"(?<!\\)[^\W\d_]{2,}", expected)
     return bool(expected.strip() and (marks or (is_answer and not marked)))
