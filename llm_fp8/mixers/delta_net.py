@@ -91,9 +91,10 @@ class DeltaNetSizes(NamedTuple):
         """Bytes per token by which memory grows from the backward pass of the output projection to the peak in that of
         chunk_gated_delta_rule. With both, Qwen3.5-4B's estimated peaks are within 0.1% of those measured.
 
-        In bf16 there are w, dw and dk for the heads of v, the states before chunks and their gradients (documents of
-        less than a chunk have more), gradients of q and k (k twice), and six tensors of the size of v: u, updated v, dv
-        twice, gradients of z and of the output. Input and gate of the norm, 2 v, are freed. Per head, 6 bytes are left.
+        In bf16 there are w, dw and dk for the heads of v, the states before chunks and their gradients (more for unused
+        `chunks`, in CUDA graphs up to 1 GiB), gradients of q and k (k twice), and six tensors of the size of v: u,
+        updated v, dv twice, gradients of z and of the output. Input and gate of the norm, 2 v, are freed. Per head, 6
+        bytes are left.
         """
         q, k, v = self.qkv_sizes
         w = self.num_heads * self.key_head_dim
@@ -192,6 +193,7 @@ def mix_by_torch(net: DeltaNet, qkv: Tensor, z: Tensor, g: Tensor, beta: Tensor,
 
 def mix_by_kernels(net: DeltaNet, qkv: Tensor, z: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Return the result of `mix_by_torch` with flash-linear-attention's kernels."""
+    os.environ.setdefault("FLA_FLASH_QLA", "0")  # a package that would ignore `chunk_indices`
     from fla.modules.causal_conv1d import causal_conv1d
     from fla.modules.norm.fused_norm_gate import rms_norm_gated
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule

@@ -26,6 +26,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "offload": {"offload_optimizer": 1.0},
     "offload, --fp8_recast_weights": {"offload_optimizer": 1.0, "fp8_recast_weights": True},
     "adamw_8bit, recomputed": {"optimizer": "adamw_8bit", "gradient_checkpointing": "auto"},
+    "offload, recomputed": {"offload_optimizer": 1.0, "gradient_checkpointing": "auto"},
     "LoRA": {"lora_rank": 16},
     "LoRA, recomputed": {"lora_rank": 16, "gradient_checkpointing": "auto"},
 }

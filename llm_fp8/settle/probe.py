@@ -51,8 +51,8 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
     flag = f"--model_name {config.model.model_name}"
     attention = choose_attention(config.model.attn_implementation, hf_config, device, dtype)
     # Flash attention has no fp32. Of gated delta nets Triton would compile kernels in fp32 that training does not use.
-    on_gpu, delta_nets = device.type == "cuda", hasattr(text_config(hf_config), "linear_num_key_heads")
-    compiles = on_gpu and dtype != torch.float32 and delta_nets and announce_compilation()
+    has_delta_nets = device.type == "cuda" and hasattr(text_config(hf_config), "linear_num_key_heads")
+    compiles = dtype == torch.bfloat16 and has_delta_nets and announce_compilation()
     dtype = torch.bfloat16 if attention == "flash_attention_2" or compiles else torch.float32
     hf_config, longest = copy.deepcopy(hf_config), config.data.max_seq_length
     for entries in (vars(decoder := text_config(hf_config)), *te_llama.rope_tables(decoder)):
