@@ -93,7 +93,7 @@ class DeltaNetSizes(NamedTuple):
 
         In bf16 there are w, dw and dk for the heads of v, the states before chunks and their gradients (more for unused
         `chunks`, in CUDA graphs up to 1 GiB), gradients of q and k (k twice), and six tensors of the size of v: u,
-        updated v, dv twice, gradients of z and of the output. The norm's input and gate, 2 v, are freed. 6 per head stay.
+        updated v, dv twice, gradients of z and the output. The norm's input and gate (2 v) are freed, 6 per head stay.
         """
         q, k, v = self.qkv_sizes
         w = self.num_heads * self.key_head_dim
