@@ -1,8 +1,7 @@
 """Context parallelism: the tokens of every sequence are split over C consecutive ranks (a context group).
 
 Each rank of a group computes embedding, linear layers and loss for 1 / C of every document of the same micro-batch.
-Only attention needs tokens of other ranks. Transformer Engine sends keys and values around a ring of the ranks
-(`cp_comm_type="p2p"`).
+Only attention needs tokens of other ranks. Transformer Engine sends keys and values around a ring ("p2p").
 
 A sliced batch is always packed ("thd"), since Transformer Engine does not support padding masks here. Its ring supports
 neither sliding windows nor fp32 (TE 2.20, attention/dot_product_attention/context_parallel.py).

@@ -62,7 +62,9 @@ def data_options(options: argparse.Namespace) -> DataConfig:
         shared = {field.name for field in dataclasses.fields(DataConfig)}
         shared = {"max_seq_length", "overlong", "chat_template_kwargs"} if "dataset_name" in typed else shared
         with reading("--model_name", options.model_name, f"{record}"):
-            recorded = {name: value for name, value in read_json(record)["config"]["data"].items() if name in shared}
+            run = read_json(record)
+            last = [run, *run.get("resumes", ())][-1]["config"]["data"]  # a resume may change options
+            recorded = {name: value for name, value in last.items() if name in shared}
     return DataConfig(**{**recorded, **typed, "packing": False, "batch_size": 1})
 
 
