@@ -15,15 +15,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 
 import yaml
 
-from llm_fp8.config.options import (
-    AUTO_BATCH_SIZE,
-    EMBEDDED,
-    MOST_USED,
-    SECTIONS,
-    Config,
-    ParallelConfig,
-    names_in,
-)
+from llm_fp8.config.options import AUTO_BATCH_SIZE, EMBEDDED, MOST_USED, SECTIONS, Config, ParallelConfig, names_in
 from llm_fp8.config.recipes import DEFAULT, DEFAULTS, RECIPES, recipe_names
 from llm_fp8.config.validation import check_options
 from llm_fp8.utils.errors import OneSentenceParser, UserError, number, positive, reading

@@ -8,8 +8,7 @@ document's first token:
     S <- exp(g) S;  S <- S + beta k (v - k^T S)^T
     output = RMSNorm(q^T S) * SiLU(z)
 
-The recurrence runs in chunks of tokens, by the kernels of flash-linear-attention (0.6) or by transformers' torch code,
-document by document.
+The recurrence runs in chunks of tokens, by flash-linear-attention's kernels (0.6), or by transformers' torch code.
 """
 
 from __future__ import annotations
@@ -211,8 +210,7 @@ def problem_of_kernels(sizes: DeltaNetSizes, device: torch.device, dtype: torch.
 
     Two documents run forward and backward, since the package refuses some pairs of GPU and Triton. Triton then compiles
     the kernels in all their variants, which a line says, and keeps the fastest. Most kernels keep it for inputs of any
-    length, so the documents are as long as a micro-batch. The package's kernels for fp32 inputs round to TF32 and are
-    not used.
+    length, so the documents are as long as a micro-batch. The kernels for fp32 are not used, as they round to TF32.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return f"it has no exact kernels for {str(dtype).removeprefix('torch.')} on {device.type}"

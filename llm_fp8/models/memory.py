@@ -6,8 +6,7 @@ Memory use is highest at the start of the last micro-batch's backward pass. At t
 (for recomputed layers only the inputs), the logits, the lm_head's gradient, the weights, the optimizer state and the
 gradients of earlier micro-batches exist. In a step of one micro-batch there are no earlier gradients, so the peak may
 also be in the backward pass of the first layer, of the last recomputed layer, or in fsdp_full of the second to last
-layer, or in the reduction of the outermost unit's gradients. With graphs, gradients always exist, and activations
-exist twice.
+layer, or in the reduction of the outermost unit's gradients. Graphs keep gradients, and activations exist twice.
 
 Tensors that a layer saves per token (TE 2.20; `prepare_for_saving` in LayerNormLinear, Linear, LayerNormMLP and
 FusedAttnFunc), with hidden size h, MLP size f, and q and kv the output sizes of the query and the key projection:

@@ -151,9 +151,7 @@ class Model:
 
     @functools.cached_property
     def left_out_tensors(self) -> dict[str, Tensor]:
-        """Name in the files -> tensor (on "meta") for what an export copies: stored tensors of left-out modules, and
-        those that transformers ignores, as layers of multi-token prediction (not of fp8 files, since they are large).
-        """
+        """What an export copies, by names in the files, on "meta": left-out modules, and what transformers ignores."""
         if (stored := self.stored) is None:
             return {}
         patterns = ignored_on_load(self.module) if stored.fp8 is None else ()

@@ -1,7 +1,6 @@
 """Collect the provenance of a run for run.json: versions, hardware, code and command.
 
-Environment variables are recorded only if their prefix is that of a GPU library or launcher, and their name does not
-suggest a secret.
+Environment variables are recorded if their prefix is a GPU library's or launcher's and their name suggests no secret.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Write a run's numbers to metrics.jsonl, trackers, the screen and summary.json (docs/monitoring.md). Only the main
-process writes.
+"""On the main process, write a run's numbers to metrics.jsonl, trackers, the screen and summary.json (monitoring.md).
 
 A line is printed every `log_every` steps. If metrics.jsonl is moved or deleted, the run ends at its next report.
 

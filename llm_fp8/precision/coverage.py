@@ -185,8 +185,7 @@ def bf16_modules(options: PrecisionConfig, model: nn.Module, decoder_layers: nn.
     """Return the modules that --fp8_bf16_modules selects. They and their submodules stay in bf16.
 
     A pattern is a decoder layer (`layers.0`), a slice of layers (`layers.-4:`), or the end of a module's name. In names
-    `*` matches any characters and `?` one. Modules outside the decoder layers never match. Raise `UserError` if a
-    pattern matches nothing.
+    `*` matches any characters and `?` one. Only modules of decoder layers match. Raise `UserError` if none does.
     """
     modules: list[nn.Module] = []
     inside = {module for layer in decoder_layers for module in layer.modules()}

@@ -57,8 +57,7 @@ def certify_step(
     Return the result, the worst certificate of all processes. Collective. Raise `UserError` if there is no NVIDIA GPU.
 
     `recipe` is the expected fp8 recipe, a value of --fp8_scenario. It defaults to that of `CertificateCallback`. The
-    check fails if `optimizer` lacks a trained parameter. `num_micro_batches` is the number of forward and backward
-    passes in the step.
+    check fails if `optimizer` lacks a trained parameter. `num_micro_batches` is that of the step's forward passes.
     """
     _check("precision", precision, get_args(RequestedPrecision))
     _check("recipe", recipe, recipe_names())

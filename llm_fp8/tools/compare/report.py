@@ -147,8 +147,7 @@ def leading_variant(comparison: Comparison) -> str:
 
 def gap_chart(comparison: Comparison) -> dict[str, Any] | None:
     """Return a chart's data: the eval loss of each run minus that of the bf16 run with the same seed, by step. If any
-    run has fewer than three evaluations, use trailing means of the training loss. Return None if there are fewer
-    than two steps to show.
+    run has fewer than three evaluations, use trailing means of the training loss. Return None for less than two steps.
     """
     key = "eval_loss" if min(len(curve["eval_loss"]) for curve in comparison.curves) > 2 else "loss"
     reference = {curve["seed"]: dict(curve[key]) for curve in comparison.curves if curve["variant"] == REFERENCE}

@@ -41,10 +41,7 @@ _PIP = f"{sys.executable} -m pip"
 
 GEMM_SIZE = 8192
 NUM_GEMMS = 100
-KNOWN_TFLOPS = {
-    "NVIDIA H100 80GB HBM3": {"bf16": 680.1, "fp8": 1281.5},
-    "NVIDIA H200": {"bf16": 687.3, "fp8": 1309.8},
-}
+KNOWN_TFLOPS = {"NVIDIA H100 80GB HBM3": {"bf16": 680.1, "fp8": 1281.5}, "NVIDIA H200": {"bf16": 687.3, "fp8": 1309.8}}
 """Name of a GPU -> a recorded result of `measure_tflops`. Other GPUs are not judged."""
 MIN_SHARE = 0.85  # a lower share of the recorded rate is a warning
 
