@@ -12,8 +12,7 @@ logits and 3.9 GiB for each of three fp32 tensors. Here the gradient overwrites 
                   forward pass. That of W is summed in fp32 (4 V h bytes), so this saves memory only if T >> 2 h.
 
 The GEMMs run in `compute_dtype`. Softmax, loss and sums are computed in fp32 (fp64 for fp64 inputs), by Transformer
-Engine's Triton kernels if it is installed, else by torch in blocks of rows. The gradient with respect to the logits
-is rounded to `compute_dtype`.
+Engine's Triton kernels if installed, else by torch in blocks of rows. The logits' gradient is in `compute_dtype`.
 """
 
 from __future__ import annotations

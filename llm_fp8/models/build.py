@@ -61,9 +61,7 @@ def build_structure(
     unfused_mlp: bool = False,
     full_tensor: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> Model:
-    """Build the model with uninitialised parameters on "meta" and buffers on `device`. For `unfused_mlp` see
-    `te_llama.LayerSpec`, for `stored` and `full_tensor` see `Model`.
-    """
+    """Build the model with parameters on "meta" and buffers on `device`. `te_llama.LayerSpec` and `Model` say more."""
     choice = "sdpa" if options.use_te else options.attn_implementation
     attention = choose_attention(choice, hf_config, device, compute_dtype)
     with init_empty_weights(include_buffers=False), torch.device("cpu" if options.use_te else device):

@@ -4,8 +4,7 @@ In transformers 5 the experts of a layer are one module, whose parameters have t
 router is another module with the same parent. Shared experts are ordinary linear layers.
 
 The backward pass of torch's gather sorts the index and adds row by row (`index_put_` with accumulation). On an H100,
-this took longer than all GEMMs of a layer of Qwen3-30B-A3B. The index in `grouped_experts` is a permutation, so its
-backward pass can be a gather too.
+this took longer than all GEMMs of a layer of Qwen3-30B-A3B. With a permutation, the backward pass can be a gather too.
 
 Experts compute in bf16 even in an fp8 run. On an H100 (gate, up and down of Qwen3-30B-A3B, forward and backward, 8,192
 tokens) `torch._grouped_mm` reached 413 TFLOP/s in bf16, the best grouped GEMM in fp8 236, TE's GroupedLinear 55.
@@ -76,9 +75,7 @@ def compute_experts(model: nn.Module, autocast_dtype: torch.dtype | None) -> Non
 
 
 def _on_casts(experts: nn.Module, dtype: torch.dtype, forward: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Call `forward` of `experts` with input and weights cast to `dtype`, since torch.autocast (2.13) does not cast for
-    grouped GEMMs. Gradients have the dtype that the weights had before.
-    """
+    """Call `forward` with input and weights cast to `dtype`, as torch.autocast (2.13) does not for grouped GEMMs."""
     if not torch.is_autocast_enabled(hidden.device.type):
         return forward(hidden, *args, **kwargs)
     casts = {name: weight.to(dtype) for name, weight in experts.named_parameters(recurse=False)}

@@ -107,24 +107,28 @@ def export_size_bytes(model: Model, dtype: torch.dtype, *, adapters_only: bool) 
 def replaced_folder(folder: Path, contents: str = "The trained model", advice: str = _ADVICE) -> Iterator[Path]:
     """Yield a temporary folder, which replaces `folder` after the block. Errors name `contents` and give `advice`."""
     folder = folder.resolve()  # a folder cannot replace a link, so replace the link's target
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    temporary, replaced = (folder.with_name(f".{folder.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         yield temporary
         for path in temporary.glob("*.safetensors"):  # safetensors makes its files readable only by their owner
             path.chmod(temporary.stat().st_mode & 0o666)
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            folder.rename(replaced)
         os.replace(temporary, folder)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{contents} could not be written to {folder} ({error}). {advice}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if replaced.exists() and not folder.exists():
+            replaced.rename(folder)
+        for path in (temporary, replaced):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def hf_tensors(model: Model, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and CPU copy of each unsharded Hugging Face tensor, one parameter at a time. Parameters are cast to
-    `dtype`, after adapters are merged in fp32; buffers are not cast. If `dtype` is None, only run collectives.
+    """Yield name and CPU copy of each unsharded Hugging Face tensor, one parameter at a time, with adapters merged in
+    fp32, in the dtype of the source's files, or in `dtype`. If `dtype` is None, only run collectives.
     """
     tensors, adapters = saved_tensors(model.module), dict[str, Any]()
     if any(is_adapter(name) for name, _ in model.module.named_parameters()):
@@ -141,8 +145,8 @@ def hf_tensors(model: Model, dtype: torch.dtype | None) -> Iterator[tuple[str, T
             if adapter := adapters.pop(part.hf_name, None):  # one of several adapters of a fused weight
                 tensor = with_adapter(tensor, adapter, model.full_tensor)
             if dtype is not None:
-                stored_dtype = dtype if is_parameter else tensor.dtype
-                yield part.hf_name, tensor.to("cpu", stored_dtype, copy=True).contiguous()
+                written = model.export_dtype(part.hf_name, dtype if is_parameter else tensor.dtype)
+                yield part.hf_name, tensor.to("cpu", written, copy=True).contiguous()
             del tensor
         del full
 
@@ -152,7 +156,9 @@ def planned_tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
     tensors, ignored = saved_tensors(model.module), ignored_on_save(model.module)
     dtypes = {name: dtype if isinstance(t, nn.Parameter) else t.dtype for name, t in tensors.items()}
     trained = {
-        model.file_name(part.hf_name): torch.empty(part.shape, dtype=dtypes[name], device="meta")
+        model.file_name(part.hf_name): torch.empty(
+            part.shape, dtype=model.export_dtype(part.hf_name, dtypes[name]), device="meta"
+        )
         for name, parts in model.layout.items()
         for part in parts
         if part.hf_name not in ignored

@@ -54,9 +54,7 @@ def needs_unfused_mlp(options: LoraConfig) -> bool:
 
 
 def add_adapters(model: Model, options: LoraConfig, dtype: torch.dtype) -> str:
-    """Freeze `model` and add uninitialised adapters of `dtype` on its device, which may be "meta". Return a note about
-    layers without an adapter, or "". Raise `UserError` if a name in --lora_targets is not a linear layer of `model`.
-    """
+    """Freeze `model`, add uninitialised adapters of `dtype`, and return a note. Unknown targets are a `UserError`."""
     prefer_torchs_cudnn()  # PEFT imports Transformer Engine if it is installed
     import peft  # noqa: F401  # the export needs it; if it is missing, fail now
 

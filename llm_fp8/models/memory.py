@@ -173,9 +173,7 @@ def keeps_unsharded_gradients(mode: str, config: Config) -> bool:
 
 
 def holds_frozen_in_fp8(config: Config, mode: str, recipe: str | None) -> bool:
-    """Return True if options, mode and `recipe` (None: no fp8) allow frozen weights to be stored in fp8 only.
-    fsdp_offload and the export of random weights need them in bf16.
-    """
+    """Return True if frozen weights can be in fp8 only. fsdp_offload and exports of random weights need bf16 ones."""
     exports_drawn = config.draws_weights and config.run.export
     needs_bf16 = exports_drawn or mode == "fsdp_offload" or "fprop" not in row_of(recipe).gemms_in_fp8
     return config.trains_adapters and config.model.use_te and not needs_bf16

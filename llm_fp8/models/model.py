@@ -1,7 +1,6 @@
 """A causal language model with its properties: layers, stored weights, their layout, and modules left out.
 
-`llm_fp8.models.build` builds it from a config and fills its weights. Every parameter consists of one or more tensors of
-the model's files, stacked along dim 0 (`te_llama.Part`).
+`llm_fp8.models.build` builds it and fills its weights. A parameter stacks tensors of files on dim 0 (`te_llama.Part`).
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
+from transformers.modeling_utils import str_to_torch_dtype
 
 import te_llama
 from llm_fp8.models.source import RELOAD, StoredCheckpoint
@@ -134,6 +134,11 @@ class Model:
         """Return a tensor's export name: its name in the source's files if modules were left out, else `hf_name`."""
         return self.source_names.get(hf_name, hf_name) if self.left_out else hf_name
 
+    def export_dtype(self, hf_name: str, default: torch.dtype) -> torch.dtype:
+        """Return the dtype of a tensor in the source's files. If they lack it or it is fp8, return `default`."""
+        stored = self.stored.stored.get(self.source_names.get(hf_name, "")) if self.stored else None
+        return default if stored is None or stored.dtype.startswith("F8") else str_to_torch_dtype[stored.dtype]
+
     def read(self, hf_name: str, device: torch.device) -> Any:
         """Read the whole stored tensor that transformers calls `hf_name` onto `device`."""
         assert self.stored is not None
@@ -146,17 +151,19 @@ class Model:
 
     @functools.cached_property
     def left_out_tensors(self) -> dict[str, Tensor]:
-        """Name in the files -> tensor (on "meta") for all stored tensors of left-out modules. An export copies them."""
-        stored = self.stored
-        return {} if stored is None else {name: stored.on_meta(name) for name in self.left_out_of(stored.stored)}
+        """What an export copies, by names in the files, on "meta": left-out modules, and what transformers ignores."""
+        if (stored := self.stored) is None:
+            return {}
+        patterns = ignored_on_load(self.module) if stored.fp8 is None else ()
+        ignored = [n for n in stored.stored if n not in self.targets and any(re.search(p, n) for p in patterns)]
+        return {name: stored.on_meta(name) for name in (*ignored, *self.left_out_of(stored.stored))}
 
     def describe_left_out(self) -> str:
         """Return a line about `left_out` to print when a run starts, or "" if there is nothing to export unchanged."""
-        if not self.left_out or self.stored is None:
+        if not (tensors := self.left_out_tensors):
             return ""
-        tensors = self.left_out_tensors.values()
-        size = f"{len(tensors)} tensors, {sum(tensor.nbytes for tensor in tensors) / 1e6:,.1f} MB"
-        return f"only the text model is trained: {', '.join(self.left_out)} ({size}) are exported unchanged"
+        size = f"{len(tensors)} tensors, {sum(tensor.nbytes for tensor in tensors.values()) / 1e6:,.1f} MB"
+        return f"not trained, exported unchanged: {', '.join(self.left_out) or next(iter(tensors))} ({size})"
 
 
 def text_decoder(model: PreTrainedModel) -> PreTrainedModel:

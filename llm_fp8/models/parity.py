@@ -113,8 +113,7 @@ def check_parity(
     model: Model, layers: Iterable[Any], batch: Batch, max_seq_length: int, dtype: torch.dtype, num_slices: int = 1
 ) -> str:
     """Compare a TE decoder that computes in `dtype` with Hugging Face's. Return a summary, or raise `UserError` if they
-    differ. `layers` may be a generator that frees a layer when the next is requested. For `num_slices` see `first_row`.
-    All ranks must call this function.
+    differ. `layers` may be a generator that frees a layer when asked for the next. See `first_row`. Collective.
     """
     entries = te_llama.parameter_map(model.module)
     outside, names = dict(entries), {module: name for name, module in model.module.named_modules()}

@@ -159,6 +159,8 @@ def add_older_keys(config: dict[str, Any]) -> None:
         part.update({key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in scaling})
         if has_types:
             part["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        if "longrope" in scaling.values() and str(part.get("model_type")).startswith("phi3"):  # which allows no others
+            scaling = {"type": "longrope", **{key: scaling[key] for key in ("short_factor", "long_factor")}}
         part["rope_scaling"] = scaling if scaling.keys() - {"rope_type"} else None  # gpt-oss assumes YaRN if missing
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from llm_fp8.models.fp8_checkpoint import Fp8Format
 
 RELOAD = "Download or export the model again."
-_TIED = ("lm_head.weight", "embed_tokens.weight")
+_HEADS = ("lm_head.weight", "embed_out.weight", "output_projection.weight")
+_EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,12 @@ def text_config(hf_config: PretrainedConfig) -> Any:
     return hf_config.get_text_config(decoder=True)
 
 
-def stored_dtype(hf_config: PretrainedConfig, default: torch.dtype) -> torch.dtype:
-    """Return the dtype of the stored weights according to the config, or `default` if the config has none."""
-    stated = (hf_config.dtype, text_config(hf_config).dtype)
+def stored_dtype(hf_config: PretrainedConfig, checkpoint: StoredCheckpoint | None, default: torch.dtype) -> torch.dtype:
+    """Return the dtype of most stored numbers. If there are none or these are fp8, that in the config, or `default`."""
+    numbers = Counter[torch.dtype]()
+    for tensor in map(checkpoint.on_meta, checkpoint.stored) if checkpoint and checkpoint.fp8 is None else ():
+        numbers[tensor.dtype] += tensor.numel() * tensor.is_floating_point()
+    stated = (*(dtype for dtype, _ in numbers.most_common(1)), hf_config.dtype, text_config(hf_config).dtype)
     return next((dtype for dtype in stated if isinstance(dtype, torch.dtype)), default)
 
 
@@ -169,14 +174,14 @@ def checkpoint_of(source: ModelSource, hf_config: PretrainedConfig) -> StoredChe
 
 
 def untied(hf_config: PretrainedConfig, checkpoint: StoredCheckpoint | None) -> tuple[PretrainedConfig, str | None]:
-    """If the stored lm_head and embedding differ, do as transformers 5: return a copy of the config that does not tie
-    them, and a warning. Otherwise return `hf_config` itself and None.
-    """
+    """Return the config and None. If the stored lm_head and embedding differ: an untied copy of it, and a warning."""
     copied = copy.deepcopy(hf_config)
     ties = [part for part in (copied, text_config(copied)) if getattr(part, "tie_word_embeddings", False)]
     if not ties or checkpoint is None:
         return hf_config, None
-    head, embedding = (next((name for name in checkpoint.stored if name.endswith(end)), None) for end in _TIED)
+    head, embedding = (
+        next(filter(lambda n: n.endswith(ends), checkpoint.stored), None) for ends in (_HEADS, _EMBEDDINGS)
+    )
     if head is None or embedding is None or torch.equal(checkpoint.read(head), checkpoint.read(embedding)):
         return hf_config, None
     for part in ties:

@@ -32,8 +32,7 @@ def energy_j(device: torch.device) -> float:
 
 class EnergyMeter:
     """Measures the energy of all GPUs of a run over intervals of steps. The first interval begins at `restart`, which
-    must be called while the GPUs are idle. Each interval ends at the first `read` after at least `MIN_INTERVAL_S`
-    seconds. The next interval begins at that moment.
+    must be called while the GPUs are idle. An interval ends, and the next begins, at a `read` after `MIN_INTERVAL_S`.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

@@ -74,8 +74,7 @@ class ProgressDisplay:
 
 def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -> int:
     """Remove the lines of steps after `last_step` and an incomplete last line from the metrics.jsonl at `path`. If
-    `keep_evaluation` is False, also remove the evaluation that followed `last_step`. Return the last step that was in
-    the file before, or 0 if there was none.
+    `keep_evaluation` is False, also remove the evaluation after `last_step`. Return the last step before, or 0.
     """
     with reading("--output_dir", path, advice="Move the file away to resume without the earlier metrics."):
         lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
@@ -146,11 +145,15 @@ class RunReporter:
             self._require_metrics()
 
     def _require_metrics(self) -> None:
-        """Raise `UserError` if metrics.jsonl in the folder is no longer the file that the run has open."""
+        """Raise `UserError` if the folder has moved or another file replaces metrics.jsonl. If gone, begin anew."""
         path = self._folder / "metrics.jsonl"
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if os.path.samestat(os.stat(path), os.fstat(self._file.fileno())):
                 return
+        if not path.exists() and (self._folder / "run.json").exists():
+            self.print(f"WARNING: {path} was deleted; it continues without the earlier steps")
+            self._file = open(path, "a+", encoding="utf-8", buffering=1)
+            return
         problem = f"{path} was moved or deleted while the run wrote to it"
         advice = "continue with --resume_from latest and the folder's present path as --output_dir"
         raise UserError(f"--output_dir: {problem}; {advice}.")

@@ -78,8 +78,7 @@ class Precision:
     ) -> dict[str, str]:
         """Choose the fp8 modules of `model`. Return name -> reason for each linear layer that does not compute in fp8.
         If `converts`, first replace the linear layers of a Hugging Face decoder by fp8 modules. With `fp8_params`, FSDP
-        can gather the weights of the new modules in fp8. Make experts compute in the compute dtype. Raise `UserError`
-        if nothing would run in fp8.
+        can gather their weights in fp8. Make experts compute in the compute dtype. Raise `UserError` if none is fp8.
         """
         reasons = dict[str, str]()
         if converts and self.plan.in_fp8:
@@ -158,9 +157,7 @@ class Precision:
 
     @contextlib.contextmanager
     def preserving_state(self) -> Iterator[None]:
-        """Return a context for passes outside training. At its end, scales and amax histories are restored; TE would
-        update them even without gradients.
-        """
+        """Restore scales and amax histories after the block, which TE would update even without gradients."""
         current = list(self.state_tensors().values())
         saved = [tensor.clone() for tensor in current]
         try:

@@ -93,7 +93,10 @@ class Checkpoint(SavedRun):
         if names := [name for name, kind in wanted.items() if self.kinds.get(name) != kind]:
             problem = f"lacks this run's {listed(names)}, or has another dtype or shape"
             raise UserError(f"--resume_from {self.folder} {problem}.")
-        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(self.folder))
+        with reading(
+            "--resume_from", self.folder, "its tensors", "Move it away to continue from an earlier checkpoint."
+        ):
+            dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(self.folder))
 
 
 class CheckpointManager:
@@ -201,7 +204,7 @@ class CheckpointManager:
 
     def paths(self) -> list[Path]:
         """Return the folders of all checkpoints, complete or not, sorted by step."""
-        return sorted(self.folder.glob(f"{_STEP_PREFIX}*"))
+        return sorted(self.folder.glob(f"{_STEP_PREFIX}{'[0-9]' * 8}"))
 
     def newest_first(self) -> list[Checkpoint]:
         """Return the complete checkpoints, starting with the last saved."""
@@ -215,8 +218,7 @@ class CheckpointManager:
 
     def find(self, resume_from: str | None) -> Checkpoint | None:
         """Return the checkpoint in the folder `resume_from` or, for 'latest', the last complete one. Return None if
-        `resume_from` is None or no checkpoint exists for 'latest'. Raise `UserError` if the checkpoint in the folder
-        or, for 'latest', every checkpoint is damaged.
+        `resume_from` is None or there is none for 'latest'. Raise `UserError` if it or every one is damaged.
         """
         if resume_from not in (None, LATEST):
             if ((run := Path(resume_from)) / self.folder.name).is_dir():

@@ -168,8 +168,7 @@ def _describe_rounding(plan: RunPlan, fp8: Any) -> str:
 
 def _load_weights(plan: RunPlan, model: Model, precision: Precision, batch: Batch | None, holds_in_fp8: bool) -> None:
     """Fill the parameters of `model` that are not initialised. If `batch` is set, compare the outputs of the TE decoder
-    with those of Hugging Face's. If `holds_in_fp8`, allocate the weights of fp8 modules layer by layer, and keep
-    them only in fp8. Collective.
+    with those of Hugging Face's. If `holds_in_fp8`, allocate weights layer by layer, kept only in fp8. Collective.
     """
     filling, shards_parameters = (plan.device, plan.config.optim.seed), plan.strategy.shards_parameters
     full_layers: Iterable[nn.Module] = model.layers

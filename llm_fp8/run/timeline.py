@@ -279,7 +279,8 @@ class Timeline:
         rows = [f"{', '.join(map(str, row_ids[:16]))} (rank {rank})" for rank, _, row_ids in suspects]
         raise UserError(
             f"step {step}: the loss is {loss} and the gradient norm {grad_norm}; dataset rows: {listed(rows)}. "
-            "Lower --learning_rate, or in fp8 keep outer layers in bf16 (--fp8_bf16_modules layers.-2:)."
+            "Lower --learning_rate, or in fp8 keep outer layers in bf16 (--fp8_bf16_modules layers.-2:). In the "
+            "first step, look for NaN in the weights."
         )
 
 

@@ -116,7 +116,7 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Mapping[str, Any] | No
         source=source,
         accelerator=strategy.accelerator,
         strategy=strategy,
-        export_dtype=sources.stored_dtype(hf_config, settled.parameter_dtype),  # before the model changes `hf_config`
+        export_dtype=sources.stored_dtype(hf_config, stored, settled.parameter_dtype),  # before the model changes it
         stored=stored,
         packed_form=packed_form,
         say=say,

@@ -139,9 +139,7 @@ def _numbers(like: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """Return a key that is equal for layers of the same kind. It consists of the names, types and plain attributes of
-    the layer's modules; layer indices are ignored.
-    """
+    """Return names, types and plain attributes of the layer's modules, without indices: equal for layers of a kind."""
     simple = (bool, int, float, str, type(None))
     return tuple(
         (name, type(module), *((key, value) for key, value in vars(module).items() if isinstance(value, simple)

@@ -234,8 +234,7 @@ def bucket_of(batch: Batch) -> int | None:
 
 def memory_beside_graphs(extra_bytes: int = 0) -> tuple[float, bool]:
     """Return the GiB that the fullest GPU lacks for graphs if they need `extra_bytes` more than the steps so far. The
-    second value is True if an eager pass does not fit beside the graphs, which reserve the memory of one pass's
-    activations. All ranks must call this function.
+    second is True if an eager pass does not fit beside the graphs, which reserve a pass's activations. Collective.
     """
     in_use, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated() + extra_bytes + RESERVE_GIB * GIB
     total = torch.cuda.get_device_properties().total_memory

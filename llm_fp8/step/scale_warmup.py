@@ -1,8 +1,7 @@
 """Compute the scales of delayed scaling before the first step.
 
 Delayed scaling computes a tensor's scale from the amax history of past passes. Before the first pass, the scale is 1.
-With this scale gradients would underflow in E5M2: the loss is a mean over tens of thousands of tokens, so gradients of
-activations are below 1e-5.
+With it gradients would underflow in E5M2: a loss that is a mean over tens of thousands of tokens has some below 1e-5.
 
 Therefore the first micro-batch runs forward and backward several times before training, without a step:
 

@@ -65,8 +65,7 @@ class FusedWgradAccumulation:
 
     def _set_main_grads(self, module: Any, weights: list[Tensor], fused: list[tuple[Any, list[Tensor]]]) -> None:
         """Make the GEMMs of `module` add to the main gradients of its `weights`, if that works for all of them. Then
-        append the module and its gathered weights to `fused`. `micro_batch` does not do this itself, because its local
-        variables would keep the main gradients in memory.
+        append the module and its gathered weights to `fused`. Local variables of `micro_batch` would keep them.
         """
         if _would_lose_main_grad(module):
             return

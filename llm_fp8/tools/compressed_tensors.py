@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -28,7 +29,7 @@ from llm_fp8.models.side_files import add_older_keys
 from llm_fp8.models.source import checkpoint_of, finite, load_config, resolve_source, untied
 from llm_fp8.tools import evaluate
 from llm_fp8.utils.errors import UserError, listed
-from llm_fp8.utils.hf_internals import renaming_on_load
+from llm_fp8.utils.hf_internals import ignored_on_load, renaming_on_load
 from llm_fp8.utils.json_files import read_json
 
 _E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -109,7 +110,11 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
             "format": "float-quantized",
             "quantization_status": "compressed",
             "config_groups": {"group_0": _LINEAR},
-            "ignore": head + [rf"re:(.*\.)?{name.rpartition('.')[2]}\..*" for name in meta.left_out],
+            "ignore": [
+                *head,
+                *(rf"re:(.*\.)?{name.rpartition('.')[2]}\..*" for name in meta.left_out),
+                *(f"re:{p}" for p in ignored_on_load(meta.module) if any(re.search(p, n) for n in checkpoint.stored)),
+            ],
         }
         config = read_json(temporary / "config.json") | unties | {"quantization_config": entries}
         add_older_keys(config)

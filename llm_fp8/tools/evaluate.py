@@ -52,18 +52,22 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def data_options(options: argparse.Namespace) -> DataConfig:
-    """Return data options from the command line, else from the run.json beside the model. If the command line names a
-    dataset, only options that suit any dataset come from run.json.
+def data_options(options: argparse.Namespace) -> tuple[DataConfig, int | None]:
+    """Return data options from the command line, else from the run.json beside the model, and the number of rows that
+    this run read. If the command line names a dataset, only options that suit any dataset come from run.json.
     """
-    typed = {name: value for name, value in vars(options).items() if name in DATA_OPTIONS}
+    typed, num_rows = {name: value for name, value in vars(options).items() if name in DATA_OPTIONS}, None
     record, recorded = Path(options.model_name).absolute().parent / "run.json", {}
     if record.is_file() and Path(options.model_name).is_dir():
         shared = {field.name for field in dataclasses.fields(DataConfig)}
         shared = {"max_seq_length", "overlong", "chat_template_kwargs"} if "dataset_name" in typed else shared
         with reading("--model_name", options.model_name, f"{record}"):
-            recorded = {name: value for name, value in read_json(record)["config"]["data"].items() if name in shared}
-    return DataConfig(**{**recorded, **typed, "packing": False, "batch_size": 1})
+            run = read_json(record)
+            last = [run, *run.get("resumes", ())][-1]["config"]["data"]  # a resume may change options
+            recorded = {name: value for name, value in last.items() if name in shared}
+        if not typed and not recorded.get("streaming"):
+            num_rows = run["data"]["num_rows_read"]
+    return DataConfig(**{**recorded, **typed, "packing": False, "batch_size": 1}), num_rows
 
 
 def prompt_and_solution(input_ids: list[int], labels: list[int]) -> tuple[list[int], list[int]]:
@@ -143,8 +147,13 @@ def main() -> int:
 
     quiet_libraries()
     base = adapter_base(options.model_name)
-    tokenizer, config = tokenizer_of(options.model_name, base), Config(data=data_options(options))
-    data = prepare_data(config, tokenizer)
+    tokenizer, (data_config, num_rows) = tokenizer_of(options.model_name, base), data_options(options)
+    data = prepare_data(config := Config(data=data_config), tokenizer)
+    if num_rows not in (None, now := data.report.num_rows_read):
+        problem = f"had {num_rows} rows when the run read it and has {now}, so other rows are held out"
+        raise UserError(
+            f"--dataset_name {config.data.dataset_name} {problem}; name held-out data (--eval_dataset_name)."
+        )
     print(data.description, flush=True)
     if data.eval is None:
         raise UserError("--validation_fraction: no row is held out, so there is nothing to evaluate on; raise it.")

@@ -15,7 +15,7 @@ from llm_fp8.config.options import ModelConfig
 from llm_fp8.config.parser import is_adapter_folder
 from llm_fp8.models.build import auto_class
 from llm_fp8.models.source import ModelSource, finite, load_tokenizer, resolve_source
-from llm_fp8.utils.errors import listed, reading
+from llm_fp8.utils.errors import UserError, listed, reading
 
 
 def adapter_base(folder: str | Path) -> str | None:
@@ -43,12 +43,12 @@ def tokenizer_of(folder: str | Path, base: str | None) -> PreTrainedTokenizerBas
 
 
 def merged_by_peft(model: PreTrainedModel, folder: str | Path, flag: str) -> PreTrainedModel:
-    """Merge the PEFT adapter in `folder` into `model`. Raise `UserError` about the option `flag` if model and adapter
-    do not match or a merged weight is not finite.
-    """
+    """Merge the PEFT adapter in `folder` into `model`. Raise `UserError` about `flag` if they differ or give NaN."""
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise UserError(f"{flag} {folder}: its base model is stored in fp8; merge with the same model in bf16.")
     advice = "Give the base model that the adapter was trained on, or use the adapter unmerged, with PEFT."
     with reading(flag, folder, "the adapter into the model's weights", advice):
         adapted: Any = PeftModel.from_pretrained(model, str(folder))  # fp32 matrices, so sums are rounded once

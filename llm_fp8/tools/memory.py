@@ -1,6 +1,4 @@
-"""Does a model fit, and with which options? Estimate the GPU memory of each way to train it in each sharding mode. This
-needs no GPU and no weights.
-"""
+"""Does a model fit? Estimate the GPU memory of each way to train it in each sharding mode, without GPU and weights."""
 
 from __future__ import annotations
 

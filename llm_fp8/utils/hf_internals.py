@@ -47,8 +47,7 @@ def runs_grouped_gemms(module: Any) -> bool:
 
 def grouped_linear(inputs: Tensor, weights: Tensor, offsets: Tensor, is_transposed: bool) -> Tensor:
     """Multiply the rows of each expert by its matrix. Return [rows, out]. `inputs` [rows, in] are sorted by expert, and
-    `weights` are [experts, out, in], or [experts, in, out] if `is_transposed`. int32 `offsets` [experts] has the index
-    after each expert's last row.
+    `weights` are [experts, out, in], or [experts, in, out] if `is_transposed`. int32 `offsets` [experts]: ends of rows.
     """
     from transformers.integrations.moe import _grouped_linear
 

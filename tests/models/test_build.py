@@ -23,11 +23,13 @@ from llm_fp8.models.build import allocate_and_fill, build_structure, choose_atte
 from llm_fp8.models.export import export_hf
 from llm_fp8.models.model import decoder_layers
 from llm_fp8.models.source import load_config, load_tokenizer, require_positions, resolve_source, stored_dtype
+from llm_fp8.settle.plan import plan_run
 from llm_fp8.settle.probe import probe
 from llm_fp8.step.loss_model import TrainingModel
 from llm_fp8.utils import hf_internals, te_internals, torch_internals
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import chosen_attention
+from llm_fp8.utils.ranks import LaunchRanks
 from tests.support.families import MOE_FAMILIES
 from tests.support.small import (
     CARD,
@@ -48,7 +50,7 @@ def export(name: str, folder: Path) -> None:
     config = ModelConfig(model_name=name)
     source = resolve_source(config)
     tokenizer, _ = load_tokenizer(config, source)
-    dtype = stored_dtype(load_config(source), default=torch.float32)
+    dtype = stored_dtype(load_config(source), None, default=torch.float32)
     export_hf(built_model(name), tokenizer, folder, dtype=dtype, card=CARD)
 
 
@@ -62,6 +64,28 @@ def test_export_without_training_is_bitwise_equal_to_source(tmp_path, dtype, tie
     assert_same_bits(stored_weights(source), stored_weights(tmp_path / "final"))
     assert ("lm_head.weight" in stored_weights(tmp_path / "final")) != tied
     assert json.loads((tmp_path / "final" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_export_keeps_the_dtype_of_each_stored_tensor_and_those_that_transformers_ignores(tmp_path):
+    shape = dict(hidden_size=32, num_hidden_layers=2, head_dim=16, linear_key_head_dim=8, linear_value_head_dim=8)
+    shape |= dict(linear_num_key_heads=2, linear_num_value_heads=4, layer_types=["linear_attention", "full_attention"])
+    source = write_model(tmp_path / "source", torch.bfloat16, model_type="qwen3_5_text", **shape)
+    weights = stored_weights(source) | {"mtp.fc.weight": torch.randn(4, 8).bfloat16()}
+    weights = {name: tensor.float() + 1e-4 if "A_log" in name else tensor for name, tensor in weights.items()}
+    save_file(weights, Path(source) / "model.safetensors", metadata={"format": "pt"})
+    export(source, tmp_path / "final")
+    assert weights["model.layers.0.linear_attn.A_log"].dtype == torch.float32
+    assert_same_bits(stored_weights(tmp_path / "final"), weights)
+    assert "mtp.fc.weight (1 tensors" in built_model(source).describe_left_out()
+
+
+@pytest.mark.parametrize("stated", [None, "bfloat16"])
+def test_stored_weights_decide_about_the_dtype(tmp_path, stated):
+    source = write_model(tmp_path / "source", torch.float32)
+    path = Path(source) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": stated, "torch_dtype": stated}))
+    plan = plan_run(parse_config([f"--model_name={source}", "--mixed_precision=bf16"]), LaunchRanks())
+    assert plan.export_dtype == torch.float32 and plan.stores_lower_bits
 
 
 def test_model_safetensors_has_precedence_over_index_as_in_transformers(tmp_path):

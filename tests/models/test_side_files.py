@@ -27,7 +27,7 @@ from llm_fp8.settle.plan import plan_run
 from llm_fp8.tools.exported import load_exported, tokenizer_of
 from llm_fp8.utils.ranks import LaunchRanks
 from tests.support.hub_families import write_hub_model
-from tests.support.small import CARD, stored_weights, tiny_config, train
+from tests.support.small import CARD, stored_weights, tiny_config, train, write_model
 
 IDS = torch.arange(3, 43)[None]
 TEXT = "a b<|im_end|>c <|im_start|>\n"
@@ -284,6 +284,14 @@ def test_adapter_and_merged_model_list_the_trained_eos(tmp_path, monkeypatch, be
     assert merged["eos_token_id"] == after and merged["rope_theta"] == 5e5
     assert read(tmp_path / "merged", "generation_config.json")["eos_token_id"] == [1025, 1]
     assert tokens["eos_token"] == "<|im_end|>" and tokens["chat_template"] == TEMPLATE + "{# new #}"
+
+
+def test_other_names_of_a_stored_lm_head_are_known(tmp_path):
+    shape = dict(model_type="gpt_neox", num_hidden_layers=2, tie_word_embeddings=False)
+    source = Path(write_model(tmp_path / "source", **shape))
+    edit(source / "config.json", lambda c: c.update(tie_word_embeddings=True))
+    plan = plan_run(parse_config([f"--model_name={source}", "--mixed_precision=no"]), LaunchRanks())
+    assert any("embed_out.weight" in note for note in plan.notes)
 
 
 def test_tied_model_with_stored_lm_head_is_untied_as_in_transformers(tmp_path, capsys):

@@ -85,6 +85,20 @@ def test_metrics_and_summary_have_every_reported_number(tmp_path: Path) -> None:
     assert summary["last_step"] == step_record(3) and summary["last_evaluation"] == evaluation_record(2)
 
 
+def test_run_outlives_its_metrics_file_but_not_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    reporter = make_reporter(make_config(folder))
+    (folder / "run.json").write_text("{}")
+    for step in (1, 2, 3):
+        if step == 2:
+            (folder / "metrics.jsonl").unlink()
+        reporter.step(step_record(step))
+    assert [record["step"] for record in records(folder)] == [3]
+    folder.rename(tmp_path / "moved")
+    with pytest.raises(UserError, match="--output_dir"):
+        reporter.step(step_record(4))
+
+
 def test_resumed_run_drops_the_steps_after_its_checkpoint(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     with make_reporter(config) as reporter:

@@ -66,6 +66,18 @@ def test_limit_keeps_latest_saves(tmp_path, monkeypatch):
     assert manager.find("latest").step == 5
 
 
+def test_renamed_and_copied_checkpoints_are_kept(tmp_path):
+    manager = CheckpointManager(tmp_path, limit=1)
+    manager.save(10, make_tensors(1), {})
+    (manager.folder / "step-00000010").rename(manager.folder / "step-00000010-keep")
+    manager.save(20, make_tensors(2), {})
+    shutil.copytree(manager.folder / "step-00000020", manager.folder / "step-00000020.bak")
+    manager.save(30, make_tensors(3), {})
+    names = sorted(path.name for path in manager.folder.iterdir())
+    assert names == ["step-00000010-keep", "step-00000020.bak", "step-00000030"]
+    assert manager.find("latest").step == 30
+
+
 def test_saving_a_step_again_replaces_it(tmp_path):
     manager = CheckpointManager(tmp_path, limit=2)
     manager.save(7, make_tensors(1), {"try": 1})

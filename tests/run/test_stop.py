@@ -128,7 +128,7 @@ def test_terminal_shows_every_line_by_itself(tmp_path, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moved_path", ["folder", "metrics.jsonl"])
-def test_run_with_moved_folder_ends_and_resumes_there(tmp_path, options, uninterrupted, monkeypatch, moved_path):
+def test_run_ends_if_its_folder_moves_and_resumes_there(tmp_path, options, uninterrupted, monkeypatch, moved_path):
     folder, moved = tmp_path / "run", tmp_path / "moved"
     take_step = timeline_module.Timeline.take_step
 
@@ -138,12 +138,16 @@ def test_run_with_moved_folder_ends_and_resumes_there(tmp_path, options, uninter
         return take_step(self, batches, start)
 
     monkeypatch.setattr(timeline_module.Timeline, "take_step", take_step_after_move)
-    with pytest.raises(UserError, match=f"--output_dir: {folder / 'metrics.jsonl'}"):
-        train(*options, "--save_every=2", f"--output_dir={folder}")
-    new_folder = moved if moved_path == "folder" else folder
-    assert train(*options, f"--output_dir={new_folder}", "--resume_from=latest") == 0
-    resumed_losses = [step["loss"] for step in steps(new_folder)]
-    assert resumed_losses == [step["loss"] for step in steps(uninterrupted)][-len(resumed_losses) :]
+    first, new_folder = (*options, "--save_every=2", f"--output_dir={folder}"), folder
+    if moved_path == "folder":
+        new_folder = moved
+        with pytest.raises(UserError, match=f"--output_dir: {folder / 'metrics.jsonl'}"):
+            train(*first)
+        assert train(*options, f"--output_dir={moved}", "--resume_from=latest") == 0
+    else:
+        assert train(*first) == 0
+    losses = [step["loss"] for step in steps(new_folder)]
+    assert losses == [step["loss"] for step in steps(uninterrupted)][-len(losses) :]
     assert_same_bits(final_weights(new_folder), final_weights(uninterrupted))
 
 

@@ -90,6 +90,6 @@ def write_run_folder(folder: Path, run: RunRecord) -> Path:
     lines = sorted([*run.steps, *run.evaluations], key=lambda record: record["step"])
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if run.answers:
-        answers = [{"correct": right} for right in run.answers]
+        answers = [{"problem": problem, "correct": right} for problem, right in run.answers]
         (folder / "exact_match.json").write_text(json.dumps({"answers": answers}))
     return folder

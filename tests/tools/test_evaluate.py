@@ -89,6 +89,14 @@ def test_adapter_reproduces_the_eval_loss_and_bad_models_are_refused(tiny_model,
     losses = [record["eval_loss"] for record in records(tmp_path / "run") if "eval_loss" in record]
     if losses:
         assert json.loads(answers.read_text())["eval_loss"] == pytest.approx(losses[-1], rel=1e-4)
+    path = tmp_path / "run" / "run.json"
+    record = json.loads(path.read_text())
+    for last, expected in ((record["config"], "--dataset_name"), ({"data": {"dataset_name": "gone"}}, "gone")):
+        changed = record | {"data": {"num_rows_read": 3}, "resumes": [{"config": last}]}
+        path.write_text(json.dumps(changed))
+        with pytest.raises(UserError, match=expected):
+            call_main(evaluate, "--model", final)
+    path.write_text(json.dumps(record))
     tensors = load_file(final / "adapter_model.safetensors")
     del tensors[next(name for name in tensors if "lora_A" in name)]
     save_file(tensors, final / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -57,7 +57,7 @@ class RunRecord:
     steps: list[dict[str, float]]
     evaluations: list[dict[str, float]]
     summary: dict[str, Any]  # summary.json; the entries of its `throughput` are at the top level, as on W&B
-    answers: tuple[bool, ...] = ()  # True for each right answer of the exported model (`llm-fp8 evaluate`)
+    answers: tuple[tuple[str, bool], ...] = ()  # problems, and True if the exported model solved it (`evaluate`)
 
     @property
     def precision(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class RunRecord:
 
     @property
     def exact_match_percent(self) -> float | None:
-        return 100 * fmean(self.answers) if self.answers else None
+        return 100 * fmean(is_right for _, is_right in self.answers) if self.answers else None
 
     @property
     def final_eval_loss(self) -> float | None:
@@ -123,7 +123,7 @@ def why_unfinished(summary: dict[str, Any]) -> str | None:
 
 
 def _record(
-    source: str, run: dict[str, Any], metrics: list[dict[str, Any]], summary: dict[str, Any], *answers: bool
+    source: str, run: dict[str, Any], metrics: list[dict[str, Any]], summary: dict[str, Any], *answers: tuple[str, bool]
 ) -> RunRecord:
     """Build a `RunRecord`; `run` is run.json's content. Raise `UserError` if the run did not finish or has no step."""
     if reason := why_unfinished(summary):
@@ -131,7 +131,8 @@ def _record(
     steps, evaluations = ([each for each in metrics if kind in each] for kind in ("loss", "eval_loss"))
     if not steps:
         raise UserError(f"{source} holds no optimizer step.")
-    stored = {name: run[name] for name in ("config", "precision", "effective", "data", "provenance")}
+    last = {**run, **[run, *run.get("resumes", ())][-1]}  # a resume may change options
+    stored = {name: last[name] for name in ("config", "precision", "effective", "data", "provenance")}
     stored["model"] = {name: run["model"][name] for name in ("location", "num_parameters")}
     return RunRecord(source, stored, steps, evaluations, {**summary, **summary.get("throughput", {})}, answers)
 
@@ -142,8 +143,9 @@ def read_run_folder(folder: Path, flag: str = "--runs") -> RunRecord:
         run = read_json(folder / "run.json", flag)
         summary = read_json(folder / "summary.json", flag)
         answers = folder / "exact_match.json"
-        right = [answer["correct"] for answer in read_json(answers)["answers"]] if answers.is_file() else []
-        return _record(str(folder), run, read_jsonl(folder / "metrics.jsonl"), summary, *right)
+        solved = read_json(answers)["answers"] if answers.is_file() else []
+        verdicts = [(answer["problem"], answer["correct"]) for answer in solved]
+        return _record(str(folder), run, read_jsonl(folder / "metrics.jsonl"), summary, *verdicts)
 
 
 def read_wandb(path: str, api: Any = None) -> RunRecord:

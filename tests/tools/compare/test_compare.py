@@ -257,11 +257,23 @@ def test_differences_include_rows_initial_weights_and_effective_precisions():
     assert differing(fp8, with_fp8_params) == [("config.precision.fp8_params", "both", ["delayed"])]
 
 
+def test_options_changed_on_a_resume_and_answers_to_other_problems_are_not_compared(tmp_path):
+    base, other = made_up_run("bf16"), made_up_run("delayed")
+    base, other = (dataclasses.replace(run, answers=((name, True),)) for run, name in ((base, "a"), (other, "b")))
+    folders = [write_run_folder(tmp_path / run.variant, run) for run in (base, other)]
+    changed = with_entry(other, "config", ["optim", "learning_rate"], 7.0).stored
+    path = folders[1] / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"resumes": [{"config": changed["config"]}]}))
+    runs = [read_run_folder(folder) for folder in folders]
+    assert "config.optim.learning_rate" in [difference.field for difference in find_differences(runs)]
+    assert compare(runs).variants[1].exact_match_gap is None
+
+
 def test_answers_read_from_run_folders_decide_the_verdict(tmp_path):
     runs = []
     for variant, first_right in (("bf16", 0), ("delayed", 60)):
         for run in three_runs(variant, 130_000 if variant == "delayed" else 100_000, [1.0, 1.04, 1.02]):
-            answers = tuple(row >= first_right + run.seed for row in range(100))
+            answers = tuple((str(row), row >= first_right + run.seed) for row in range(100))
             run = dataclasses.replace(run, answers=answers)
             folder = write_run_folder(tmp_path / f"{variant}-{run.seed}", run)
             read = read_run_folder(folder)
