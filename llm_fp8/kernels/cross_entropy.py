@@ -176,8 +176,7 @@ def losses_and_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
 
 def to_gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, grad_output: Tensor, cap: float | None) -> None:
     """Overwrite `logits [T, V]` with their gradient: `grad_output` (0-dim) times (softmax - one_hot(label)), or 0 for
-    ignored tokens. `statistics` come from `losses_and_statistics`. If the logits are capped by `cap_` with `cap`, the
-    result is the gradient with respect to the uncapped logits.
+    ignored tokens. `statistics` come from `losses_and_statistics`. With `cap`, it is that of logits not yet capped.
     """
     slope = None if cap is None else (logits / cap).square_().neg_().add_(1)  # tanh' = 1 - tanh^2
     if use_triton(logits):

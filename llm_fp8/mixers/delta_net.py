@@ -264,9 +264,7 @@ def describe_kernels(problem: str | None) -> str:
 
 
 def separate_documents(model: nn.Module, cu_seqlens: Tensor) -> None:
-    """Make Hugging Face's gated delta nets in `model` compute packed hidden states [1, S, h] document by document, with
-    kernels in those cases only in which `DeltaNet` uses them.
-    """
+    """Make Hugging Face's gated delta nets compute packed [1, S, h] by document, with kernels where `DeltaNet` does."""
     lengths = cu_seqlens.diff().tolist()
 
     def by_document(sizes: DeltaNetSizes, forward: Any, hidden_states: Tensor, **arguments: Any) -> Tensor:

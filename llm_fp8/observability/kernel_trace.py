@@ -8,8 +8,7 @@
 The names come from profiles of PyTorch, torch.compile and the fp8 back ends on an H200, and from the sources of
 flash-linear-attention (0.6), causal-conv1d and mamba-ssm. A GEMM whose name does not show its operand types is
 "unknown". A kernel that no rule matches is "other". It may be a GEMM in fp8, unless its name shows only wider types
-(`unrecognised_kernels`). TE's norms and activations that write fp8 are not casts. NCCL's kernels are communication.
-They include the time that a rank waits for another.
+(`unrecognised_kernels`). TE's norms and activations that write fp8 are not casts. NCCL's kernels include waiting.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ covers seven decades from 1e-7 to 1. Each decade has twice as many codes as the 
 
 The scale of a block of 256 elements is its amax, at least 1e-12. A number x gets the code nearest to x * (1 / scale).
 Unlike in torchao, unsigned code 0 decodes to the largest number that it encodes, 1.6e-7 of the scale. v is quadratic in
-the gradient, so a gradient 1/2,500 of its block's largest would otherwise have v = 0 and m > 0, and AdamW would divide
-by eps alone.
+the gradient: otherwise, 1/2,500 of a block's largest would have v = 0 and m > 0, and AdamW would divide by eps alone.
 
 **Stochastic rounding** adds 16 random bits below the last bit of a bf16 number and truncates. Elements 2i and 2i + 1
 use the lower and the upper half of x, computed modulo 2^32. x is a Weyl sequence, mixed by "lowbias32" from Chris

@@ -5,8 +5,8 @@ kernels that ran (`llm_fp8.observability.kernel_trace`), and the state that modu
 
 The kernels determine the verdict. Some GEMM kernels have names without their types, and some kernels of unknown names
 may be GEMMs. They make the verdict "undetermined" in two cases. In an fp8 run, fewer fp8 kernels than expected have
-been recognised, these kernels could be the missing ones, and no module reports that it computed outside fp8. In a run
-without fp8, these kernels could be fp8 kernels.
+been recognised, these could be the missing ones, and no module reports that it computed outside fp8. In a run without
+fp8, they could be fp8 kernels.
 """
 
 from __future__ import annotations

@@ -83,8 +83,7 @@ def measure_coverage(
 ) -> Fp8Coverage:
     """Count the linear weights of `model` after conversion. GEMMs of `fp8_modules` run in fp8, all others in `compute`.
 
-    `reasons` is module name -> reason why it is not in fp8, if known. See `gemms_per_weight` for `gemms`. The recipe
-    computes `gemms_in_fp8` in fp8.
+    `reasons` is module name -> reason why it is not in fp8. See `gemms_per_weight`; `gemms_in_fp8` is the recipe's.
     """
     in_fp8, routed, reasons = set(fp8_modules), routed_modules(model), never_in_fp8(model) | reasons
     converted: Counter[str] = Counter()

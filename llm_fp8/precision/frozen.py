@@ -39,9 +39,7 @@ def quantizer_of(module: Any, name: str) -> Any:
 
 @torch.no_grad()
 def hold_in_fp8(model: nn.Module, precision: Precision) -> int:
-    """Replace the weights of the fp8 modules in `model` by fp8 tensors and free the originals. Return the number of
-    freed bytes. The weights must be frozen and not sharded.
-    """
+    """Replace frozen, unsharded weights of fp8 modules by fp8 tensors. Return the number of freed bytes."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor
 
     recipe, freed_bytes = precision.plan.recipe, 0

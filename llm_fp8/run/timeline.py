@@ -1,7 +1,6 @@
 """The training loop: between the steps of a `Stepper` it reports, checks kernels, evaluates, saves and stops.
 
-Losses and norms stay on the device until `log_every` steps are done or a save or evaluation is due. Then a non-finite
-loss or norm ends the run, before a checkpoint is saved.
+Losses and norms stay on the device until a log, save or evaluation is due. Then one that is not finite ends the run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Activation checkpointing: recompute decoder layers' activations in the backward pass instead of storing them.
 
 The checkpoint wraps a layer's forward function (`wrap_forward`). FSDP acts around it, so it gathers a layer's weights
-once for recomputation and backward pass. TE's checkpoint restores the fp8 context and the scales of the forward pass,
-whereas torch's checkpoint would recompute in bf16.
+once for recomputation and backward pass. TE's restores fp8 context and scales; torch's would recompute in bf16.
 
 With delayed scaling, TE (2.20) reduces amax over the ranks at the end of the outermost autocast. TE's checkpoint enters
 an autocast for each recomputed layer. Here that autocast is nested in another one, so that ranks don't wait for each

@@ -1,7 +1,6 @@
 """The training model: a module that returns the summed loss and auxiliary losses of a batch, for both decoders.
 
-The loss is computed inside the module, so that wrappers (DDP, FSDP) get one forward call per micro-batch and the logits
-([tokens, vocabulary], gigabytes) are not returned.
+The loss is computed inside it, so that wrappers (DDP, FSDP) get one call per micro-batch and no gigabytes of logits.
 """
 
 from __future__ import annotations

@@ -93,8 +93,7 @@ def first_to_end() -> bool:
 
 def run_script(main: Callable[[], int]) -> None:
     """Run `main` and exit with the code that it returns. If it raises an error for which `_explanation` has a sentence,
-    one process of the launch prints it, and the exit code is 2 (1 for a `FailedCheck`); 130 after Ctrl-C, 141 after a
-    closed pipe.
+    one process of the launch prints it, with exit code 2 (`FailedCheck`: 1; Ctrl-C: 130; a closed pipe: 141).
     """
     open_missing_output()
     if not faulthandler.is_enabled():

@@ -4,8 +4,7 @@
 Recording slows the host but not the kernels, so the GPU's idle time is the time of an unrecorded step minus the time of
 the kernels. The peak memory is split at the last forward pass of the step. The memory allocated before this pass is
 that of weights, optimizer state, gradients and "kept_casts", the fp8 casts of weights that micro-batches reuse.
-"activations" is the memory that this pass allocates. "backward_pass" is the rest of the peak. With one micro-batch it
-includes the gradients.
+"activations" is what this pass allocates. "backward_pass" is the rest of the peak, with one micro-batch gradients too.
 
 **Quality** (--quality) is the cost of fp8's forward pass before any training, by kind of module. The model predicts the
 same text in bf16, in fp8, with only one kind of module in fp8, and with all other kinds in fp8. The measure is the
