@@ -151,7 +151,7 @@ class Model:
 
     @functools.cached_property
     def left_out_tensors(self) -> dict[str, Tensor]:
-        """What an export copies, by names in the files, on "meta": left-out modules, and what transformers ignores."""
+        """Name in the files -> tensor on "meta" that an export copies: left out, or ignored by transformers."""
         if (stored := self.stored) is None:
             return {}
         patterns = ignored_on_load(self.module) if stored.fp8 is None else ()
