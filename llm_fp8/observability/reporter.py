@@ -106,7 +106,12 @@ class RunReporter:
         metrics = folder / "metrics.jsonl"
         if resume_step > 0 and metrics.exists():
             self._reported_step = truncate_metrics(metrics, resume_step, keep_evaluation=not evaluates_again)
-        for name in ("summary.json", *([] if resume_step else ["certificate.json"])):  # these will be written again
+        stale = {
+            "summary.json": True,
+            "certificate.json": resume_step == 0,
+            "exact_match.json": resume_step < total_steps,
+        }
+        for name in filter(stale.__getitem__, stale):  # the first two will be written again
             (folder / name).unlink(missing_ok=True)
         # Opened for reading too, since `finish` computes the summary from it.
         self._file = open(metrics, "a+" if resume_step > 0 else "w+", encoding="utf-8", buffering=1)

@@ -85,6 +85,16 @@ def test_metrics_and_summary_have_every_reported_number(tmp_path: Path) -> None:
     assert summary["last_step"] == step_record(3) and summary["last_evaluation"] == evaluation_record(2)
 
 
+@pytest.mark.parametrize(
+    ("step", "kept"), [(0, []), (10, ["certificate"]), (TOTAL_STEPS, ["certificate", "exact_match"])]
+)
+def test_results_of_an_earlier_model_are_removed(tmp_path: Path, step: int, kept: list[str]) -> None:
+    for name in ("summary", "certificate", "exact_match"):
+        (tmp_path / f"{name}.json").write_text("{}")
+    make_reporter(make_config(tmp_path), resume_step=step)
+    assert sorted(path.stem for path in tmp_path.glob("*.json")) == kept
+
+
 def test_run_outlives_its_metrics_file_but_not_its_folder(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     reporter = make_reporter(make_config(folder))
