@@ -6,6 +6,7 @@ import copy
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -109,6 +110,16 @@ def test_export_replaces_folder_and_writes_all_files(tmp_path, tiny_model):
     original, exported = AutoTokenizer.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tmp_path / "final")
     text = "Compute 2730 + 8130 - 5227."
     assert original(text).input_ids == exported(text).input_ids
+
+
+def test_export_that_cannot_replace_a_folder_keeps_it(tmp_path, tiny_model, monkeypatch):
+    export(tiny_model, tmp_path / "final")
+    before = stored_weights(tmp_path / "final")
+    monkeypatch.setattr("os.replace", mock.Mock(side_effect=OSError("held open")))
+    with pytest.raises(UserError, match="final.*held open"):
+        export(tiny_model, tmp_path / "final")
+    assert_same_bits(stored_weights(tmp_path / "final"), before)
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "qwen3_5_moe_text", "nemotron_h"])

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from llm_fp8.config.parser import parse_config
 from llm_fp8.models.export import export_hf
 from llm_fp8.models.model import Model
-from llm_fp8.models.side_files import Origin, save_side_files, source_folder
+from llm_fp8.models.side_files import Origin, add_older_keys, save_side_files, source_folder
 from llm_fp8.models.source import EMBEDDED_MODEL
 from llm_fp8.settle.plan import plan_run
 from llm_fp8.tools.exported import load_exported, tokenizer_of
@@ -284,6 +284,13 @@ def test_adapter_and_merged_model_list_the_trained_eos(tmp_path, monkeypatch, be
     assert merged["eos_token_id"] == after and merged["rope_theta"] == 5e5
     assert read(tmp_path / "merged", "generation_config.json")["eos_token_id"] == [1025, 1]
     assert tokens["eos_token"] == "<|im_end|>" and tokens["chat_template"] == TEMPLATE + "{# new #}"
+
+
+def test_longrope_of_phi3_has_the_three_keys_that_transformers_4_allows():
+    rope = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0], "rope_theta": 1e4}
+    config = {"model_type": "phi3", "rope_parameters": rope | {"original_max_position_embeddings": 4096}}
+    add_older_keys(config)
+    assert config["rope_scaling"] == {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
 
 
 def test_other_names_of_a_stored_lm_head_are_known(tmp_path):

@@ -179,6 +179,13 @@ def test_damaged_file_is_named(tmp_path, name, damage_file):
         Checkpoint.open(path)
 
 
+def test_unreadable_tensors_are_refused(tmp_path):
+    path = CheckpointManager(tmp_path, limit=1).save(3, make_tensors(), {})
+    (path / "__0_0.distcp").write_bytes(b"\0" * (path / "__0_0.distcp").stat().st_size)
+    with pytest.raises(UserError, match=f"--resume_from {path}"):
+        Checkpoint.open(path).load(zeros_of(make_tensors()))
+
+
 @pytest.mark.parametrize(
     "change",
     [

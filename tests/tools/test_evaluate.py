@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm_fp8.tools import evaluate
+from llm_fp8.tools.exported import merged_by_peft
 from llm_fp8.utils.errors import UserError
 from tests.support.small import LONGROPE, records, train, write_jsonl, write_model
 
@@ -34,6 +35,13 @@ from tests.support.small import LONGROPE, records, train, write_jsonl, write_mod
 def test_answers_are_compared_by_value(expected, answer, right):
     assert evaluate.has_answer(expected) is (right is not None)
     assert right is None or evaluate.is_right(expected, answer) is right
+
+
+def test_adapter_is_not_merged_into_fp8_weights(tiny_model, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(UserError, match=f"--adapter {tmp_path}"):
+        merged_by_peft(model, tmp_path, "--adapter")
 
 
 def test_prompt_ends_before_the_last_supervised_span():
