@@ -71,7 +71,7 @@ def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def decided_by_main(decide: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Return the result of `decide` on rank 0. If it raises, the other ranks raise `UserError`. Collective."""
+    """Return the result of `decide` on rank 0. If it raises, rank 0 does too, others raise `UserError`. Collective."""
     outcome: tuple[Any, str | None] = None, None  # the result, and the reason of a failure
     failure: BaseException | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -50,7 +50,7 @@ def export_hf(
     advice: str = _ADVICE,
     origin: Origin = NO_SOURCE,
 ) -> None:
-    """Write `model`, with parameters cast to `dtype`, and `tokenizer` to `folder`, which is replaced if it exists.
+    """Write `model`, in the dtypes of `hf_tensors`, and `tokenizer` to `folder`, which is replaced if it exists.
     `card` is the table in README.md. All ranks must call this function; only the rank with `is_main` writes. If writing
     fails, leave an existing folder unchanged and raise `UserError`, which ends with `advice`.
     """
@@ -97,7 +97,7 @@ def export_adapter(
 
 
 def export_size_bytes(model: Model, dtype: torch.dtype, *, adapters_only: bool) -> int:
-    """Return the size of an export in bytes: of all tensors, with parameters in `dtype`, or only of the adapters."""
+    """Return the size of an export in bytes: of all tensors, or only of the adapters."""
     if adapters_only:
         return sum(parameter.nbytes for name, parameter in model.module.named_parameters() if is_adapter(name))
     return sum(tensor.nbytes for tensor in planned_tensors(model, dtype).values())
@@ -136,8 +136,8 @@ def hf_tensors(model: Model, dtype: torch.dtype | None) -> Iterator[tuple[str, T
 
         adapters = {adapter.weight: adapter for adapter in adapters_of(model.module).values()}
     for name, parts in model.layout.items():
-        is_parameter = isinstance(tensors[name], nn.Parameter)
-        full = (model.full_tensor(tensors[name]) if is_parameter else tensors[name]).detach()
+        saved = tensors[name]
+        full = (model.full_tensor(saved) if isinstance(saved, nn.Parameter) else saved).detach()
         if adapter := adapters.pop(name, None):
             full = with_adapter(full, adapter, model.full_tensor)
         for part in parts:
@@ -145,19 +145,18 @@ def hf_tensors(model: Model, dtype: torch.dtype | None) -> Iterator[tuple[str, T
             if adapter := adapters.pop(part.hf_name, None):  # one of several adapters of a fused weight
                 tensor = with_adapter(tensor, adapter, model.full_tensor)
             if dtype is not None:
-                written = model.export_dtype(part.hf_name, dtype if is_parameter else tensor.dtype)
-                yield part.hf_name, tensor.to("cpu", written, copy=True).contiguous()
+                exported = model.export_dtype(part.hf_name, saved, dtype)
+                yield part.hf_name, tensor.to("cpu", exported, copy=True).contiguous()
             del tensor
         del full
 
 
 def planned_tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors that an export contains, on "meta", in the order of `hf_tensors`. Parameters have `dtype`."""
+    """Return the tensors that an export contains, on "meta", in the order and the dtypes of `hf_tensors`."""
     tensors, ignored = saved_tensors(model.module), ignored_on_save(model.module)
-    dtypes = {name: dtype if isinstance(t, nn.Parameter) else t.dtype for name, t in tensors.items()}
     trained = {
         model.file_name(part.hf_name): torch.empty(
-            part.shape, dtype=model.export_dtype(part.hf_name, dtypes[name]), device="meta"
+            part.shape, dtype=model.export_dtype(part.hf_name, tensors[name], dtype), device="meta"
         )
         for name, parts in model.layout.items()
         for part in parts

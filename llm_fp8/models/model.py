@@ -134,9 +134,10 @@ class Model:
         """Return a tensor's export name: its name in the source's files if modules were left out, else `hf_name`."""
         return self.source_names.get(hf_name, hf_name) if self.left_out else hf_name
 
-    def export_dtype(self, hf_name: str, default: torch.dtype) -> torch.dtype:
-        """Return the dtype of a tensor in the source's files. If they lack it or it is fp8, return `default`."""
+    def export_dtype(self, hf_name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of `hf_name`, a part of `tensor`, in the files. For fp8 or none: `dtype` or a buffer's."""
         stored = self.stored.stored.get(self.source_names.get(hf_name, "")) if self.stored else None
+        default = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
         return default if stored is None or stored.dtype.startswith("F8") else str_to_torch_dtype[stored.dtype]
 
     def read(self, hf_name: str, device: torch.device) -> Any:
@@ -159,7 +160,7 @@ class Model:
         return {name: stored.on_meta(name) for name in (*ignored, *self.left_out_of(stored.stored))}
 
     def describe_left_out(self) -> str:
-        """Return a line about `left_out` to print when a run starts, or "" if there is nothing to export unchanged."""
+        """Return a line to print when a run starts, or "" if there is nothing to export unchanged."""
         if not (tensors := self.left_out_tensors):
             return ""
         size = f"{len(tensors)} tensors, {sum(tensor.nbytes for tensor in tensors.values()) / 1e6:,.1f} MB"

@@ -1,6 +1,6 @@
 """On the main process, write a run's numbers to metrics.jsonl, trackers, the screen and summary.json (monitoring.md).
 
-A line is printed every `log_every` steps. If metrics.jsonl is moved or deleted, the run ends at its next report.
+A line is printed every `log_every` steps. If the output folder is moved or deleted, the run ends at its next report.
 
 A resumed run repeats the steps after its checkpoint. It removes their lines from metrics.jsonl and then continues the
 file. In W&B it continues the same run. Trackers cannot delete steps, so steps that they already have are not sent.
@@ -106,12 +106,9 @@ class RunReporter:
         metrics = folder / "metrics.jsonl"
         if resume_step > 0 and metrics.exists():
             self._reported_step = truncate_metrics(metrics, resume_step, keep_evaluation=not evaluates_again)
-        stale = {
-            "summary.json": True,
-            "certificate.json": resume_step == 0,
-            "exact_match.json": resume_step < total_steps,
-        }
-        for name in filter(stale.__getitem__, stale):  # the first two will be written again
+        stale = ["summary.json", *(["certificate.json"] if resume_step == 0 else [])]  # these will be written again
+        stale += ["exact_match.json"] if resume_step < total_steps else []  # answers of the model that trains on
+        for name in stale:
             (folder / name).unlink(missing_ok=True)
         # Opened for reading too, since `finish` computes the summary from it.
         self._file = open(metrics, "a+" if resume_step > 0 else "w+", encoding="utf-8", buffering=1)
@@ -157,6 +154,7 @@ class RunReporter:
                 return
         if not path.exists() and (self._folder / "run.json").exists():
             self.print(f"WARNING: {path} was deleted; it continues without the earlier steps")
+            self._file.close()
             self._file = open(path, "a+", encoding="utf-8", buffering=1)
             return
         problem = f"{path} was moved or deleted while the run wrote to it"

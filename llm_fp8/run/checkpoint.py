@@ -52,7 +52,8 @@ logger = logging.getLogger(__name__)
 STRATEGY_STATE = "engine"  # folder in a checkpoint for the files of a strategy that `saves_itself`
 FORMAT = 2  # incremented when the content of a checkpoint changes, so that other versions do not load it
 _META, _MANIFEST = "meta.json", "manifest.json"
-_STEP_PREFIX, _TEMPORARY_PREFIX = "step-", ".tmp-"
+STEP_FOLDERS = f"step-{'[0-9]' * 8}"  # pattern; folders that a user has renamed or copied do not match
+_TEMPORARY_PREFIX = ".tmp-"
 _REPLACED_PREFIX = f"{_TEMPORARY_PREFIX}replaced-"
 _CHECKSUM_LIMIT_BYTES = 2**20
 
@@ -150,7 +151,7 @@ class CheckpointManager:
 
     def of_step(self, step: int) -> Path:
         """Return the path of the folder for a checkpoint of `step`, whether or not it exists."""
-        return self.folder / f"{_STEP_PREFIX}{step:08d}"
+        return self.folder / f"step-{step:08d}"
 
     def finish(self) -> None:
         """Wait for the background save, if any, and raise its exception. Collective."""
@@ -204,7 +205,7 @@ class CheckpointManager:
 
     def paths(self) -> list[Path]:
         """Return the folders of all checkpoints, complete or not, sorted by step."""
-        return sorted(self.folder.glob(f"{_STEP_PREFIX}{'[0-9]' * 8}"))
+        return sorted(self.folder.glob(STEP_FOLDERS))
 
     def newest_first(self) -> list[Checkpoint]:
         """Return the complete checkpoints, starting with the last saved."""

@@ -65,7 +65,7 @@ class FusedWgradAccumulation:
 
     def _set_main_grads(self, module: Any, weights: list[Tensor], fused: list[tuple[Any, list[Tensor]]]) -> None:
         """Make the GEMMs of `module` add to the main gradients of its `weights`, if that works for all of them. Then
-        append the module and its gathered weights to `fused`. Local variables of `micro_batch` would keep them.
+        append the module and its gathered weights to `fused`. In `micro_batch`, local variables would keep gradients.
         """
         if _would_lose_main_grad(module):
             return

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
 from llm_fp8.config.options import Config, DataConfig
 from llm_fp8.config.parser import add_option
+from llm_fp8.tools.compare.run_record import last_start
 from llm_fp8.tools.script import writable
 from llm_fp8.utils.errors import OneSentenceParser, UserError, positive, reading
 from llm_fp8.utils.json_files import read_json, write_json_atomic
@@ -63,8 +64,7 @@ def data_options(options: argparse.Namespace) -> tuple[DataConfig, int | None]:
         shared = {"max_seq_length", "overlong", "chat_template_kwargs"} if "dataset_name" in typed else shared
         with reading("--model_name", options.model_name, f"{record}"):
             run = read_json(record)
-            last = [run, *run.get("resumes", ())][-1]["config"]["data"]  # a resume may change options
-            recorded = {name: value for name, value in last.items() if name in shared}
+            recorded = {name: value for name, value in last_start(run)["config"]["data"].items() if name in shared}
         if not typed and not recorded.get("streaming"):
             num_rows = run["data"]["num_rows_read"]
     return DataConfig(**{**recorded, **typed, "packing": False, "batch_size": 1}), num_rows

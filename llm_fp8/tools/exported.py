@@ -43,7 +43,7 @@ def tokenizer_of(folder: str | Path, base: str | None) -> PreTrainedTokenizerBas
 
 
 def merged_by_peft(model: PreTrainedModel, folder: str | Path, flag: str) -> PreTrainedModel:
-    """Merge the PEFT adapter in `folder` into `model`. Raise `UserError` about `flag` if they differ or give NaN."""
+    """Merge the PEFT adapter in `folder` into `model`. Raise `UserError` about `flag` if they misfit or overflow."""
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
 

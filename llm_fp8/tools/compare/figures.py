@@ -100,8 +100,7 @@ def variant_figures(
     by_seed = {run.seed: run for run in reference}
     pairs = [(run, by_seed[run.seed]) for run in runs if run.seed in by_seed]
     compared = pairs if variant != REFERENCE else []
-    problems = {id(run): [problem for problem, _ in run.answers] for run in (*runs, *reference)}
-    same_problems = [(run, base) for run, base in compared if problems[id(run)] == problems[id(base)]]
+    same_problems = [(run, base) for run, base in compared if run.problems == base.problems]
     emulated = any(run.precision.get("emulated") for run in runs)
     rates = [run.tokens_per_s for run in runs if run.tokens_per_s]
     ratios = [run.tokens_per_s / base.tokens_per_s for run, base in compared if run.tokens_per_s and base.tokens_per_s]

@@ -91,6 +91,10 @@ class RunRecord:
         return self.summary.get("median_tokens_per_s")  # over steps
 
     @property
+    def problems(self) -> list[str]:
+        return [problem for problem, _ in self.answers]
+
+    @property
     def exact_match_percent(self) -> float | None:
         return 100 * fmean(is_right for _, is_right in self.answers) if self.answers else None
 
@@ -122,6 +126,11 @@ def why_unfinished(summary: dict[str, Any]) -> str | None:
     return f"it failed: {summary['failed']}" if "failed" in summary else None
 
 
+def last_start(run: dict[str, Any]) -> dict[str, Any]:
+    """Return run.json's content `run` with the sections of the last resume, which may have changed options."""
+    return {**run, **[run, *run.get("resumes", ())][-1]}
+
+
 def _record(
     source: str, run: dict[str, Any], metrics: list[dict[str, Any]], summary: dict[str, Any], *answers: tuple[str, bool]
 ) -> RunRecord:
@@ -131,7 +140,7 @@ def _record(
     steps, evaluations = ([each for each in metrics if kind in each] for kind in ("loss", "eval_loss"))
     if not steps:
         raise UserError(f"{source} holds no optimizer step.")
-    last = {**run, **[run, *run.get("resumes", ())][-1]}  # a resume may change options
+    last = last_start(run)
     stored = {name: last[name] for name in ("config", "precision", "effective", "data", "provenance")}
     stored["model"] = {name: run["model"][name] for name in ("location", "num_parameters")}
     return RunRecord(source, stored, steps, evaluations, {**summary, **summary.get("throughput", {})}, answers)
