@@ -91,9 +91,9 @@ class DeltaNetSizes(NamedTuple):
         """Bytes per token by which memory grows from the backward pass of the output projection to the peak in that of
         chunk_gated_delta_rule. With both, Qwen3.5-4B's estimated peaks are within 0.1% of those measured.
 
-        In bf16 there are w, dw and dk for the heads of v, the states before chunks and their gradients (documents of
-        less than a chunk have more), gradients of q and k (k twice), and six tensors of the size of v: u, updated v, dv
-        twice, gradients of z and of the output. Input and gate of the norm, 2 v, are freed. Per head, 6 bytes are left.
+        In bf16 there are w, dw and dk for the heads of v, the states before chunks and their gradients (more for unused
+        `chunks`, in CUDA graphs up to 1 GiB), gradients of q and k (k twice), and six tensors of the size of v: u,
+        updated v, dv twice, gradients of z and the output. The norm's input and gate (2 v) are freed, 6 per head stay.
         """
         q, k, v = self.qkv_sizes
         w = self.num_heads * self.key_head_dim
@@ -192,16 +192,32 @@ def mix_by_torch(net: DeltaNet, qkv: Tensor, z: Tensor, g: Tensor, beta: Tensor,
 
 def mix_by_kernels(net: DeltaNet, qkv: Tensor, z: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Return the result of `mix_by_torch` with flash-linear-attention's kernels."""
+    os.environ.setdefault("FLA_FLASH_QLA", "0")  # a package that would ignore `chunk_indices`
     from fla.modules.causal_conv1d import causal_conv1d
     from fla.modules.norm.fused_norm_gate import rms_norm_gated
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    # The kernels cache what they read of `cu_seqlens` on the host, by the tensor's identity: it is passed unchanged.
-    mixed, _ = causal_conv1d(qkv, net.conv1d.weight.squeeze(1), activation="silu", cu_seqlens=cu_seqlens)
+    packed = {} if cu_seqlens is None else chunks(cu_seqlens, qkv.shape[1])
+    mixed, _ = causal_conv1d(qkv, net.conv1d.weight.squeeze(1), activation="silu", **packed)
     q, k, v = net.sizes.heads(mixed)
-    output, _ = chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens)
+    output, _ = chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, **packed)
     normed: Tensor = rms_norm_gated(output, z, net.norm.weight, None, eps=net.norm.variance_epsilon)
     return normed
+
+
+def chunks(cu_seqlens: Tensor, num_tokens: int) -> dict[str, Tensor]:
+    """Return what flash-linear-attention's kernels need of n packed documents with bounds `cu_seqlens` int32 [n + 1]:
+    the bounds with an empty document at the end, and int32 [num_tokens // 64 + n, 2] each chunk's document and its
+    place therein. That is the largest number of chunks. Unused ones are the empty document's, for which kernels store
+    nothing. The package itself would wait for the GPU to count chunks, and cache them though CUDA graphs change bounds.
+    """
+    bounds = torch.cat([cu_seqlens, cu_seqlens[-1:]])
+    counts = (bounds.diff() + _CHUNK - 1) // _CHUNK
+    ends = counts.cumsum(0)
+    number = torch.arange(num_tokens // _CHUNK + len(cu_seqlens) - 1, device=bounds.device)
+    document = torch.searchsorted(ends, number, right=True).clamp_max(len(counts) - 1)
+    place = number - (ends - counts)[document]
+    return {"cu_seqlens": bounds, "chunk_indices": torch.stack([document, place], dim=1).to(bounds.dtype)}
 
 
 @functools.cache
@@ -214,8 +230,7 @@ def problem_of_kernels(sizes: DeltaNetSizes, device: torch.device, dtype: torch.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return f"it has no exact kernels for {str(dtype).removeprefix('torch.')} on {device.type}"
-    if importlib.util.find_spec("fla") and LaunchRanks.from_environment(os.environ).rank == 0:
-        say("gated delta rule: Triton compiles and times its kernels, for minutes if it is new on this machine")
+    announce_compilation()
     net = DeltaNet(sizes, 1e-6, 0, dtype, device)
     for parameter in net.parameters():
         nn.init.ones_(parameter)
@@ -232,9 +247,16 @@ def problem_of_kernels(sizes: DeltaNetSizes, device: torch.device, dtype: torch.
     return None
 
 
-def describe_kernels(sizes: DeltaNetSizes, device: torch.device, dtype: torch.dtype) -> str:
+def announce_compilation() -> bool:
+    """Return True if flash-linear-attention is installed. If so, print why the first call of its kernels takes long."""
+    is_installed = importlib.util.find_spec("fla") is not None
+    if is_installed and LaunchRanks.from_environment(os.environ).rank == 0:
+        say("gated delta rule: Triton compiles and times its kernels, for minutes if it is new on this machine")
+    return is_installed
+
+
+def describe_kernels(problem: str | None) -> str:
     """Return a line to print when a run starts: the code that computes the gated delta rule, and why."""
-    problem = problem_of_kernels(sizes, device, dtype)
     if problem is None:
         return "gated delta rule: flash-linear-attention's kernels"
     slow = "several times slower than flash-linear-attention's kernels"

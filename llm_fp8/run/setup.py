@@ -78,10 +78,6 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
     recomputed = enable_gradient_checkpointing(layers, amount, uses_te, reentrant, in_graphs) if amount else ()
     training_model = TrainingModel(model, config, dtype, plan.packed_form)
     plan.say(training_model.router_note)
-    if config.model.use_te and plan.size.sizes is not None and (delta_net := plan.size.sizes.delta_net):
-        from llm_fp8.mixers.delta_net import describe_kernels
-
-        plan.say(describe_kernels(delta_net, plan.device, dtype))
     strategy.shard(training_model, layers, precision.fp8_modules if holds_in_fp8 else ())
     _load_weights(plan, built, precision, first_batch, holds_in_fp8)
     if holds_in_fp8 and not strategy.shards_parameters:

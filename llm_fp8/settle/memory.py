@@ -19,8 +19,18 @@ MARGIN = 0.05  # fraction of the GPU's memory that `settle_micro_batches` leaves
 MOST_PADDED_TOKENS = 16384  # limit of a merged padded micro-batch, above which more padding costs more than is gained
 MOST_TOKENS = 65536  # limit of a micro-batch with --batch_size auto, the largest in recorded runs
 
-RECOMPUTED, OFFLOADED = {"gradient_checkpointing": "auto"}, {"offload_optimizer": 1.0}
-EIGHT_BIT, LORA = {"optimizer": "adamw_8bit"}, {"lora_rank": 16}
+WAYS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "full, recomputed": {"gradient_checkpointing": "auto"},
+    "adamw_8bit": {"optimizer": "adamw_8bit"},
+    "offload": {"offload_optimizer": 1.0},
+    "offload, --fp8_recast_weights": {"offload_optimizer": 1.0, "fp8_recast_weights": True},
+    "adamw_8bit, recomputed": {"optimizer": "adamw_8bit", "gradient_checkpointing": "auto"},
+    "offload, recomputed": {"offload_optimizer": 1.0, "gradient_checkpointing": "auto"},
+    "LoRA": {"lora_rank": 16},
+    "LoRA, recomputed": {"lora_rank": 16, "gradient_checkpointing": "auto"},
+}
+"""Way to train -> the options that lower its memory, sorted by their cost in time and quality, cheapest first."""
 
 
 def row_multiple(run: RunSize) -> int:
@@ -128,13 +138,14 @@ def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None)
 
 def _suggestions(run: RunSize, gpu_gib: float) -> str:
     """Return the end of an error message: options that would make the run fit, the cheapest change first."""
-    changes: list[dict[str, Any]] = [{}, RECOMPUTED]
+    unchanged, recomputed, eight_bit, *others = WAYS.values()
+    changes = [unchanged, recomputed]
     if run.num_gpus > 1:
         sharded = {"sharding_mode": "fsdp_full", "sync_every_micro_batch": True}
-        changes += [{"sharding_mode": "fsdp_full"}, sharded, sharded | RECOMPUTED]
-        changes += [] if run.adapted else [sharded | EIGHT_BIT]
+        changes += [{"sharding_mode": "fsdp_full"}, sharded, sharded | recomputed]
+        changes += [] if run.adapted else [sharded | eight_bit]
     if not run.sharded and not run.adapted:
-        changes += [EIGHT_BIT, OFFLOADED, LORA, EIGHT_BIT | RECOMPUTED, OFFLOADED | RECOMPUTED, LORA | RECOMPUTED]
+        changes += [eight_bit, *others]
     suggestions = []
     for change in changes:
         if "gradient_checkpointing" in change and (run.spec is None or run.config.model.gradient_checkpointing == 1):

@@ -12,9 +12,9 @@ from accelerate import Accelerator
 
 from llm_fp8.config.options import Config
 from llm_fp8.distributed.build import build_strategy
-from llm_fp8.distributed.process_group import device_of_process
+from llm_fp8.distributed.process_group import device_of_process, gathered
 from llm_fp8.distributed.strategy import DistributedStrategy
-from llm_fp8.mixers.delta_net import problem_of_kernels
+from llm_fp8.mixers.delta_net import describe_kernels, problem_of_kernels
 from llm_fp8.models import source as sources
 from llm_fp8.optim.optimizers import OPTIMIZERS
 from llm_fp8.precision.context import with_recipe
@@ -86,9 +86,11 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Mapping[str, Any] | No
     source = sources.resolve_source(config.model)
     hf_config = sources.load_config(source)
     machine = detect_machine(config, ranks)
-    settled = settle(config, hf_config, machine, resumed)
-    if (spec := settled.size.spec) and spec.delta_net and problem_of_kernels(spec.delta_net, device, torch.bfloat16):
-        machine = dataclasses.replace(machine, lacks_delta_kernels=True)
+    settled, notes = settle(config, hf_config, machine, resumed), list[str]()
+    if config.model.use_te and (sizes := settled.size.sizes) and sizes.delta_net:
+        problems = gathered(problem_of_kernels(sizes.delta_net, device, settled.precision.compute_dtype))
+        notes.append(describe_kernels(problem := next(filter(None, problems), None)))
+        machine = dataclasses.replace(machine, lacks_delta_kernels=problem is not None)
         settled = settle(config, hf_config, machine, resumed)  # again, since torch code needs more memory
     precision = with_recipe(settled.precision, settled.config.precision, device)
     if ranks.rank == 0 and config.run.trackers:  # only this process uses trackers
@@ -102,7 +104,7 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Mapping[str, Any] | No
     hf_config, warning = sources.untied(hf_config, stored)
     if warning is not None:
         settled = settle(config, hf_config, machine, resumed)  # again, since lm_head has parameters of its own
-        settled = dataclasses.replace(settled, notes=(*settled.notes, warning))
+        notes.append(warning)
     strategy = build_strategy(settled.mode, settled.config, ranks, precision)
 
     def say(text: str | None) -> None:
@@ -110,7 +112,7 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Mapping[str, Any] | No
             print_line(text)
 
     return RunPlan(
-        **vars(settled) | {"precision": precision},
+        **vars(settled) | {"precision": precision, "notes": (*settled.notes, *notes)},
         source=source,
         accelerator=strategy.accelerator,
         strategy=strategy,

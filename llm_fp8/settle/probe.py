@@ -27,6 +27,7 @@ import te_llama
 from llm_fp8.config.options import Config
 from llm_fp8.data.collate import Layout
 from llm_fp8.data.tokenise import Document
+from llm_fp8.mixers.delta_net import announce_compilation
 from llm_fp8.models.build import choose_attention, model_from_config
 from llm_fp8.models.model import decoder_layers, text_decoder
 from llm_fp8.models.source import text_config
@@ -49,7 +50,10 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
     """
     flag = f"--model_name {config.model.model_name}"
     attention = choose_attention(config.model.attn_implementation, hf_config, device, dtype)
-    dtype = torch.bfloat16 if attention == "flash_attention_2" else torch.float32
+    # Flash attention has no fp32. Of gated delta nets Triton would compile kernels in fp32 that training does not use.
+    has_delta_nets = device.type == "cuda" and hasattr(text_config(hf_config), "linear_num_key_heads")
+    compiles = dtype == torch.bfloat16 and has_delta_nets and announce_compilation()
+    dtype = torch.bfloat16 if attention == "flash_attention_2" or compiles else torch.float32
     hf_config, longest = copy.deepcopy(hf_config), config.data.max_seq_length
     for entries in (vars(decoder := text_config(hf_config)), *te_llama.rope_tables(decoder)):
         entries |= {name: LENGTHS[0] + 1 for name in SWITCHES if (entries.get(name) or math.inf) <= longest}

@@ -78,7 +78,7 @@ class Settled:
         if MODES[self.mode].engine != "fsdp" and self.parameter_dtype != torch.bfloat16:
             return False
         sizes = self.size.sizes
-        if sizes is None or sizes.attention_dropout > 0 or sizes.residual_dropout > 0 or sizes.delta_net:
+        if sizes is None or max(sizes.attention_dropout, sizes.residual_dropout) or self.machine.lacks_delta_kernels:
             return False
         return False if refusal(self.config.with_options(cuda_graphs=True), self.mode) else None
 
@@ -218,6 +218,8 @@ def check_machine(config: Config, machine: Machine, mode: str, precision: Precis
 
         dropout = max(sizes.attention_dropout, sizes.residual_dropout) if (sizes := size.sizes) else 0.0
         check_graphs(config, mode, compute, dropout)
+        if machine.lacks_delta_kernels:
+            raise UserError("--cuda_graphs needs flash-linear-attention's kernels, and they do not work here; drop it.")
     if mode == "fsdp_hybrid" and ranks.local_world_size >= ranks.world_size:
         raise UserError("--sharding_mode fsdp_hybrid replicates over hosts, and this launch has one; use fsdp_full.")
     if (share := config.optim.offload_optimizer) and machine.host_free_gib is not None:
@@ -232,10 +234,9 @@ def check_te_decoder(config: Config, spec: te_llama.DecoderSizes, num_shards: in
     linears = dict.fromkeys(name for layer in spec.layers if layer for name in te_llama.linear_shapes(layer))
     if config.trains_adapters and (unknown := sorted({*config.lora.targets} - {*linears, ALL_LINEAR})):
         raise UserError(f"--lora_targets {', '.join(unknown)}: the model has {', '.join(linears)}; choose from these.")
-    if config.parallel.context_parallel_size > 1 and any(layer is not None and layer.window for layer in spec.layers):
-        raise UserError("--context_parallel_size does not support sliding-window attention (config.json); drop it.")
-    if spec.delta_net and (config.parallel.context_parallel_size > 1 or config.model.cuda_graphs):
-        raise UserError("--context_parallel_size and --cuda_graphs do not support gated delta nets; drop them.")
-    if config.parallel.fp8_params:
-        if rows := [rows for rows in te_llama.linear_rows(spec) if rows % num_shards != 0]:
-            raise UserError(f"--fp8_params cannot split {rows[0]} rows of a weight over {num_shards} GPUs; drop it.")
+    has_windows = any(layer is not None and layer.window for layer in spec.layers)
+    if config.parallel.context_parallel_size > 1 and (has_windows or spec.delta_net):
+        kind = "sliding-window attention" if has_windows else "gated delta nets"
+        raise UserError(f"--context_parallel_size does not support {kind} (config.json); drop it.")
+    if config.parallel.fp8_params and (rows := [rows for rows in te_llama.linear_rows(spec) if rows % num_shards]):
+        raise UserError(f"--fp8_params cannot split {rows[0]} rows of a weight over {num_shards} GPUs; drop it.")

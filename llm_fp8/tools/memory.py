@@ -29,18 +29,6 @@ if TYPE_CHECKING:
     from llm_fp8.settle.machine import Machine
     from llm_fp8.settle.settle import Settled
 
-WAYS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "full, recomputed": {"gradient_checkpointing": "auto"},
-    "adamw_8bit": {"optimizer": "adamw_8bit"},
-    "offload": {"offload_optimizer": 1.0},
-    "offload, --fp8_recast_weights": {"offload_optimizer": 1.0, "fp8_recast_weights": True},
-    "adamw_8bit, recomputed": {"optimizer": "adamw_8bit", "gradient_checkpointing": "auto"},
-    "LoRA": {"lora_rank": 16},
-    "LoRA, recomputed": {"lora_rank": 16, "gradient_checkpointing": "auto"},
-}
-"""Way to train -> the options that lower its memory, sorted by their cost in time and quality, cheapest first."""
-
 LEGEND = (
     "GiB on each GPU at the peak. Needed: with CUDA, allocator, communication. Recomputed: all layers (auto: fewer)."
 )
@@ -95,6 +83,8 @@ def find_model(model: ModelConfig) -> tuple[PretrainedConfig, dict[str, Any]]:
 
 def ways_of(config: Config) -> dict[str, Config]:
     """Return name -> options of each of `WAYS` that keeps the options which `config` already sets."""
+    from llm_fp8.settle.memory import WAYS
+
     options, default, ways = config.options, Config().options, dict[str, Config]()
     fixed = {name: options[name] for way in WAYS.values() for name in way if options[name] != default[name]}
     all_layers = config.data.batch_size == AUTO_BATCH_SIZE  # since --gradient_checkpointing auto would choose none

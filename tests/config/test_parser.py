@@ -150,8 +150,7 @@ def test_error_for_a_mistake_suggests_the_right_option(argv, hint):
 
 
 @pytest.mark.parametrize(
-    ("argv", "packing"),
-    [([], None), (["--packing"], True), (["--packing", "true"], True), (["--no_packing"], False)],
+    ("argv", "packing"), [([], None), (["--packing"], True), (["--packing", "true"], True), (["--no_packing"], False)]
 )
 def test_packing_is_true_false_or_undecided(argv, packing):
     assert parse_config(argv).data.packing is packing

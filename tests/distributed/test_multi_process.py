@@ -118,8 +118,7 @@ def test_failing_run_completes_its_background_save(tmp_path, tiny_model, rows):
 
 
 @pytest.mark.parametrize(
-    ("place", "mode", "value"),
-    [("activation", "deepspeed_1", math.nan), ("gradient", "fsdp_full", math.inf)],
+    ("place", "mode", "value"), [("activation", "deepspeed_1", math.nan), ("gradient", "fsdp_full", math.inf)]
 )
 def test_non_finite_number_stops_all_ranks_at_its_step(tmp_path, tiny_model, place, mode, value):
     rows = write_rows(tmp_path / "rows.jsonl", 64)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from unittest import mock
 
+import pytest
 import torch
 
 from llm_fp8.mixers import delta_net
-from llm_fp8.mixers.delta_net import DeltaNet, DeltaNetSizes
+from llm_fp8.mixers.delta_net import DeltaNet, DeltaNetSizes, chunks
 from tests.support.stand_in_te import install_modules
 
 SIZES, BOUNDS = DeltaNetSizes(2, 8, 16, 16, 4), torch.tensor([0, 17, 30, 130], dtype=torch.int32)
@@ -42,9 +43,22 @@ def test_kernels_get_the_documents_of_packed_and_padded_rows(monkeypatch):
     install_modules(monkeypatch, contents)
     monkeypatch.setattr(delta_net, "problem_of_kernels", lambda *_: None)
     net, inputs = net_and_inputs()
-    for rows, bounds, passed in ((inputs, BOUNDS, BOUNDS), (inputs.view(2, 65, -1), BOUNDS[:3], None)):
+    for rows, bounds, passed in ((inputs, BOUNDS, chunks(BOUNDS, 130)), (inputs.view(2, 65, -1), BOUNDS[:3], {})):
         assert torch.equal(net(rows, bounds), rows[..., 64:192])
         (x, weight), (v, z, *_), (q, k, v, g, beta) = (kernel.call_args.args for kernel in (conv, norm, rule))
         assert torch.equal(x, rows[..., :192]) and torch.equal(z.flatten(2), rows[..., 192:320])
         assert q.shape[2:] == k.shape[2:] == (2, 16) and g.shape == beta.shape == (*rows.shape[:2], 8)
-        assert conv.call_args.kwargs["cu_seqlens"] is rule.call_args.kwargs["cu_seqlens"] is passed
+        for name, value in passed.items():
+            assert torch.equal(conv.call_args.kwargs[name], value) and torch.equal(rule.call_args.kwargs[name], value)
+        assert passed or not {"cu_seqlens", "chunk_indices"} & {*conv.call_args.kwargs, *rule.call_args.kwargs}
+
+
+@pytest.mark.parametrize("lengths", [[17, 13, 100], [130], [64, 64], [128, 1], [1, 1, 1], [63, 65, 64], [130, 0, 0]])
+def test_chunks_are_those_of_the_documents_and_the_rest_is_empty(lengths):
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    arguments = chunks(bounds, sum(lengths))
+    assert arguments["cu_seqlens"].tolist() == [*bounds.tolist(), sum(lengths)]
+    expected = [[document, place] for document, n in enumerate(lengths) for place in range(-(-n // 64))]
+    indices = arguments["chunk_indices"]
+    assert indices.dtype == torch.int32 and len(indices) == sum(lengths) // 64 + len(lengths)
+    assert indices[: len(expected)].tolist() == expected and (indices[len(expected) :, 0] == len(lengths)).all()

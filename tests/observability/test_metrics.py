@@ -7,13 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llm_fp8.observability.metrics import (
-    DecoderSize,
-    StepTokens,
-    describe_full_gpu,
-    peak_tflops,
-    speed_metrics,
-)
+from llm_fp8.observability.metrics import DecoderSize, StepTokens, describe_full_gpu, peak_tflops, speed_metrics
 from tests.support.documented_metrics import DOCUMENTED
 
 PACKAGE = Path(__file__).resolve().parents[2] / "llm_fp8"

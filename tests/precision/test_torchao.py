@@ -21,15 +21,7 @@ from llm_fp8.precision.coverage import bf16_modules, measure_coverage
 from llm_fp8.precision.torchao import TorchaoBackend, build_config
 from llm_fp8.utils.errors import UserError
 from tests.support.processes import run_ranks
-from tests.support.small import (
-    assert_same_continuation,
-    precision_on,
-    run_json,
-    short_run,
-    steps,
-    tiny_config,
-    train,
-)
+from tests.support.small import assert_same_continuation, precision_on, run_json, short_run, steps, tiny_config, train
 
 CPU = torch.device("cpu")
 FP8 = ["--mixed_precision=fp8", "--fp8_backend=torchao"]

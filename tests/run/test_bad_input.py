@@ -94,13 +94,7 @@ def test_wrong_option_is_refused(refusal, options, message):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.parametrize(
     "option",
-    [
-        "--mixed_precision=fp8",
-        "--mixed_precision=fp16",
-        "--optimizer=adamw_8bit",
-        "--certify",
-        "--batch_size=auto",
-    ],
+    ["--mixed_precision=fp8", "--mixed_precision=fp16", "--optimizer=adamw_8bit", "--certify", "--batch_size=auto"],
 )
 def test_option_that_needs_a_gpu_is_refused(refusal, option):
     assert option.partition("=")[0] in refusal(option)

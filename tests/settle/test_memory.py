@@ -41,8 +41,7 @@ def test_auto_batch_size_is_refused_without_memory_estimate(row):
 
 
 @pytest.mark.parametrize(
-    "row",
-    [{}, {"batch_size": AUTO_BATCH_SIZE}, {"mode": "ddp", "num_gpus": 2}, {"use_te": False}],
+    "row", [{}, {"batch_size": AUTO_BATCH_SIZE}, {"mode": "ddp", "num_gpus": 2}, {"use_te": False}]
 )
 def test_run_that_cannot_fit_is_refused_with_suggestion(row):
     with pytest.raises(UserError, match="cannot fit") as raised:

@@ -38,7 +38,6 @@ def settled(options: str, machine: Machine = ONE, model: LlamaConfig = LLAMA) ->
     [
         ("--use_te --context_parallel_size 2", {"layers": (None, WINDOWED)}, 4, "--context_parallel_size"),
         ("--use_te --context_parallel_size 2", {"delta_net": DELTA_NET}, 4, "--context_parallel_size"),
-        ("--use_te --cuda_graphs", {"delta_net": DELTA_NET}, 4, "--cuda_graphs"),
         (FP8_PARAMS, {}, 7, "--fp8_params"),
         ("--use_te --lora_rank 4 --lora_targets q_proj", {"layers": (PHI,)}, 4, "--lora_targets q_proj: .* qkv_proj"),
     ],
@@ -66,6 +65,7 @@ REFUSED: list[tuple[str, Machine, str]] = [
     ("--offload_optimizer 1", dataclasses.replace(ONE, host_free_gib=1e-5), "--offload_optimizer 1 takes"),
     (GRAPHS.replace("bf16", "no"), ONE, "--cuda_graphs"),
     (GRAPHS + "--optimizer adamw_fp32", ONE, "--cuda_graphs"),
+    (GRAPHS, dataclasses.replace(ONE, lacks_delta_kernels=True), "--cuda_graphs .* flash-linear-attention"),
     (GRAPHS + "--gradient_accumulation_steps 2 --no_merge_micro_batches --sharding_mode fsdp_full", FOUR, "one micro"),
     (FP8 + "--fp8_scenario block --max_seq_length 144 --batch_size 1", ONE, "--fp8_scenario block"),
     ("--lr_scheduler warmup_stable_decay", CPU, "warmup_stable_decay: .*num_decay_steps.*--lr_scheduler_kwargs"),
@@ -84,11 +84,11 @@ def test_option_that_machine_or_launch_does_not_allow_is_refused(options, machin
         settled(options, machine)
 
 
-def test_idle_gpus_decide_about_graphs_unless_a_graph_would_replay_dropout_or_documents():
-    options = "--use_te --packing --mixed_precision bf16"
-    assert settled(options).graphs is None
-    for model in (LlamaConfig(**LLAMA.to_dict() | {"attention_dropout": 0.1}), family_config("qwen3_5_text")):
-        assert settled(options, model=model).graphs is False
+def test_idle_gpus_decide_about_graphs_unless_a_graph_would_replay_dropout_or_wait_for_the_host():
+    options, delta_net = "--use_te --packing --mixed_precision bf16", family_config("qwen3_5_text")
+    assert settled(options).graphs is settled(options, model=delta_net).graphs is None
+    assert settled(options, dataclasses.replace(ONE, lacks_delta_kernels=True), delta_net).graphs is False
+    assert settled(options, model=LlamaConfig(**LLAMA.to_dict() | {"attention_dropout": 0.1})).graphs is False
 
 
 def test_cuda_graphs_are_refused_with_dropout():

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support import gpu_training
+from tests.support.families import write_family
 from tests.support.gpu_training import DETERMINISTIC, certificate_of, losses, metric_values, train, training_options
 from tests.support.small import summary_json
 
@@ -45,6 +46,19 @@ def test_run_with_graphs_is_certified_and_equals_eager_run(precision, micro_batc
     ours, theirs = certificate_of(graphs), certificate_of(eager)
     assert ours["verdict"] == theirs["verdict"] == "certified", (ours["reasons"], theirs["reasons"])
     assert ours["gemm_kernels_by_type"] == theirs["gemm_kernels_by_type"]
+
+
+@pytest.mark.parametrize("more", [(), ("--gradient_checkpointing",)])
+@pytest.mark.parametrize("precision", ["bf16", "delayed"])
+def test_graphs_with_gated_delta_nets_equal_eager_steps(precision, more, tmp_path):
+    pytest.importorskip("fla")
+    model = write_family(tmp_path / "model", "qwen3_5_text")
+    options = [*PRECISIONS[precision], *more, "--max_steps", "8", "--eval_every", "4", "--batch_size", "11"]
+    options += ["--gradient_accumulation_steps", "3", "--certify"]
+    eager = run(model, tmp_path / "eager", *options, "--no_cuda_graphs")
+    graphs = run(model, tmp_path / "graphs", *options, "--cuda_graphs")
+    assert_equal_runs(eager, graphs)
+    assert certificate_of(graphs)["verdict"] == "certified", certificate_of(graphs)["reasons"]
 
 
 @pytest.mark.parametrize("more", [(), ("--gradient_checkpointing",)])

@@ -93,11 +93,7 @@ OPTIONS += ["--learning_rate=1e-3", "--mixed_precision=bf16", "--log_every=1", "
 
 @pytest.mark.parametrize(
     ("mode", "variants"),
-    [
-        ("fsdp_full", ["after a step, dropped"]),
-        ("fsdp_grad", ["from the start, dropped"]),
-        ("ddp", ["after a step"]),
-    ],
+    [("fsdp_full", ["after a step, dropped"]), ("fsdp_grad", ["from the start, dropped"]), ("ddp", ["after a step"])],
 )
 def test_run_with_graphs_equals_run_without(mode, variants, tmp_path, tiny_model, unequal_rows):
     options = [*OPTIONS, f"--model_name={tiny_model}", f"--dataset_name={unequal_rows}", f"--sharding_mode={mode}"]

@@ -62,12 +62,7 @@ def prepare(model: nn.Module, summed_by: str):
     return strategy, model, optimizer
 
 
-def backward(
-    strategy: DistributedStrategy,
-    model: nn.Module,
-    precision: Precision,
-    batches: list[Batch],
-) -> int:
+def backward(strategy: DistributedStrategy, model: nn.Module, precision: Precision, batches: list[Batch]) -> int:
     """Compute the gradients of a step on `batches`. Return how many weights had `main_grad` in the last micro-batch."""
     num_fused = 0
     for number, batch in enumerate(batches, start=1):

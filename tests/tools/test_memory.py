@@ -13,9 +13,10 @@ from huggingface_hub import constants
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.embedded import MODEL_DIR
+from llm_fp8.settle.memory import WAYS
 from llm_fp8.tools import memory
 from llm_fp8.tools.gpus import GPUS, named_machine
-from llm_fp8.tools.memory import WAYS, find_model
+from llm_fp8.tools.memory import find_model
 from llm_fp8.tools.programs import wide_console
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks

@@ -185,8 +185,7 @@ def test_verdict_needs_a_certified_reference():
 
 
 @pytest.mark.parametrize(
-    ("effect", "conclusion"),
-    [("both", "not comparable"), ("speed", "speed unknown"), ("quality", "quality unknown")],
+    ("effect", "conclusion"), [("both", "not comparable"), ("speed", "speed unknown"), ("quality", "quality unknown")]
 )
 def test_verdict_of_runs_with_different_options(effect, conclusion):
     assert verdict([Difference("optim.learning_rate", effect, {}, ["delayed"])]).conclusion == conclusion
