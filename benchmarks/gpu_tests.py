@@ -106,7 +106,7 @@ def run_tests(files: list[str], num_workers: int, outcomes: Outcomes, gpus: list
             workers += ["--tx", f"popen//env:CUDA_VISIBLE_DEVICES={','.join(gpus[first:] + gpus[:first])}"]
     worst = pytest.ExitCode.OK
     for selection in (["-m", f"not ({ALONE})", *workers, "--dist", "worksteal"], ["-m", ALONE]):
-        code = pytest.main(["-q", "-p", "no:cacheprovider", *files, *selection], plugins=[outcomes])
+        code = pytest.main(["-v", "-p", "no:cacheprovider", *files, *selection], plugins=[outcomes])
         worst = max(worst, pytest.ExitCode.OK if code == pytest.ExitCode.NO_TESTS_COLLECTED else code)
         if worst not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             break  # pytest was interrupted or could not collect a file, so tests have not run

@@ -18,6 +18,7 @@ from llm_fp8.config.recipes import precision_name
 from llm_fp8.data.prepare import PreparedData
 from llm_fp8.models.export import export_adapter, export_hf, export_size_bytes
 from llm_fp8.models.side_files import Origin, save_side_files
+from llm_fp8.observability.kernel_trace import describe_gpu_idle
 from llm_fp8.observability.metrics import GIB, describe_full_gpu
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.optim.optimizers import bytes_on_host, effective_warmup_steps
@@ -205,8 +206,6 @@ def closing_words(timeline: Timeline, exported: Path | None) -> None:
     if "stopped_early" in summary:
         say(f"stopped early: {summary['stopped_early']}")
     if certificate := timeline.results.certificate:
-        from llm_fp8.observability.kernel_trace import describe_gpu_idle
-
         say(describe_gpu_idle(summary["gpu_idle"], plan.strategy.mode))
         say(certificate.describe())
     elif plan.certifies:

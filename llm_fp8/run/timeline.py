@@ -18,6 +18,7 @@ from llm_fp8.data.collate import Batch
 from llm_fp8.data.loader import TrainLoader
 from llm_fp8.distributed.process_group import gathered, largest
 from llm_fp8.models.build import decoder_size
+from llm_fp8.observability.kernel_trace import StepProfile, profiled
 from llm_fp8.observability.metrics import PhaseClock, StepTokens, device_peak_tflops, memory_metrics, speed_metrics
 from llm_fp8.observability.reporter import RunReporter
 from llm_fp8.run.train_state import EvalHistory, RunState
@@ -28,7 +29,6 @@ from llm_fp8.utils.json_files import write_json_atomic
 from llm_fp8.utils.te_internals import attention_backend
 
 if TYPE_CHECKING:
-    from llm_fp8.observability.kernel_trace import StepProfile
     from llm_fp8.observability.nvml import EnergyMeter
     from llm_fp8.precision.certificate import Certificate
 
@@ -99,8 +99,9 @@ class Timeline:
         stamp = self.restart_clocks()
         for batches in self.loader:
             records = self.step + 1 == self.profile_step
-            self.stepper.may_capture(not records)
-            with _profiled() if records else contextlib.nullcontext() as profile:
+            if graphs := self.stepper.micro_batch_graphs:
+                graphs.may_capture = not records  # a capture would disturb the recording
+            with profiled() if records else contextlib.nullcontext() as profile:
                 stamp = self.take_step(batches, stamp)
             if self.step == first:
                 self.stepper.drop_graphs_if_memory_is_short()
@@ -124,7 +125,8 @@ class Timeline:
             if saves or (done and (options.save_every or self._checkpoint_due())):
                 self.save()
             if done:
-                self.stepper.make_room()  # for the export
+                if graphs := self.stepper.micro_batch_graphs:
+                    graphs.make_room()  # for the export
                 return
             if evaluates or saves:
                 stamp = self.restart_clocks()  # the next step's time must not include these
@@ -206,7 +208,7 @@ class Timeline:
         note = self.stepper.take_graphs_if_idle(profile, steps, num_micro_batches, self.step, asks_again)
         if note is not None:
             self.reporter.print(note)
-        if self.stepper.uses_graphs:
+        if self.stepper.micro_batch_graphs:
             self.profile_step = self._next_profile_step()
 
     def _note_attention(self) -> None:
@@ -248,7 +250,8 @@ class Timeline:
         """Evaluate and report the loss. Return True if --keep_best is set and this loss is the lowest so far."""
         if self.state.data.eval is None:
             return False
-        self.stepper.make_room()
+        if graphs := self.stepper.micro_batch_graphs:
+            graphs.make_room()
         figures = evaluate_loss(self.accelerator, self.stepper.model, self.precision, self.state.data.eval)
         self.reporter.evaluation({"step": self.step, **figures})
         self.history.add(self.step, gathered(figures["eval_loss"])[0])  # the loss of the main rank
@@ -281,9 +284,3 @@ class Timeline:
             "Lower --learning_rate, or in fp8 keep outer layers in bf16 (--fp8_bf16_modules layers.-2:). In the "
             "first step, look for NaN in the weights."
         )
-
-
-def _profiled() -> contextlib.AbstractContextManager[StepProfile]:
-    from llm_fp8.observability.kernel_trace import profiled
-
-    return profiled()

@@ -42,7 +42,7 @@ from llm_fp8.utils.torch_internals import local_of
 BUCKETS = (32, 64, 128, 256, 512, 1024, 1536, 2048)
 """Numbers of documents for which there are graphs: those for which Transformer Engine plans cuDNN's attention."""
 
-WORTH_GRAPHS = 0.15  # fraction of a step's time in which the GPU is idle, from which graphs are used
+WORTH_GRAPHS = 0.10  # fraction of a step's time in which the GPU is idle, from which graphs are used
 
 RunMicroBatch: TypeAlias = Callable[[Batch, Tensor, bool, bool], Tensor]
 """Function that runs forward and backward of a micro-batch. Arguments: batch, the step's number of supervised tokens

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from llm_fp8.data.collate import Batch, count_tokens
 from llm_fp8.distributed.process_group import gathered
 from llm_fp8.distributed.strategy import DistributedStrategy
+from llm_fp8.observability.kernel_trace import StepProfile
 from llm_fp8.observability.metrics import StepTokens
 from llm_fp8.precision.context import Precision
+from llm_fp8.step import micro_batch_graphs
 from llm_fp8.step.loss_model import TrainingModel
 from llm_fp8.step.wgrad_fusion import FusedWgradAccumulation
-
-if TYPE_CHECKING:
-    from llm_fp8.observability.kernel_trace import StepProfile
-    from llm_fp8.step.micro_batch_graphs import MicroBatchGraphs
 
 
 class StepClock:
@@ -82,12 +80,8 @@ class Stepper:
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.wgrad_accumulation = FusedWgradAccumulation(self.model, self.strategy)
         self.may_take_graphs = self.graphs is None
-        self._graph_note = ""
-        self._graphs = self._build_graphs() if self.graphs else None
-
-    @property
-    def uses_graphs(self) -> bool:
-        return self._graphs is not None
+        self._graph_notes: list[str] = []
+        self.micro_batch_graphs = self._build_graphs() if self.graphs else None
 
     def take_graphs_if_idle(
         self, profile: StepProfile, steps: list[dict[str, Any]], num_micro_batches: int, step: int, asks_again: bool
@@ -98,68 +92,53 @@ class Stepper:
         `profile` is the profile of a recorded step. `steps` (used on the main rank) are the records of all steps up to
         `step`. If `asks_again` is set and the GPU is not often idle, `may_take_graphs` stays True for a later call.
         """
-        from llm_fp8.step.micro_batch_graphs import WORTH_GRAPHS, memory_beside_graphs
-
         sharded, gradients = self.strategy.shards_parameters, 0
         if not sharded and num_micro_batches == 1:  # without graphs, gradients reuse the memory of activations
             gradients = sum(parameter.nbytes for parameter in self.parameters)
         idle, communication_s = gathered((profile.gpu_idle(steps), profile.exposed_communication_s))[0]
-        lacking_gib, drops_graphs = memory_beside_graphs(gradients)
+        lacking_gib, drops_graphs = micro_batch_graphs.memory_beside_graphs(gradients)
         if idle is None:
             return None
         share = idle["share"]
         if not sharded:  # in sharded modes, communication mostly waits for hosts, and graphs include it
             share -= communication_s / idle["step_time_s"]
-        self.may_take_graphs = share < WORTH_GRAPHS and asks_again
-        if share < WORTH_GRAPHS or (sharded and num_micro_batches > 1):
+        self.may_take_graphs = share < micro_batch_graphs.WORTH_GRAPHS and asks_again
+        if share < micro_batch_graphs.WORTH_GRAPHS or (sharded and num_micro_batches > 1):
             return None
         if lacking_gib:
             consequence = f"--cuda_graphs would help, but might need {lacking_gib:.1f} GiB more than the GPU has"
         else:
             self.begin_graphs(drops_graphs)
             consequence = f"micro-batches run as CUDA graphs from step {step + 1} on"
-        self._graph_note = f"the GPU computes nothing during {share:.0%} of a step: {consequence}"
-        return self._graph_note
+        self._graph_notes = [f"the GPU computes nothing during {share:.0%} of a step: {consequence}"]
+        return self._graph_notes[0]
 
     def summary(self) -> dict[str, Any]:
         """Return the entry about CUDA graphs in summary.json."""
-        return {"cuda_graphs": {"used": self.uses_graphs, "notes": [self._graph_note] if self._graph_note else []}}
+        return {"cuda_graphs": {"used": self.micro_batch_graphs is not None, "notes": self._graph_notes}}
 
     def begin_graphs(self, drops_before_eager: bool = False) -> None:
         """Run micro-batches as CUDA graphs from the next step on. For `drops_before_eager` see `MicroBatchGraphs`."""
         self.model = self.strategy.without_ddp(self.model)
         self.wgrad_accumulation = FusedWgradAccumulation(self.model, self.strategy)
-        self._graphs = self._build_graphs()
-        self._graphs.drops_before_eager = drops_before_eager
+        self.micro_batch_graphs = self._build_graphs()
+        self.micro_batch_graphs.drops_before_eager = drops_before_eager
 
     def drop_graphs_if_memory_is_short(self) -> None:
         """Measure memory after a step. If it is short, every later eager pass deletes the graphs first. Collective."""
-        if self._graphs is not None:
-            from llm_fp8.step.micro_batch_graphs import memory_beside_graphs
+        if self.micro_batch_graphs is not None:
+            _, self.micro_batch_graphs.drops_before_eager = micro_batch_graphs.memory_beside_graphs()
 
-            _, self._graphs.drops_before_eager = memory_beside_graphs()
-
-    def may_capture(self, may: bool) -> None:
-        """Allow or forbid the capture of graphs in the next step. A capture would disturb the recording of a step."""
-        if self._graphs is not None:
-            self._graphs.may_capture = may
-
-    def make_room(self) -> None:
-        """Delete the graphs if memory is too short for them and the eager pass that follows."""
-        if self._graphs is not None:
-            self._graphs.make_room()
-
-    def _build_graphs(self) -> MicroBatchGraphs:
-        from llm_fp8.step.micro_batch_graphs import Capture, MicroBatchGraphs, ShardedMicroBatchGraphs
-
+    def _build_graphs(self) -> micro_batch_graphs.MicroBatchGraphs:
         sharded, collective = self.strategy.shards_parameters, self.accelerator.num_processes > 1
 
         def run(batch: Batch, num_supervised: Tensor, first: bool, last: bool) -> Tensor:
             return self._micro_batch_by_old_scales(batch, num_supervised, None if sharded else first, last)
 
         overwritten = [] if sharded else self.wgrad_accumulation.weights()
-        build = ShardedMicroBatchGraphs if sharded else MicroBatchGraphs
-        return build(run, self.parameters, overwritten, Capture(), self.precision.update_scales, collective)
+        graphs = micro_batch_graphs.ShardedMicroBatchGraphs if sharded else micro_batch_graphs.MicroBatchGraphs
+        capture = micro_batch_graphs.Capture()
+        return graphs(run, self.parameters, overwritten, capture, self.precision.update_scales, collective)
 
     def take_step(self, batches: list[Batch], start: Any = None) -> StepResult:
         """Run an optimizer step on this rank's micro-batches. `start` is the time stamp of its beginning."""
@@ -172,7 +151,7 @@ class Stepper:
         losses = torch.zeros(len(loss_names), device=device)
         # The other micro-batches reuse the weights that the first one cast.
         caches_casts = strategy.caches_weight_casts and len(batches) > 1
-        graphs = None if strategy.shards_parameters and len(batches) > 1 else self._graphs
+        graphs = None if strategy.shards_parameters and len(batches) > 1 else self.micro_batch_graphs
         for number, batch in enumerate(batches, start=1):
             first, last = number == 1, number == len(batches)
             if graphs is not None:

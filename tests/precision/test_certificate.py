@@ -244,7 +244,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, tuple[int, f
     def profiled():
         yield profile
 
-    monkeypatch.setattr("llm_fp8.observability.kernel_trace.profiled", profiled)
+    monkeypatch.setattr("llm_fp8.run.timeline.profiled", profiled)
     monkeypatch.setattr(RunPlan, "certifies", property(lambda plan: plan.config.run.certify is not False))
 
 

@@ -36,6 +36,7 @@ from llm_fp8.utils.json_files import read_json
 from llm_fp8.utils.packages import REPOSITORY
 from tests.support.batches import random_rows
 from tests.support.reference import mean_loss
+from tests.support.run_sizes import SPEEDS
 from tests.support.small import CARD, built_model, length_config, stored_weights
 
 CPU = torch.device("cpu")
@@ -166,7 +167,6 @@ def write_hub_model(folder: Path, name: str) -> Path:
 
 
 DOCUMENT = REPOSITORY / "docs" / "precision.md"
-SPEEDS = REPOSITORY / "benchmarks" / "results" / "families_4b.json"
 VARIANTS = {  # of benchmarks/families_4b.json -> column
     "bf16": "bf16",
     "fp8": "fp8",
@@ -181,9 +181,9 @@ def speed_rows() -> list[dict[str, str]]:
     """Return the rows of the table of speeds: a row per model in `SPEEDS`, a column per variant."""
     rows: dict[str, dict[str, str]] = {}
     for entry in read_json(SPEEDS)["rows"]:
-        speed = f"{entry['tokens_per_s']:,.0f}" if "tokens_per_s" in entry else "-"
+        speed = f"{entry['tokens_per_s']:,.0f}" if "tokens_per_s" in entry else ""
         rows.setdefault(entry["model"], {"tokens/s": entry["model"]})[VARIANTS[entry["variant"]]] = speed
-    return [{title: row.get(title, "-") for title in ("tokens/s", *VARIANTS.values())} for row in rows.values()]
+    return [{title: row.get(title, "") for title in ("tokens/s", *VARIANTS.values())} for row in rows.values()]
 
 
 def check_family(name: str, folder: Path) -> dict[str, str]:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from transformers import PretrainedConfig, Qwen3_5TextConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from llm_fp8.config.options import Config, ModelConfig
 from llm_fp8.models.build import count_parameters
 from llm_fp8.models.memory import MemoryEstimate, RunSize
 from llm_fp8.models.source import load_config, resolve_source
+from llm_fp8.utils.json_files import read_json
+from llm_fp8.utils.packages import REPOSITORY
+
+SPEEDS = REPOSITORY / "benchmarks" / "results" / "families_4b.json"
 
 
 @functools.cache
 def hf_config(model: str):
-    if model == "Qwen3.5-4B":
-        return Qwen3_5TextConfig(hidden_size=2560, intermediate_size=9216, tie_word_embeddings=True)
+    measured = (row["config"] for row in read_json(SPEEDS)["rows"] if row["model"] == model)
+    if config := next(measured, None):
+        return AutoConfig.for_model(**config)
     return load_config(resolve_source(ModelConfig(model_name=model, random_init=True)))
 
 

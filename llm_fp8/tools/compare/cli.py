@@ -120,8 +120,8 @@ def main() -> int:
         console.print("every run failed, so there is nothing to compare")
         return EXIT_FAILED_CHECK
     comparison = compare(records, failures, options.quality_margin)
-    print_comparison(comparison, console)
     write_json_atomic(folder / "comparison.json", dataclasses.asdict(comparison))
     (folder / "comparison.html").write_text(render_page(comparison), encoding="utf-8")
+    print_comparison(comparison, console)  # last, since `| head` ends the program here
     console.print(f"\n{folder / 'comparison.html'}\n{folder / 'comparison.json'}")
     return EXIT_FAILED_CHECK if failures else 0

@@ -158,9 +158,9 @@ _FIELDS = {
     "both": "config effective data model steps tokens_seen precision.effective precision.optimizer"
     " precision.parameter_dtype provenance.packages provenance.git.commit",
     "quality": "config.run.eval_batches first_loss evaluated_tokens",
-    "speed": "config.model.gradient_checkpointing config.model.cuda_graphs cuda_graphs config.parallel"
-    " effective.sharding_mode effective.num_processes provenance.gpus provenance.driver provenance.cuda"
-    " provenance.cudnn provenance.cpu provenance.environment",
+    "speed": "config.model.gradient_checkpointing config.model.cuda_graphs config.parallel effective.sharding_mode"
+    " effective.num_processes provenance.gpus provenance.driver provenance.cuda provenance.cudnn provenance.cpu"
+    " provenance.environment",
     "": "config.optim.seed config.run config.parallel.fp8_params provenance.packages.wandb"
     " config.data.batch_size config.optim.gradient_accumulation_steps effective.num_requested_micro_batches"
     " provenance.environment.CUDA_VISIBLE_DEVICES",
@@ -186,7 +186,6 @@ def _facts(run: RunRecord) -> dict[str, Any]:
         **{name: run.stored[name] for name in ("effective", "data", "model", "provenance")},
         "config": {name: section for name, section in run.stored["config"].items() if name != "precision"},
         "precision": {name: run.precision.get(name) for name in ("optimizer", "parameter_dtype")},
-        "cuda_graphs": (run.summary.get("cuda_graphs") or {}).get("used"),
         "steps": len(run.steps),
         "evaluated_tokens": float(last.get("eval_num_supervised_tokens", 0)),
     }

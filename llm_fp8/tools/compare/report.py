@@ -87,7 +87,7 @@ def compare(runs: Sequence[RunRecord], failures: Sequence[Failure] = (), margin:
         failures=list(failures),
         curves=curves,
         runs=sources,
-        provenance={**first["provenance"], **first["model"], "random_init": first["config"]["model"]["random_init"]},
+        provenance={**first["provenance"], **first["config"]["model"]},
         quality_margin=margin,
     )
 

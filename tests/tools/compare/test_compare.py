@@ -232,9 +232,11 @@ def test_difference_names_the_field_and_its_effect_on_speed_or_quality(section, 
     assert (difference.field, difference.effect, difference.variants) == (field, effect, ["delayed"])
 
 
-def test_differences_among_bf16_runs_concern_all_variants_and_output_folders_none():
+def test_differences_among_bf16_runs_concern_all_variants_and_output_folders_or_automatic_graphs_none():
     elsewhere = with_entry(made_up_run("delayed"), "config", ["run", "output_dir"], "elsewhere")
     assert find_differences([made_up_run("bf16"), elsewhere]) == []
+    in_graphs = dataclasses.replace(elsewhere, summary={**elsewhere.summary, "cuda_graphs": {"used": True}})
+    assert find_differences([made_up_run("bf16"), in_graphs]) == [], "what the run chose belongs to its speed"
     base = [made_up_run("bf16", 1), with_entry(made_up_run("bf16", 2), "effective", ["packing"], False)]
     (difference,) = find_differences([*base, made_up_run("delayed", 1)])
     assert difference.variants == ["bf16", "delayed"]
