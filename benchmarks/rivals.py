@@ -37,6 +37,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from benchmarks.gpus import visible_gpus
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.data.embedded import DATASET_DIR, MODEL_DIR
 from llm_fp8.models.source import load_config, resolve_source
@@ -65,7 +66,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "unsloth_bf16": ("unsloth", {}),
 }
 """Name -> package and options."""
-SHAPES = {"Llama-3.2-1B": (16, 4), "Llama-3.2-3B": (8, 8), "Llama-3.1-8B": (4, 8)}
+SHAPES = {"Llama-3.2-1B": (16, 4), "Llama-3.2-3B": (8, 8), "Llama-3.1-8B": (4, 8), "Gemma-3-4B": (8, 4)}
 """Model -> (rows of a micro-batch, micro-batches of a step)."""
 RECORDED_STEP = 7  # the kernels of this step are recorded; our own runs record their fifth
 WARMUP = 8  # steps that are not timed
@@ -414,7 +415,7 @@ def measure(job: Job, site: str | None, scratch: Path, timeout_s: float) -> dict
             command = [sys.executable, *argv]
         environ = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
         environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "UNSLOTH_DISABLE_STATISTICS": "1"}
-        environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(job["num_gpus"])))
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus()[: job["num_gpus"]])
         environ["PYTHONPATH"] = os.pathsep.join([*([site] if site else []), str(REPOSITORY)])
         place = {"log": scratch / f"{job['name']}.log", "cwd": REPOSITORY}
         outcome = run_program(command, environ=CUDA_DEFAULTS | environ, timeout_s=timeout_s, **place)
