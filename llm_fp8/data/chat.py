@@ -34,7 +34,7 @@ from llm_fp8.utils.errors import UserError, reading
 PROMPT_FORM = "Problem:\n{problem}\n\nSolution:\n"  # prompt for a problem if there is no chat template
 PLAIN_TURN = "{role}:\n"  # header of a turn if there is no chat template; EOS ends an assistant's turn
 TEMPLATE_DATE = date(2026, 1, 1)  # result of `strftime_now` in chat templates: tokens must not depend on the day
-FORMAT_VERSION = 14  # version of cached documents: increase it if rows are tokenised or rejected differently
+FORMAT_VERSION = 15  # version of cached documents: increase it if rows are tokenised or rejected differently
 
 _NOW = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -235,7 +235,8 @@ def _marked_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTo
         parts = f"{len(marked)} parts in {len(turns)} assistant's turns, some of them excluded from the loss"
         raise UserError(f"--dataset_name: the chat template marks {parts}; leave such conversations out.")
     turns = turns if len(turns) == len(marked) else [-1 - part for part in range(len(marked))]
-    return {turn: span for turn, span in zip(turns, marked, strict=True) if turn not in conversation.excluded}
+    spoken = conversation.supervised_turns()
+    return {turn: span for turn, span in zip(turns, marked, strict=True) if turn < 0 or turn in spoken}
 
 
 def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Spans:
@@ -256,7 +257,7 @@ def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedToke
             full_prompt = _render(tokenizer, conversation.until(turn), add_generation_prompt=True)[0]
         else:  # a first turn has no generation prompt: it begins with its content
             content = message["content"].strip()  # includes its reasoning, if the template renders it
-            full_prompt = until[: until.rfind(content if content and content in until else essence or until)]
+            full_prompt = until[: until.rfind(content if content and content in until else essence)]
         prompts = [full_prompt, _OPEN_THINKING.sub("", full_prompt)]
         before = next(filter(until.startswith, prompts), None)
         if before is None and turn and conversation.messages[turn - 1]["role"] == "assistant":
@@ -277,7 +278,7 @@ def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedToke
             (at, at + len(variant) - cut)
             for variant in variants
             for at in begins
-            for cut in (range(1 + max(0, variant.rfind(essence))) if essence else range(1))
+            for cut in range(1 + max(0, variant.rfind(essence)))
             if at >= end and text.startswith(variant[cut:], at)
         )
         span = next(candidates, None)
@@ -291,9 +292,9 @@ def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedToke
     return spans
 
 
-def _tokenise(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def _tokenise(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Tokenise texts without special tokens around them. Return [] for no texts, on which transformers 5.23 fails."""
-    return list(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]) if texts else []
+    return list(tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]) if texts else []
 
 
 def _continue(before: str, text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -309,8 +310,8 @@ def _continue(before: str, text: str, tokenizer: PreTrainedTokenizerBase) -> lis
 
 def _encode_spans(rendered: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
     texts = [item.text[:end] for item in rendered for end in (*item.cuts(), len(item.text))]
-    tokens, bos = iter(_tokenise(texts, tokenizer)), tokenizer.bos_token_id
-    added_bos = [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
+    tokens, added, [letter] = iter(_tokenise(texts, tokenizer)), tokenizer("a")["input_ids"], _tokenise("a", tokenizer)
+    prefix = added[: next((i for i in range(len(added)) if added[i : i + len(letter)] == letter), 0)]  # as a BOS
     encoded: list[Encoded] = []
     for item in rendered:
         text, ids, supervised = item.text, list[int](), list[bool]()
@@ -324,8 +325,8 @@ def _encode_spans(rendered: Sequence[Rendered], tokenizer: PreTrainedTokenizerBa
             ids = whole
             inside = any(first <= start < stop for first, stop in item.spans)
             supervised += [inside] * (len(ids) - len(supervised))
-        if not item.from_template and ids[:1] != added_bos:
-            ids, supervised = added_bos + ids, [False] * len(added_bos) + supervised
+        if not item.from_template and ids[: len(prefix)] != prefix:
+            ids, supervised = prefix + ids, [False] * len(prefix) + supervised
         encoded.append(Encoded(ids, supervised))
     return encoded
 

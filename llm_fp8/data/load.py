@@ -71,7 +71,7 @@ class DatasetSource:
 def reading_of(*sources: DatasetSource) -> Iterator[None]:
     """Convert errors in the block, which reads `sources`, to `UserError`. Add the datasets' names to a row's error."""
     flag, name = sources[0].flag, ",".join(source.name for source in sources)
-    with reading(flag, name, "the dataset", "Check that its files have rows."):
+    with reading(flag, name, "the dataset", "Check its files."):
         try:
             yield
         except UserError as error:
@@ -183,7 +183,7 @@ def load_split(source: DatasetSource, streaming: bool = False, num_rows: int | N
         else:
             if "://" in first:  # `datasets` wants only `path` of hf://datasets/owner/name@revision/path, as a pattern
                 data_files = {split: [re.sub("^hf://[^@]*@[^/]*/", "", glob.escape(file)) for file in files]}
-            options = {"data_files": data_files if files else None, **_as_text(first)}
+            options = {"data_files": data_files if files else None, **_as_text(files)}
             rows = datasets.load_dataset(source.path, source.config, split=split, streaming=streaming, **options)
         return rows if num_rows is None else rows.take(num_rows)
 
@@ -194,16 +194,17 @@ def _checksum(file: str) -> str:
         return xxhash.xxh3_128_hexdigest(mapped.read_buffer())
 
 
-def _as_text(file: str) -> dict[str, Any]:
-    """Return arguments that make `load_dataset` read CSV cells as text: pandas reads 42 as 42.0 beside empty cells."""
-    kind = DATA_FILE.search(file)
+def _as_text(files: Sequence[str]) -> dict[str, Any]:
+    """Return arguments to read CSV cells as text, as pandas reads 42 as 42.0 beside empty cells. Files must agree."""
+    kind, names = DATA_FILE.search(next(iter(files), "")), list[str]()
     if kind is None or kind[1] not in (".csv", ".tsv"):
         return {}
     parsing = csv.ParseOptions(delimiter="," if kind[1] == ".csv" else "\t", newlines_in_values=True)
-    with fsspec.open(file, compression="infer") as opened:
-        names = csv.open_csv(opened, parse_options=parsing).schema.names  # raises if an early row has more cells
-    columns = [name or f"Unnamed: {number}" for number, name in enumerate(names)]  # an unnamed index in pandas
-    return {"features": Features(dict.fromkeys(columns, Value("string"))), "keep_default_na": False}
+    for file in files:
+        with fsspec.open(file, compression="infer") as opened:
+            header = csv.open_csv(opened, parse_options=parsing).schema.names  # raises if an early row has more cells
+        names += [name or f"Unnamed: {number}" for number, name in enumerate(header)]  # an unnamed index in pandas
+    return {"features": Features(dict.fromkeys(names, Value("string"))), "keep_default_na": False}
 
 
 def first_row(source: DatasetSource, dataset: Any) -> dict[str, Any]:

@@ -65,12 +65,12 @@ class Conversation(NamedTuple):
         return self._replace(messages=self.messages[:turn])
 
     def supervised_turns(self) -> list[int]:
-        """Return the indices of the supervised messages: the assistant's, except empty and excluded ones."""
+        """Return the indices of the supervised messages: the assistant's with text or calls beside reasoning."""
         return [
             turn
             for turn, message in enumerate(self.messages)
             if message["role"] == "assistant" and turn not in self.excluded
-            if message["content"].strip() or message.get("tool_calls") or any(map(message.get, REASONING))
+            if message["content"].rpartition("</think>")[2].strip() or message.get("tool_calls")
         ]
 
     def entries(self) -> list[str]:
@@ -124,7 +124,11 @@ def conversation_of(row: Mapping[str, Any], form: RowForm) -> Conversation:
     if form == "token_ids":
         return _of_tokens(row)
     unused = Unused()
-    history = [_message(turn, unused) for entry in _structured(row, "history") for turn in _history_messages(entry)]
+    pairs = [entry if isinstance(entry, list) and len(entry) == 2 else [entry] for entry in _structured(row, "history")]
+    chat = [
+        {"role": r, "content": text} for pair in pairs for r, text in zip(("user", "assistant"), pair, strict=False)
+    ]
+    history = [_message(turn, unused) for turn in chat]
     turns = _turns(row, form, unused)
     start = int(bool(turns) and turns[0][0]["role"] in SYSTEM)
     turns[start:start] = history if turns else []
@@ -159,7 +163,8 @@ def _of_tokens(row: Mapping[str, Any]) -> Conversation:
     ids, labels = (list(itertools.compress(column, mask)) for column in (ids, labels))
     prompt = [i for i, label in zip(ids, labels, strict=True) if label == -100]  # identifies the problem
     tokens = ids, [label != -100 for label in labels]
-    return Conversation([{"role": "user", "content": f"{prompt or ids}"}], Unused(), tokens=tokens)
+    problem = f"{prompt if len(prompt) > 1 else ids}"  # a lone BOS is no problem
+    return Conversation([{"role": "user", "content": problem}], Unused(), tokens=tokens)
 
 
 def _turns(row: Mapping[str, Any], form: RowForm, unused: Unused) -> list[Turn]:
@@ -239,13 +244,6 @@ def _json(text: Any, name: str) -> Any:
         return read_row(text)
     except (TypeError, ValueError) as error:
         raise UserError(f"--dataset_name: {name} must be JSON, but a row has {repr_of(text)}.") from error
-
-
-def _history_messages(entry: Any) -> Sequence[Any]:
-    """Return the messages of `entry`, an item in the column `history`: a list [question, answer] or one message."""
-    if isinstance(entry, list) and len(entry) == 2:
-        return [{"role": "user", "content": entry[0]}, {"role": "assistant", "content": entry[1]}]
-    return [entry]
 
 
 def _message(message: Any, unused: Unused) -> Turn:

@@ -213,7 +213,7 @@ def _tokenise_batch(
             outcome = Outcome.TRUNCATED if options.overlong == "truncate" else Outcome.OVERLONG
             ids, supervised = ids[: options.max_seq_length], supervised[: options.max_seq_length]
         if outcome is not Outcome.OVERLONG and not any(supervised[1:]):
-            outcome = Outcome.EMPTY
+            outcome = Outcome.OVERLONG if outcome is Outcome.TRUNCATED else Outcome.EMPTY
         if outcome >= Outcome.OVERLONG:
             ids, supervised = [], []
         document_key = _hash(np.array(ids, np.int32).tobytes() + np.array(supervised, bool).tobytes())

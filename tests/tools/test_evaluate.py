@@ -29,6 +29,12 @@ from tests.support.small import LONGROPE, records, train, write_jsonl, write_mod
         (r"\boxed{7}", "", False),
         ("x = -1/2", "x = -0.5", True),
         ("So 2 + 2. The answer is: 4", "4", True),
+        ("Because of X. The answer is (C).", "Since Y, the answer is (C).", True),
+        ("I have 3 apples. The answer is (C).", "It's (D) with 3", False),
+        ("So the answer is Paris.", "the answer is **paris**", True),
+        ("####", "", None),
+        ("#### Background\n\nThe method has 3 steps, and more follow.", "3", None),
+        ("The answer is that plants turn light into sugar.", "", None),
         *((text, text, None) for text in ("", "\n", "Sure, I have 3 cats.", "Call me at 5:30", "Hello there!")),
     ],
 )
