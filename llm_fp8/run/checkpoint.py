@@ -217,6 +217,13 @@ class CheckpointManager:
                 logger.warning("skipping a checkpoint: %s", error)
         return sorted(complete, key=lambda checkpoint: checkpoint.save_number, reverse=True)
 
+    def make_newest(self, checkpoint: Checkpoint) -> None:
+        """Make 'latest' find `checkpoint`, if it is in this folder: those saved after it are no longer the run's."""
+        earlier = self.newest_first()
+        if any(later.folder.samefile(checkpoint.folder) for later in earlier[1:]):
+            manifest = read_json(checkpoint.folder / _MANIFEST)
+            write_json_atomic(checkpoint.folder / _MANIFEST, {**manifest, "save_number": earlier[0].save_number + 1})
+
     def find(self, resume_from: str | None) -> Checkpoint | None:
         """Return the checkpoint in the folder `resume_from` or, for 'latest', the last complete one. Return None if
         `resume_from` is None or there is none for 'latest'. Raise `UserError` if it or every one is damaged.

@@ -90,6 +90,8 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
         checkpoints = CheckpointManager(folder, plan.config.run.save_total_limit, ranks.rank == 0, engine)
         if ranks.rank == 0:
             run_dir.begin_in(folder)  # before this, nothing is written to the folder
+            if resumed is not None:
+                checkpoints.make_newest(resumed)
         state = RunState(setup, data, folder, checkpoints, resume.run_fingerprint(plan), options)
         timeline = build_timeline(state, resumed, results)
         phase_ends("optimizer")
@@ -106,8 +108,11 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
             try:
                 timeline.train(stop.agreed)
             finally:
-                checkpoints.finish()
+                with timeline.saving():
+                    checkpoints.finish()
             finish(timeline, stop, tokenizer)
+            if timeline.unsaved is not None:
+                raise timeline.unsaved
     exit_code, accelerator = 0 if timeline.is_complete else stop.exit_code, plan.accelerator
     del plan, setup, state, timeline  # free the model before the process group is destroyed
     end_process_group(accelerator, is_own_group)
@@ -168,7 +173,8 @@ def finish(timeline: Timeline, stop: GracefulStop, tokenizer: PreTrainedTokenize
         exported = records.export_final(timeline, tokenizer, step, tokens_seen)
     if timeline.history.last_step != timeline.step and timeline.evaluate():
         timeline.save()
-        timeline.state.checkpoints.finish()
+        with timeline.saving():
+            timeline.state.checkpoints.finish()
     if config.run.export and exported is None:
         best_step = timeline.history.kept_step
         if best_step is not None and best_step != timeline.step:

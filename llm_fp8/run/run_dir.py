@@ -70,7 +70,8 @@ def _claimed(run: RunConfig, ranks: LaunchRanks, stack: contextlib.ExitStack) ->
 def default_folder(plan: RunPlan, stack: contextlib.ExitStack) -> Path:
     """Create and return a folder named after time, model and precision, locked until `stack` closes. Collective."""
     slug = re.sub(r"[^A-Za-z0-9.]+", "-", f"{plan.config.model.model_name} {plan.precision.name}").strip("-")
-    name = str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{slug}")
+    now = f"{time.strftime('%Y%m%d-%H%M%S')}.{time.time_ns() // 10**6 % 1000:03}"  # runs may start in the same second
+    name = str(Path("runs") / f"{now}-{slug}")
     return decided_by_main(lambda: stack.enter_context(run_lock(Path(agree_on("output_dir", name)))))
 
 

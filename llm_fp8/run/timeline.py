@@ -6,9 +6,10 @@ Losses and norms stay on the device until a log, save or evaluation is due. Then
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from llm_fp8.precision.certificate import Certificate
 
 STEPS_BEFORE_PROFILE = 4  # steps of a process before the recorded one, which compile and allocate
+STEPS_PER_CLOCK = 10  # steps after which the time since the last checkpoint is looked at
 SAVE_AFTER_S = 1800.0  # seconds after the last checkpoint at which the next one is due
 
 
@@ -74,6 +76,7 @@ class Timeline:
             self.energy = EnergyMeter(self.accelerator)
         self.profile_step = self._next_profile_step()
         self._saved_s = time.monotonic()
+        self.unsaved: UserError | None = None
         self._profile_figures: dict[int, dict[str, float]] = {}  # by step
         self._size = decoder_size(plan.hf_config, self.setup.num_adapter_parameters)
         self._peak = device_peak_tflops(plan.device)
@@ -113,15 +116,17 @@ class Timeline:
             stopping = stop_requested()
             done = stopping or self.step >= self.total_steps
             logs, evaluates = self._due(options.log_every), self._due(eval_every) and not done
-            saves = stopping or self._due(options.save_every or 0) or (logs and not done and self._checkpoint_due())
+            checks_clock = not done and (logs or self._due(STEPS_PER_CLOCK))
+            saves = stopping or self._due(options.save_every or 0) or (checks_clock and self._checkpoint_due())
             if logs or evaluates or saves or done:
                 self.read_pending()
             if logs and self.stepper.may_take_graphs and self.results.recorded and self.step > self.profile_step:
                 self._take_graphs_if_idle(self.results.recorded, len(batches))
                 stamp = self.restart_clocks()
             if evaluates:
-                saves = self.evaluate() or saves
-                done = self.history.stops_early
+                saves = self.evaluate(stop_requested) or saves
+                stopping = stop_requested()  # which ends an evaluation
+                saves, done = saves or stopping, stopping or self.history.stops_early
             if saves or (done and (options.save_every or self._checkpoint_due())):
                 self.save()
             if done:
@@ -246,22 +251,38 @@ class Timeline:
             self.reporter.print(f"WARNING: this run could not be certified: {'; '.join(certificate.reasons)}")
         self.results.certificate = certificate
 
-    def evaluate(self) -> bool:
-        """Evaluate and report the loss. Return True if --keep_best is set and this loss is the lowest so far."""
+    def evaluate(self, stop_requested: Callable[[], bool] = lambda: False) -> bool:
+        """Evaluate and report the loss, unless `stop_requested()` becomes True. Return True if --keep_best is set and
+        this loss is the lowest so far.
+        """
         if self.state.data.eval is None:
             return False
         if graphs := self.stepper.micro_batch_graphs:
             graphs.make_room()
-        figures = evaluate_loss(self.accelerator, self.stepper.model, self.precision, self.state.data.eval)
+        data = itertools.takewhile(lambda _: not stop_requested(), self.state.data.eval)
+        figures = evaluate_loss(self.accelerator, self.stepper.model, self.precision, data)
+        if stop_requested():
+            return False  # after a resume, the evaluation is repeated
         self.reporter.evaluation({"step": self.step, **figures})
         self.history.add(self.step, gathered(figures["eval_loss"])[0])  # the loss of the main rank
         return self.history.kept_step == self.step
 
     def save(self) -> None:
-        folder = self.state.save(self.step, self.stepper.optimizer, self.history, self.tokens_seen)
-        self._saved_s = time.monotonic()
-        verb = "saving" if self.setup.plan.config.parallel.async_save else "saved"
-        self.reporter.print(f"{verb} {folder}")
+        with self.saving():
+            folder = self.state.save(self.step, self.stepper.optimizer, self.history, self.tokens_seen)
+            self._saved_s = time.monotonic()
+            verb = "saving" if self.setup.plan.config.parallel.async_save else "saved"
+            self.reporter.print(f"{verb} {folder}")
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Keep the error of a block that writes the last checkpoint in `unsaved`, since the export comes first."""
+        try:
+            yield
+        except UserError as error:
+            if not self.is_complete:
+                raise
+            self.unsaved = error
 
     def _checkpoint_due(self) -> bool:
         """Return True if the last save is `SAVE_AFTER_S` old, or if a run with checkpoints is complete. Collective."""

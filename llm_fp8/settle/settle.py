@@ -73,14 +73,12 @@ class Settled:
         """True if micro-batches run as CUDA graphs (--cuda_graphs). None if it depends on the measured idle time."""
         if self.config.model.cuda_graphs is not None:
             return self.config.model.cuda_graphs
-        if not self.certifies or self.precision.compute_dtype != torch.bfloat16:
-            return False  # idle time is measured in the recorded step only
-        if MODES[self.mode].engine != "fsdp" and self.parameter_dtype != torch.bfloat16:
+        sizes, weights = self.size.sizes, torch.bfloat16 if MODES[self.mode].engine == "fsdp" else self.parameter_dtype
+        possible = self.precision.compute_dtype == weights == torch.bfloat16 and not self.machine.lacks_delta_kernels
+        if not possible or sizes is None or max(sizes.attention_dropout, sizes.residual_dropout):
             return False
-        sizes = self.size.sizes
-        if sizes is None or max(sizes.attention_dropout, sizes.residual_dropout) or self.machine.lacks_delta_kernels:
-            return False
-        return False if refusal(self.config.with_options(cuda_graphs=True), self.mode) else None
+        measured = self.certifies  # idle time is measured in the recorded step only
+        return None if measured and not refusal(self.config.with_options(cuda_graphs=True), self.mode) else False
 
     @property
     def holds_frozen_in_fp8(self) -> bool:

@@ -201,8 +201,9 @@ def main() -> int:
         for prompt, answer in zip(prompts, answers, strict=True):
             print(f"\nprompt: {tokenizer.decode(prompt)}\nanswer: {answer}")
     print(f"eval loss: {loss:.4f} nats/token over {num_tokens} supervised tokens")
-    run = Path(options.model_name).absolute().parent
-    path: Path | None = options.output or (run / "exact_match.json" if (run / "run.json").is_file() else None)
+    folder = Path(options.model_name).absolute()
+    is_of_run = folder.name == "final" and (folder.parent / "run.json").is_file()
+    path: Path | None = options.output or (folder.parent / "exact_match.json" if is_of_run else None)
     if path is not None:
         records: list[dict[str, Any]] = [
             {"problem": tokenizer.decode(prompt), "expected": gold, "answer": answer}

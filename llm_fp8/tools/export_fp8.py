@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from llm_fp8.config.parser import is_adapter_folder
 from llm_fp8.utils.errors import OneSentenceParser, UserError, positive
 
 
@@ -20,6 +21,8 @@ def main() -> int:
         raise UserError("--max_seq_length has no effect without --data; add --data or drop --max_seq_length.")
     if not options.folder.is_dir():
         raise UserError(f"FINAL_DIR {options.folder}: no such folder; give the final/ of a run.")
+    if is_adapter_folder(options.folder):
+        raise UserError(f"FINAL_DIR {options.folder} holds an adapter; merge it first (scripts/merge_adapter.py).")
     # Imported here, so that --help and wrong options do not wait for torch.
     from llm_fp8.config.options import Config, DataConfig, ModelConfig
     from llm_fp8.data.load import find_splits

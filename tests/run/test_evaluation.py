@@ -138,10 +138,10 @@ def test_best_checkpoint_must_be_in_the_folder_of_the_run(tmp_path, options, eva
     assert summary_json(branch)["best"]["step"] == 4
     evaluate = Timeline.evaluate
 
-    def delete_checkpoint_and_evaluate(self):
+    def delete_checkpoint_and_evaluate(self, *stop):
         if self.step == 5:
             shutil.rmtree(tmp_path / "lost" / "checkpoints" / "step-00000002")
-        return evaluate(self)
+        return evaluate(self, *stop)
 
     monkeypatch.setattr(Timeline, "evaluate", delete_checkpoint_and_evaluate)
     assert train(*options, f"--output_dir={tmp_path / 'lost'}") == 0

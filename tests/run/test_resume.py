@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from llm_fp8.run import run as run_module
 from llm_fp8.run import timeline as timeline_module
+from llm_fp8.run.checkpoint import CheckpointManager
 from llm_fp8.run.run_dir import LOCK, run_lock
 from llm_fp8.run.timeline import Timeline
+from llm_fp8.run.train_state import RunState
 from llm_fp8.step.evaluation import evaluate_loss
 from llm_fp8.utils.errors import UserError
 from tests.support.hub_families import write_hub_model
@@ -160,6 +163,26 @@ def test_model_is_exported_before_the_last_evaluation(tmp_path, options, monkeyp
     assert model_exists == [True] and "eval_loss" in records(tmp_path)[-1]
 
 
+def test_signal_ends_an_evaluation(tmp_path, options, uninterrupted, monkeypatch):
+    def evaluate_after_signal(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate_loss(*arguments)
+
+    monkeypatch.setattr(timeline_module, "evaluate_loss", evaluate_after_signal)
+    assert train(*options, f"--output_dir={tmp_path / 'run'}") == 143
+    assert [record["step"] for record in records(tmp_path / "run")] == [1, 2]
+    monkeypatch.undo()
+    assert train(*options, f"--output_dir={tmp_path / 'run'}", "--resume_from=latest") == 0
+    assert_same_run(uninterrupted, tmp_path / "run")
+
+
+def test_model_is_exported_if_the_last_checkpoint_cannot_be_written(tmp_path, options, monkeypatch):
+    monkeypatch.setattr(RunState, "save", mock.Mock(side_effect=UserError("the disk is full")))
+    with pytest.raises(UserError, match="the disk is full"):
+        train(*options, f"--output_dir={tmp_path}")
+    assert (tmp_path / "final" / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize("was_evaluated", [False, True])
 def test_resume_finishes_run_killed_before_its_export(tmp_path, options, uninterrupted, reference_run, was_evaluated):
     killed = shutil.copytree(reference_run, tmp_path / "killed")
@@ -178,7 +201,7 @@ def test_resume_finishes_run_killed_before_its_export(tmp_path, options, uninter
 # Resumes with other options, and resumes that are refused
 
 
-def test_resume_from_older_checkpoint_into_the_same_and_another_folder(tmp_path, options):
+def test_resume_from_older_checkpoint_into_the_same_and_another_folder(tmp_path, options, monkeypatch):
     uninterrupted, branch = tmp_path / "uninterrupted", tmp_path / "branch"
     train(*options, "--save_every=2", "--save_total_limit=9", f"--output_dir={uninterrupted}")
     before = {path: path.read_bytes() for path in uninterrupted.rglob("*") if path.is_file()}
@@ -190,6 +213,10 @@ def test_resume_from_older_checkpoint_into_the_same_and_another_folder(tmp_path,
     expected = without_clock(uninterrupted)
     assert train(*options, f"--resume_from={older}", f"--output_dir={uninterrupted}") == 0
     assert without_clock(uninterrupted) == expected
+    monkeypatch.setattr(Timeline, "take_step", mock.Mock(side_effect=RuntimeError("killed")))
+    with pytest.raises(RuntimeError):
+        train(*options, f"--resume_from={older}", f"--output_dir={uninterrupted}")
+    assert CheckpointManager(uninterrupted, limit=9).find("latest").step == 2, "not the step of the earlier run"
 
 
 @pytest.fixture
@@ -262,7 +289,9 @@ def test_adapters_are_not_resumed_on_different_frozen_weights(tmp_path, rows):
     """A model folder that was moved is accepted. A folder of the same name with other weights is refused."""
     models = [Path(write_model(tmp_path / name / "final")) for name in ("a", "b", "moved")]
     weights = models[1] / "model.safetensors"
-    save_file({name: tensor * 2 for name, tensor in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    tensors = load_file(weights)
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 2
+    save_file(tensors, weights, metadata={"format": "pt"})
     options = [f"--dataset_name={rows}", "--max_seq_length=128", "--lora_rank=2", "--save_every=1", "--max_steps=2"]
     folder = f"--output_dir={tmp_path / 'run'}"
     train(*options, f"--model_name={models[0]}", folder)

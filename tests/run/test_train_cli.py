@@ -63,7 +63,7 @@ def test_run_without_model_and_dataset_uses_the_embedded_ones(plain_run):
     assert not any("\r" in line or "%|" in line or "arning" in line for line in process.stdout.splitlines())
     (run,) = (folder / "runs").iterdir()
     precision = run_json(run)["precision"]["effective"].replace("no", "fp32")  # bf16 on a GPU
-    assert re.fullmatch(rf"\d{{8}}-\d{{6}}-embedded-{precision}", run.name)
+    assert re.fullmatch(rf"\d{{8}}-\d{{6}}\.\d{{3}}-embedded-{precision}", run.name)
 
     losses = [step["loss"] for step in steps(run)]
     assert len(losses) == 8 and losses[-1] < losses[0] - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,9 @@ def test_evaluation_answers_the_held_out_rows_and_reproduces_the_eval_loss(run, 
     assert result["exact_match"] == sum(right) / 9 and f"({sum(right)} of 9" in capsys.readouterr().out
     tokenizer = AutoTokenizer.from_pretrained(run / "final")
     assert all(len(tokenizer(answer["answer"])["input_ids"]) < 32 for answer in result["answers"])
+    before, other = (run / "exact_match.json").read_text(), shutil.copytree(run / "final", run / "merged")
+    assert call_main(evaluate, "--model", other, "--num_problems=1", "--max_new_tokens=1") == 0
+    assert (run / "exact_match.json").read_text() == before, "the answers of another model are not the run's"
 
 
 @pytest.mark.slow
