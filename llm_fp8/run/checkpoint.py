@@ -190,7 +190,7 @@ class CheckpointManager:
 
         try:
             decided_by_main(prepare, self._group)
-            writer = dcp.FileSystemWriter(temporary, thread_count=1, sync_files=True)
+            writer = _Writer(temporary, thread_count=1, sync_files=True)
             dcp.save(dict(tensors), storage_writer=writer, process_group=self._group)
             if strategy is not None:
                 strategy.save_state(temporary / STRATEGY_STATE)
@@ -237,6 +237,16 @@ class CheckpointManager:
         if len(paths) > 1 and (complete := self.newest_first()):
             return complete[0]
         return Checkpoint.open(paths[-1])  # raises if it is damaged
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Raises the cause of an error, since DCP sends errors between ranks as pickles, which lack their context."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            raise _cause_of(error) from error
 
 
 def _in_background(work: Callable[[], None]) -> Future[None]:

@@ -1,5 +1,6 @@
 """Checkpoints: exact round trips, state after a kill or with a full disk, and checkpoints that are refused."""
 
+import errno
 import json
 import os
 import shutil
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from llm_fp8.run.checkpoint import Checkpoint, CheckpointManager
+from llm_fp8.run.checkpoint import Checkpoint, CheckpointManager, _Writer
 from llm_fp8.run.train_state import restore_rng_state, rng_state
 from llm_fp8.settle.resume import check_compatible
 from llm_fp8.utils.errors import UserError
@@ -298,3 +299,19 @@ def test_unexpected_error_keeps_its_type(tmp_path):
     with pytest.raises(TypeError):
         manager.save(1, make_tensors(), {"entry": object()})
     assert json.dumps(checkpoint_names(manager)) == "[]"
+
+
+def test_rank_reports_the_cause_of_a_failed_write(tmp_path, monkeypatch):
+    """As torch does if the disk is full: its file writer fails while it handles the system's error."""
+
+    def write_data(*_):
+        try:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        except OSError:
+            raise RuntimeError("unexpected pos 704 vs 598")  # noqa: B904
+
+    monkeypatch.setattr("torch.distributed.checkpoint.FileSystemWriter.write_data", write_data)
+    with pytest.raises(UserError, match="step-00000001 .* Disk quota exceeded"):
+        CheckpointManager(tmp_path, limit=2).save(1, make_tensors(), {})
+    with pytest.raises(OSError, match="quota"):
+        _Writer(tmp_path).write_data(None, None)
