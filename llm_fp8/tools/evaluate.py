@@ -38,6 +38,7 @@ DATA_OPTIONS = (*_DATASETS, "columns", "validation_fraction", "max_seq_length")
 MOST_WORDS = 5  # of a marked answer; longer ones, as "the answer is that ...", cannot be compared
 _MARK = re.compile(r"####(?=[^\n]*$)|\banswer(?: is\b:?|:)|(?=\\boxed)", re.IGNORECASE)
 _PUNCTUATION = " \n.,:;*\"'()"
+AMOUNTS = ("num_rows_read", "num_tokens")  # figures of run.json that are others if the data changed
 NUM_SAMPLES = 5  # rows to answer if no row has a final answer
 
 
@@ -56,11 +57,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def data_options(options: argparse.Namespace) -> tuple[DataConfig, int | None]:
-    """Return data options from the command line, else from the run.json beside the model, and the number of rows that
-    this run read. If the command line names a dataset, only options that suit any dataset come from run.json.
+def data_options(options: argparse.Namespace) -> tuple[DataConfig, list[int] | None]:
+    """Return data options from the command line, else from the run.json beside the model, and `AMOUNTS` of the data of
+    this run. If the command line names a dataset, only options that suit any dataset come from run.json.
     """
-    typed, num_rows = {name: value for name, value in vars(options).items() if name in DATA_OPTIONS}, None
+    typed, amounts = {name: value for name, value in vars(options).items() if name in DATA_OPTIONS}, None
     record, recorded = Path(options.model_name).absolute().parent / "run.json", {}
     if record.is_file() and Path(options.model_name).is_dir():
         shared = {field.name for field in dataclasses.fields(DataConfig)}
@@ -69,8 +70,8 @@ def data_options(options: argparse.Namespace) -> tuple[DataConfig, int | None]:
             run = read_json(record)
             recorded = {name: value for name, value in last_start(run)["config"]["data"].items() if name in shared}
         if not typed and not recorded.get("streaming"):
-            num_rows = run["data"]["num_rows_read"]
-    return DataConfig(**{**recorded, **typed, "packing": False, "batch_size": 1}), num_rows
+            amounts = [run["data"][name] for name in AMOUNTS]
+    return DataConfig(**{**recorded, **typed, "packing": False, "batch_size": 1}), amounts
 
 
 def prompt_and_solution(input_ids: list[int], labels: list[int]) -> tuple[list[int], list[int]]:
@@ -159,10 +160,11 @@ def main() -> int:
 
     quiet_libraries()
     base = adapter_base(options.model_name)
-    tokenizer, (data_config, num_rows) = tokenizer_of(options.model_name, base), data_options(options)
+    tokenizer, (data_config, amounts) = tokenizer_of(options.model_name, base), data_options(options)
     data = prepare_data(config := Config(data=data_config), tokenizer)
-    if num_rows not in (None, now := data.report.num_rows_read):
-        problem = f"had {num_rows} rows when the run read it and has {now}, so other rows are held out"
+    if amounts not in (None, now := [vars(data.report)[name] for name in AMOUNTS]):
+        then, today = (f"{rows} rows, {tokens} tokens to train on" for rows, tokens in (amounts, now))
+        problem = f"had {then} when the run read it and has {today}, so other rows are held out"
         raise UserError(
             f"--dataset_name {config.data.dataset_name} {problem}; name held-out data (--eval_dataset_name)."
         )

@@ -110,7 +110,7 @@ def test_adapter_reproduces_the_eval_loss_and_bad_models_are_refused(tiny_model,
     path = tmp_path / "run" / "run.json"
     record = json.loads(path.read_text())
     for last, expected in ((record["config"], "--dataset_name"), ({"data": {"dataset_name": "gone"}}, "gone")):
-        changed = record | {"data": {"num_rows_read": 3}, "resumes": [{"config": last}]}
+        changed = record | {"data": {**record["data"], "num_tokens": 3}, "resumes": [{"config": last}]}
         path.write_text(json.dumps(changed))
         with pytest.raises(UserError, match=expected):
             call_main(evaluate, "--model", final)
