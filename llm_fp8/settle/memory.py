@@ -63,8 +63,7 @@ def settle_micro_batches(run: RunSize, gpu_gib: float, resumed_rows: int | None 
         layers = text_config(run.hf_config).num_hidden_layers
         shares = [round(number / layers, 4) for number in range(layers + 1)]
     for share, rows in itertools.product(shares, cuts):
-        options = {"batch_size": rows, "gradient_accumulation_steps": cuts[rows], "gradient_checkpointing": share}
-        run = run.changed(**options)
+        run = run.changed(batch_size=rows, gradient_accumulation_steps=cuts[rows], gradient_checkpointing=share)
         estimate = run.estimate(upper_bound=True)
         if estimate.is_whole and estimate.needed_gib <= (1 - MARGIN) * gpu_gib:
             return run

@@ -77,9 +77,7 @@ def weights_digest(files: Sequence[Path]) -> str:
 
 def run_options(config: Config, data: PreparedData, num_steps: int) -> dict[str, Any]:
     """Return total_steps, global_batch_size and all options except those of reports and saves, for a checkpoint."""
-    sections = config.to_dict()
-    sections["run"] = {name: value for name, value in sections["run"].items() if name in RESUME}
-    options = {name: value for section in sections.values() for name, value in section.items()}
+    options = {name: value for name, value in config.options.items() if name in RESUME or name not in vars(config.run)}
     return options | {"total_steps": num_steps, "global_batch_size": data.train.global_batch_size}
 
 
@@ -87,9 +85,8 @@ def total_steps(config: Config, data: PreparedData, resumed: SavedRun | None) ->
     """Return the number of optimizer steps of the whole run, including those before a resume."""
     if config.optim.max_steps is not None:
         return config.optim.max_steps
-    if resumed is None:
-        return data.train.steps_left(config.optim.num_epochs)
-    return resumed.step + data.train.steps_left(config.optim.num_epochs, resumed.meta["loader"])
+    step, loader = (0, None) if resumed is None else (resumed.step, resumed.meta["loader"])
+    return step + data.train.steps_left(config.optim.num_epochs, loader)
 
 
 def check_compatible(saved_run: SavedRun, fingerprint: Mapping[str, Any]) -> None:
