@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,6 @@ class RunPlan(Settled):
     export_dtype: torch.dtype  # dtype of the stored weights, or `parameter_dtype` if there are none
     stored: sources.StoredCheckpoint | None  # weights to load, or None for random weights
     packed_form: PackedForm | None  # for transformers' decoder; None for TE's decoder or without packing
-    say: Callable[[str | None], None]  # function that prints text, unless it is None, on the main process
 
     @property
     def device(self) -> torch.device:
@@ -68,6 +67,11 @@ class RunPlan(Settled):
     @property
     def parallel_record(self) -> dict[str, Any]:
         return {"sharding_mode": self.strategy.mode, "num_processes": self.accelerator.num_processes}
+
+    def say(self, text: str | None) -> None:
+        """Print `text`, unless it is None or empty, on the main process."""
+        if text and self.accelerator.is_main_process:
+            print_line(text)
 
 
 def probe_hf_layers(settled: Settled, device: torch.device) -> PackedForm | None:
@@ -106,11 +110,6 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Mapping[str, Any] | No
         settled = settle(config, hf_config, machine, resumed)  # again, since lm_head has parameters of its own
         notes.append(warning)
     strategy = build_strategy(settled.mode, settled.config, ranks, precision)
-
-    def say(text: str | None) -> None:
-        if text and strategy.accelerator.is_main_process:
-            print_line(text)
-
     return RunPlan(
         **vars(settled) | {"precision": precision, "notes": (*settled.notes, *notes)},
         source=source,
@@ -119,5 +118,4 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Mapping[str, Any] | No
         export_dtype=sources.stored_dtype(hf_config, stored, settled.parameter_dtype),  # before the model changes it
         stored=stored,
         packed_form=packed_form,
-        say=say,
     )
