@@ -71,8 +71,7 @@ def default_folder(plan: RunPlan, stack: contextlib.ExitStack) -> Path:
     """Create and return a folder named after time, model and precision, locked until `stack` closes. Collective."""
     slug = re.sub(r"[^A-Za-z0-9.]+", "-", f"{plan.config.model.model_name} {plan.precision.name}").strip("-")
     now = f"{time.strftime('%Y%m%d-%H%M%S')}.{time.time_ns() // 10**6 % 1000:03}"  # runs may start in the same second
-    name = str(Path("runs") / f"{now}-{slug}")
-    return decided_by_main(lambda: stack.enter_context(run_lock(Path(agree_on("output_dir", name)))))
+    return decided_by_main(lambda: stack.enter_context(run_lock(Path(agree_on("output_dir", f"runs/{now}-{slug}")))))
 
 
 def find_checkpoint(folder: Path, resume_from: str | None, ranks: LaunchRanks) -> Checkpoint | None:
@@ -154,17 +153,6 @@ def begin_in(folder: Path) -> None:
     _sign(folder)
 
 
-def _lost_peer(error: BaseException) -> bool:
-    """Return True if the text of `error` shows that a collective failed because another process has ended."""
-    is_raised_by_torch = dist.is_initialized() and isinstance(error, RuntimeError)
-    return is_raised_by_torch and re.search(_LOST_PEER, str(error), re.IGNORECASE) is not None
-
-
-def _failed_to_compile(error: BaseException) -> bool:
-    """Return True if torch.compile raised `error`."""
-    return any(each.__module__.startswith("torch._dynamo") for each in type(error).__mro__)
-
-
 @contextlib.contextmanager
 def explained_failures(folder_of_run: Callable[[], Path], in_compiled_step: Callable[[], bool]) -> Iterator[None]:
     """Convert errors that the block raises about unwritable files, lost processes or compiled layers to a `UserError`
@@ -173,12 +161,15 @@ def explained_failures(folder_of_run: Callable[[], Path], in_compiled_step: Call
     try:
         yield
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        has_memory = not errors.is_out_of_memory(error)
+        by_torch = dist.is_initialized() and isinstance(error, RuntimeError)
+        by_compiler = any(each.__module__.startswith("torch._dynamo") for each in type(error).__mro__)
         if isinstance(error, OSError) and (reason := errors.unwritable_reason(error)):
             place = error.filename if isinstance(error.filename, str) else folder_of_run()  # caches name no file
             problem = f"{place} (--output_dir, HF_HOME, HF_DATASETS_CACHE or TMPDIR): {reason}"
-        elif _lost_peer(error) and not errors.is_out_of_memory(error):
+        elif has_memory and by_torch and re.search(_LOST_PEER, str(error), re.IGNORECASE):
             problem = f"another process of this run is gone (see its output): {str(error).splitlines()[0][:200]}"
-        elif (_failed_to_compile(error) or in_compiled_step()) and not errors.is_out_of_memory(error):
+        elif has_memory and (by_compiler or in_compiled_step()):
             text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise UserError(f"compiled decoder layers failed; train with --no_compile ({text}).") from error
         elif reason := errors.lost_worker(error):
