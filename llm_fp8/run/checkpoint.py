@@ -141,12 +141,11 @@ class CheckpointManager:
             if self._group is None and dist.is_initialized():
                 # The thread's collectives use a separate group, so that they do not interfere with training.
                 self._group = dist.new_group(backend="gloo")
-            tensors, meta = {name: _host_copy(tensor) for name, tensor in tensors.items()}, copy.deepcopy(meta)
-        save = functools.partial(self._save, step, tensors, meta, best_step)
-        if in_background:
+            copies = {name: _host_copy(tensor) for name, tensor in tensors.items()}
+            save = functools.partial(self._save, step, copies, copy.deepcopy(meta), best_step)
             self._background = _in_background(save)
         else:
-            save()
+            self._save(step, tensors, meta, best_step)
         return self.of_step(step)
 
     def of_step(self, step: int) -> Path:
@@ -161,8 +160,7 @@ class CheckpointManager:
 
     def _save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], best_step: int | None) -> None:
         final, strategy = self.of_step(step), self.strategy
-        strategy_bytes = 0 if strategy is None else strategy.state_bytes()
-        needed_bytes = sum(tensor.nbytes for tensor in tensors.values()) + strategy_bytes
+        needed_bytes = sum(tensor.nbytes for tensor in tensors.values()) + (strategy.state_bytes() if strategy else 0)
         temporary = self.folder / f"{_TEMPORARY_PREFIX}{final.name}"
 
         def prepare() -> None:

@@ -130,9 +130,8 @@ def check_export(setup: TrainingSetup, folder: Path, data: PreparedData, tokeniz
 
 def export_final(timeline: Timeline, tokenizer: PreTrainedTokenizerBase, step: int, tokens_seen: int) -> Path:
     """Write the folder final/ with a Hugging Face checkpoint or PEFT adapter of `step`, and return it. Collective."""
-    setup, results = timeline.setup, timeline.results
+    setup, certificate = timeline.setup, timeline.results.certificate
     plan, config, folder = setup.plan, setup.plan.config, timeline.state.folder / "final"
-    certificate = results.certificate
     description = "none" if certificate is None else certificate.describe().removeprefix("certificate: ")
     card = {
         "base model": plan.source.name,

@@ -158,13 +158,12 @@ def build_timeline(state: RunState, resumed: Checkpoint | None, results: RunResu
 
 def finish(timeline: Timeline, stop: GracefulStop, tokenizer: PreTrainedTokenizerBase) -> None:
     """Evaluate, export and write the summary after the last step. If a signal ended the run, only write the summary."""
-    plan, config = timeline.setup.plan, timeline.setup.plan.config
+    plan, config, state = timeline.setup.plan, timeline.setup.plan.config, timeline.state
     records.record_stream(timeline)
     if not timeline.is_complete:
-        stopped = {"stopped_by": stop.requested, "checkpoint": str(timeline.state.checkpoints.of_step(timeline.step))}
+        stopped = {"stopped_by": stop.requested, "checkpoint": str(state.checkpoints.of_step(timeline.step))}
         timeline.results.summary = timeline.reporter.finish(records.summary_of(timeline, None) | stopped)
-        advice = f"continue with --resume_from latest --output_dir {timeline.state.folder}"
-        plan.say(f"stopped by {stop.requested}; {advice}")
+        plan.say(f"stopped by {stop.requested}; continue with --resume_from latest --output_dir {state.folder}")
         return
     stop.what_follows = "all steps are done; finishing export and evaluation"
     exported, step, tokens_seen = None, timeline.step, timeline.tokens_seen
@@ -174,12 +173,12 @@ def finish(timeline: Timeline, stop: GracefulStop, tokenizer: PreTrainedTokenize
     if timeline.history.last_step != timeline.step and timeline.evaluate():
         timeline.save()
         with timeline.saving():
-            timeline.state.checkpoints.finish()
+            state.checkpoints.finish()
     if config.run.export and exported is None:
         best_step = timeline.history.kept_step
         if best_step is not None and best_step != timeline.step:
-            if best := timeline.state.complete_checkpoint(best_step):
-                timeline.state.restore(best, timeline.stepper.optimizer)
+            if best := state.complete_checkpoint(best_step):
+                state.restore(best, timeline.stepper.optimizer)
                 step, tokens_seen = best.step, best.meta["tokens_seen"]
             else:
                 plan.say(f"WARNING: the checkpoint of the best step, {best_step}, is gone; final/ holds the last one")
