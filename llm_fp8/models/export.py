@@ -154,15 +154,12 @@ def hf_tensors(model: Model, dtype: torch.dtype | None) -> Iterator[tuple[str, T
 def planned_tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the tensors that an export contains, on "meta", in the order and the dtypes of `hf_tensors`."""
     tensors, ignored = saved_tensors(model.module), ignored_on_save(model.module)
-    trained = {
-        model.file_name(part.hf_name): torch.empty(
-            part.shape, dtype=model.export_dtype(part.hf_name, tensors[name], dtype), device="meta"
-        )
-        for name, parts in model.layout.items()
-        for part in parts
-        if part.hf_name not in ignored
-    }
-    return trained | model.left_out_tensors
+    planned: dict[str, Tensor] = {}
+    for name, part in ((name, part) for name, parts in model.layout.items() for part in parts):
+        if part.hf_name not in ignored:
+            exported = model.export_dtype(part.hf_name, tensors[name], dtype)
+            planned[model.file_name(part.hf_name)] = torch.empty(part.shape, dtype=exported, device="meta")
+    return planned | model.left_out_tensors
 
 
 def write_weights(planned: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:

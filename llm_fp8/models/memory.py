@@ -144,8 +144,7 @@ def resolve_optimizer(config: Config, mode: str, compute: str = "bf16", device_t
     needs_fp32 = compute != "bf16" or device_type != "cuda" or row.on_host or row.holds_masters
     if row.engine == "fsdp" and not needs_fp32:
         # Gradient shards are summed in the parameters' dtype, and weights sharded in fp8 have fp32 master weights.
-        parallel = config.parallel
-        needs_fp32 = parallel.sync_every_micro_batch or parallel.fp8_params or config.trains_adapters
+        needs_fp32 = config.parallel.sync_every_micro_batch or config.parallel.fp8_params or config.trains_adapters
     return "adamw_fp32" if needs_fp32 else "adamw_master"
 
 

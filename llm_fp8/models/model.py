@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import str_to_torch_dtype
 
 import te_llama
@@ -56,8 +57,6 @@ class Model:
         """
         if self.uses_te:
             return te_llama.parameter_map(self.module)
-        from transformers.core_model_loading import revert_weight_conversion
-
         # A parameter that DeepSpeed has sharded is empty and stores its shape in `ds_shape`.
         shapes = {name: tuple(getattr(t, "ds_shape", t.shape)) for name, t in saved_tensors(self.module).items()}
         whole = {name: te_llama.stacked((name, shape)) for name, shape in shapes.items()}

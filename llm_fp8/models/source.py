@@ -58,12 +58,11 @@ def resolve_source(options: ModelConfig) -> ModelSource:
         if Path(base).is_absolute() and not Path(base).is_dir():
             raise UserError(f"--model_name {name}: an adapter of {base}, and there is no such folder.")
         return replace(resolve_source(ModelConfig(model_name=base)), adapter=name)
-    if Path(name).is_dir():
-        return ModelSource(name, name, options.random_init)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise UserError(f"--model_name {name}: no such folder; a hub id is OWNER/NAME.")
-    if options.random_init and (bundled := bundled_name(name)):
-        return ModelSource(name, str(BUNDLED[bundled]), is_random=True)
+    if not Path(name).is_dir():
+        if name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise UserError(f"--model_name {name}: no such folder; a hub id is OWNER/NAME.")
+        if options.random_init and (bundled := bundled_name(name)):
+            return ModelSource(name, str(BUNDLED[bundled]), is_random=True)
     return ModelSource(name, name, options.random_init)
 
 
@@ -179,9 +178,8 @@ def untied(hf_config: PretrainedConfig, checkpoint: StoredCheckpoint | None) -> 
     ties = [part for part in (copied, text_config(copied)) if getattr(part, "tie_word_embeddings", False)]
     if not ties or checkpoint is None:
         return hf_config, None
-    head, embedding = (
-        next(filter(lambda n: n.endswith(ends), checkpoint.stored), None) for ends in (_HEADS, _EMBEDDINGS)
-    )
+    head = next((name for name in checkpoint.stored if name.endswith(_HEADS)), None)
+    embedding = next((name for name in checkpoint.stored if name.endswith(_EMBEDDINGS)), None)
     if head is None or embedding is None or torch.equal(checkpoint.read(head), checkpoint.read(embedding)):
         return hf_config, None
     for part in ties:
