@@ -275,8 +275,7 @@ class StepProfile:
             return None
         share = max(0.0, 1 - self.work_s / step_time_s)
         gemm_s = sum(times.time_s for times in gemm_kernels(self.kernels).values())
-        gemm_share = gemm_s / step_time_s
-        return {"work_s": self.work_s, "step_time_s": step_time_s, "share": share, "gemm_share": gemm_share}
+        return {"work_s": self.work_s, "step_time_s": step_time_s, "share": share, "gemm_share": gemm_s / step_time_s}
 
 
 @contextlib.contextmanager

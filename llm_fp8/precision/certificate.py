@@ -171,8 +171,7 @@ def certify(
     if attention is not None and "unfused" in attention:
         judge.remarks.append("attention is unfused, several times slower")
     verdict: Verdict = "failed" if judge.failures else "undetermined" if judge.doubts else "certified"
-    reasons = [*judge.failures, *judge.doubts]
-    return dataclasses.replace(step, verdict=verdict, reasons=reasons, remarks=judge.remarks)
+    return dataclasses.replace(step, verdict=verdict, reasons=[*judge.failures, *judge.doubts], remarks=judge.remarks)
 
 
 def worst(certificates: Sequence[Certificate]) -> Certificate:

@@ -88,9 +88,9 @@ class Precision:
         self._caching_modules = [m for m in model.modules() if hasattr(m, "is_first_microbatch")]
         if not self.plan.in_fp8:
             self.backend = backend_in(model)  # the certificate checks that its modules are not in fp8
-        self._linears = self.backend.linears_of(model)
-        if not self.plan.in_fp8:
+            self._linears = self.backend.linears_of(model)
             return {}
+        self._linears = self.backend.linears_of(model)
         in_bf16 = bf16_modules(self._options, model, decoder_layers)  # again, since conversion replaced modules
         self._fp8_modules, misfits = self.backend.choose(self._linears, in_bf16)
         if self._options.fp8_recast_weights:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -76,5 +76,5 @@ class PrecisionPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for run.json."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return values | {"recipe": None if self.recipe is None else repr(self.recipe), "emulated": self.emulated}
+        recipe = None if self.recipe is None else repr(self.recipe)
+        return vars(self) | {"recipe": recipe, "emulated": self.emulated}
