@@ -19,6 +19,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import datasets
+import huggingface_hub
+import transformers
+
 from llm_fp8.config.options import Config
 from llm_fp8.observability.metrics import throughput_summary
 from llm_fp8.utils.errors import UserError, reading
@@ -37,10 +41,6 @@ _EVALUATION = {"eval_loss": "loss {:.4f}", "eval_perplexity": "perplexity {:.4g}
 
 def quiet_libraries() -> None:
     """Turn off messages of Hugging Face's libraries. On a terminal, keep bars for downloads and tokenisation."""
-    import datasets
-    import huggingface_hub
-    import transformers
-
     huggingface_hub.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
