@@ -142,8 +142,7 @@ def _gap(pairs: Sequence[tuple[RunRecord, RunRecord]], figure: Callable[[RunReco
             by_seed[run.seed] = value - reference
     if not by_seed:
         return None
-    interval = t_interval(list(by_seed.values()))
-    return Gap(interval.value, interval.low, interval.high, by_seed)
+    return Gap(**vars(t_interval(list(by_seed.values()))), by_seed=by_seed)
 
 
 def certificate_state(summaries: Sequence[dict[str, Any]]) -> CertificateState:

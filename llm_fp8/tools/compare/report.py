@@ -62,13 +62,11 @@ def compare(runs: Sequence[RunRecord], failures: Sequence[Failure] = (), margin:
         sources[run.label] = run.source
     in_order = sorted(runs, key=lambda run: (run.variant != REFERENCE, run.seed))
     differences = find_differences(runs)
-    by_variant: dict[str, list[RunRecord]] = {}
-    for run in in_order:
-        by_variant.setdefault(run.variant, []).append(run)
     num_failed = Counter(failure.variant for failure in failures)
-    variants = sorted({**by_variant, **num_failed}, key=lambda variant: variant != REFERENCE)
-    reference = by_variant.get(REFERENCE, [])
-    figures = [variant_figures(name, by_variant.get(name, []), reference, num_failed[name]) for name in variants]
+    names = dict.fromkeys([*(run.variant for run in in_order), *num_failed])
+    by_variant = {name: [run for run in in_order if run.variant == name] for name in (REFERENCE, *names)}
+    variants = sorted(names, key=lambda variant: variant != REFERENCE)
+    figures = [variant_figures(name, by_variant[name], by_variant[REFERENCE], num_failed[name]) for name in variants]
     baseline = figures[0] if figures[0].variant == REFERENCE else None
     verdicts = {each.variant: judge(each, baseline, differences, margin) for each in figures}
     if baseline and len(figures) == 1:
