@@ -104,14 +104,13 @@ def export_fp8(folder: Path, output: Path) -> tuple[int, int]:
                 copy = temporary / path.relative_to(folder)
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, copy)
-        head = [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
         entries = {
             "quant_method": "compressed-tensors",
             "format": "float-quantized",
             "quantization_status": "compressed",
             "config_groups": {"group_0": _LINEAR},
             "ignore": [
-                *head,
+                *(name for name, module in model.named_modules() if module is model.get_output_embeddings()),
                 *(rf"re:(.*\.)?{name.rpartition('.')[2]}\..*" for name in meta.left_out),
                 *(f"re:{p}" for p in ignored_on_load(meta.module) if any(re.search(p, n) for n in checkpoint.stored)),
             ],
@@ -145,9 +144,8 @@ def eval_loss(folder: Path, data: PreparedData, round_inputs: bool = False) -> t
     hf_config, _ = untied(hf_config, stored)
     built = build_structure(options, hf_config, stored, parameter_dtype=dtype, compute_dtype=dtype, device=device)
     allocate_and_fill(built, device)
-    model = built.module
     if round_inputs:
-        round_inputs_(model)
+        round_inputs_(built.module)
     epoch = itertools.islice(data.train, data.train.steps_per_epoch)
     rows = itertools.chain.from_iterable(epoch) if data.eval is None else data.eval
-    return *evaluate.eval_loss(model.eval(), rows), str(dtype).removeprefix("torch.")
+    return *evaluate.eval_loss(built.module.eval(), rows), str(dtype).removeprefix("torch.")

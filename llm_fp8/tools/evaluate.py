@@ -137,10 +137,9 @@ def eval_loss(model: PreTrainedModel, batches: Iterable[Batch]) -> tuple[float, 
 
     loss_sum, num_tokens = 0.0, 0
     for batch in batches:
-        [ids], [labels] = (
-            each[:, : batch.num_real_tokens].to(model.device) for each in (batch.input_ids, batch.labels)
-        )
-        require_positions(model.config, len(ids), f"{model.name_or_path}", "--max_seq_length")
+        length, device = batch.num_real_tokens, model.device
+        [ids], [labels] = batch.input_ids[:, :length].to(device), batch.labels[:, :length].to(device)
+        require_positions(model.config, length, f"{model.name_or_path}", "--max_seq_length")
         with torch.no_grad():
             logits = model(input_ids=ids[None]).logits[0].float()
         loss_sum += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
@@ -189,8 +188,7 @@ def main() -> int:
     loss, num_tokens = eval_loss(model, data.eval)
     answers: list[str] = []
     for start in range(0, len(prompts), options.batch_size):
-        batch = prompts[start : start + options.batch_size]
-        answers += generate(model, tokenizer, batch, options.max_new_tokens)
+        answers += generate(model, tokenizer, prompts[start : start + options.batch_size], options.max_new_tokens)
     right = [] if samples_only else list(map(is_right, expected, answers))
     figures: dict[str, Any] = {"eval_loss": loss}
     if right:

@@ -29,7 +29,7 @@ from llm_fp8.config.accelerate_env import PREFIX, RECIPE_ENTRIES, is_default, te
 from llm_fp8.config.recipes import DEFAULTS, RequestedPrecision, recipe_names, row_of
 from llm_fp8.distributed.process_group import gathered
 from llm_fp8.observability.kernel_trace import kernel_times, record_kernels
-from llm_fp8.precision.certificate import Certificate, ExpectedKernels, certify, worst
+from llm_fp8.precision.certificate import Certificate, ExpectedKernels, Verdict, certify, worst
 from llm_fp8.precision.context import backend_in
 from llm_fp8.precision.coverage import ModuleState, linear_weights, linears_left, measure_coverage, plain_linears
 from llm_fp8.tools.script import EXIT_FAILED_CHECK
@@ -116,8 +116,7 @@ class CertificateCallback(TrainerCallback):
         """Judge the kernels of a recorded step. A failed certificate raises `SystemExit`, code 1, on every process."""
         if self._recording is None:
             return
-        recording, profile = self._recording
-        self._recording = None
+        (recording, profile), self._recording = self._recording, None
         recording.close()
         requested = requested_precision(self._precision, self._launch, args)
         model, optimizer = kwargs["model"], kwargs["optimizer"]
@@ -179,13 +178,9 @@ def judge(
         attention=chosen_attention(config) if isinstance(config, PretrainedConfig) else None,
         rank=distributed.get_rank() if distributed.is_initialized() else 0,
     )
-    certificate = dataclasses.replace(
-        certificate,
-        verdict="failed" if failures else certificate.verdict,
-        reasons=[*certificate.reasons, *failures],
-        remarks=[*certificate.remarks, *remarks],
-    )
-    return worst(gathered(certificate))
+    verdict: Verdict = "failed" if failures else certificate.verdict
+    reasons, remarks = [*certificate.reasons, *failures], [*certificate.remarks, *remarks]
+    return worst(gathered(dataclasses.replace(certificate, verdict=verdict, reasons=reasons, remarks=remarks)))
 
 
 def _check(name: str, value: str | None, known: Sequence[str]) -> None:
@@ -197,8 +192,7 @@ def requested_precision(chosen: RequestedPrecision | None, launch: Mapping[str, 
     """Return 'fp8', 'bf16', 'fp16' or 'no': `chosen` if set, else the launcher's precision, else that of `args`."""
     if chosen is not None:
         return chosen
-    launched = launch.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if launched != "no":
+    if (launched := launch.get("ACCELERATE_MIXED_PRECISION", "no").lower()) != "no":
         return launched
     return "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
 

@@ -104,7 +104,6 @@ def measure(setup: TrainingSetup, stepper: Stepper, loader: TrainLoader, trace: 
     with profiled(trace) as profile:
         take_steps()
     kernels = profile.kernels
-    busy_s = profile.work_s + profile.exposed_communication_s
     certificate = certify(
         ExpectedKernels.of_model(setup.precision, setup.coverage, setup.recomputed),
         kernels,
@@ -115,7 +114,7 @@ def measure(setup: TrainingSetup, stepper: Stepper, loader: TrainLoader, trace: 
     size = decoder_size(plan.hf_config, setup.num_adapter_parameters)
     peak = device_peak_tflops(plan.device)
     classes = _figures(time_by_class(kernels))
-    classes["gpu_idle"] = {"count": 0, "time_s": max(0.0, step_s - busy_s)}
+    classes["gpu_idle"] = {"count": 0, "time_s": max(0.0, step_s - (profile.work_s + profile.exposed_communication_s))}
     return {
         "precision": plan.precision.to_dict(),
         "coverage": setup.coverage.to_dict(),
@@ -144,8 +143,7 @@ def memory_by_kind(stepper: Stepper, take_step: Callable[[], object]) -> dict[st
     def mark(*_: object) -> None:
         marks.append((torch.cuda.memory_allocated() / GIB, gpu_gib(parameter.grad for parameter in parameters)))
 
-    model: nn.Module = stepper.training_model
-    hooks = [model.register_forward_pre_hook(mark), model.register_forward_hook(mark)]
+    hooks = [stepper.training_model.register_forward_pre_hook(mark), stepper.training_model.register_forward_hook(mark)]
     torch.cuda.reset_peak_memory_stats()
     take_step()
     for hook in hooks:

@@ -201,8 +201,7 @@ def check_gpu(setup: Setup) -> Result:
     elif not gpus:
         result.summary = "no NVIDIA GPU: nvidia-smi lists none, torch finds none"
         result.skipped = True
-    elif "CUDA_VISIBLE_DEVICES" in setup.environ:
-        visible = setup.environ["CUDA_VISIBLE_DEVICES"]
+    elif (visible := setup.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         result.fail(f"torch finds no GPU: CUDA_VISIBLE_DEVICES is '{visible}'", "unset CUDA_VISIBLE_DEVICES")
     else:
         fix = "nvidia-smi   # 'CUDA Version' is the driver's newest; install a newer driver, or a torch for it"
