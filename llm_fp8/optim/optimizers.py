@@ -74,8 +74,7 @@ def _adamw_master(parameters: NamedParameters, config: OptimConfig, draws_lower_
 def _adamw_8bit(parameters: NamedParameters, config: OptimConfig, draws_lower_bits: bool) -> Optimizer:
     from llm_fp8.optim.adamw import EightBitAdamW
 
-    groups = parameter_groups(parameters, config.weight_decay)
-    return EightBitAdamW(groups, seed=config.seed, **adamw_arguments(config))
+    return EightBitAdamW(parameter_groups(parameters, config.weight_decay), seed=config.seed, **adamw_arguments(config))
 
 
 @dataclass(frozen=True)
@@ -141,11 +140,10 @@ def optimizer_tensors(optimizer: Optimizer, named_parameters: NamedParameters) -
     optimizer = unwrap(optimizer)
     if bytes_on_host(optimizer) and torch.cuda.is_available():
         torch.cuda.synchronize()  # waits for copies out of the GPU
-    state = optimizer.state
     names: dict[Parameter, str] = {}
     for name, parameter in named_parameters:
         names.setdefault(parameter, name)
-    return {f"{names[p]}.{key}": value for p in names if p in state for key, value in state[p].items()}
+    return {f"{name}.{key}": value for p, name in names.items() for key, value in optimizer.state.get(p, {}).items()}
 
 
 def bytes_on_host(optimizer: Optimizer) -> int:

@@ -210,9 +210,7 @@ class Timeline:
             return
         # Only two steps are measured before the recorded one, so a small idle time is checked again after more steps.
         asks_again, steps = self.step == self.profile_step, self.reporter.steps_of_process()
-        note = self.stepper.take_graphs_if_idle(profile, steps, num_micro_batches, self.step, asks_again)
-        if note is not None:
-            self.reporter.print(note)
+        self.setup.plan.say(self.stepper.take_graphs_if_idle(profile, steps, num_micro_batches, self.step, asks_again))
         if self.stepper.micro_batch_graphs:
             self.profile_step = self._next_profile_step()
 
@@ -271,8 +269,7 @@ class Timeline:
         with self.saving():
             folder = self.state.save(self.step, self.stepper.optimizer, self.history, self.tokens_seen)
             self._saved_s = time.monotonic()
-            verb = "saving" if self.setup.plan.config.parallel.async_save else "saved"
-            self.reporter.print(f"{verb} {folder}")
+            self.reporter.print(f"{'saving' if self.setup.plan.config.parallel.async_save else 'saved'} {folder}")
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
