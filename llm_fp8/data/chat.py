@@ -235,8 +235,7 @@ def _marked_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTo
         parts = f"{len(marked)} parts in {len(turns)} assistant's turns, some of them excluded from the loss"
         raise UserError(f"--dataset_name: the chat template marks {parts}; leave such conversations out.")
     turns = turns if len(turns) == len(marked) else [-1 - part for part in range(len(marked))]
-    spoken = conversation.supervised_turns()
-    return {turn: span for turn, span in zip(turns, marked, strict=True) if turn < 0 or turn in spoken}
+    return {t: span for t, span in zip(turns, marked, strict=True) if t < 0 or t in conversation.supervised_turns()}
 
 
 def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Spans:
@@ -249,8 +248,7 @@ def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedToke
     seen, end = "", 0  # the rendered conversation up to the previous supervised turn, and its end in `text`
     for turn in conversation.supervised_turns():
         message = conversation.messages[turn]
-        answer = message["content"].rpartition("</think>")[2].strip()
-        essence = answer or "".join(called(message)[:1])
+        essence = message["content"].rpartition("</think>")[2].strip() or "".join(called(message)[:1])
         # Phi-3's template writes an EOS after the last turn only.
         until = _render(tokenizer, conversation.until(turn + 1))[0].removesuffix(str(tokenizer.eos_token))
         if turn:

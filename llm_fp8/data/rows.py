@@ -124,11 +124,7 @@ def conversation_of(row: Mapping[str, Any], form: RowForm) -> Conversation:
     if form == "token_ids":
         return _of_tokens(row)
     unused = Unused()
-    pairs = [entry if isinstance(entry, list) and len(entry) == 2 else [entry] for entry in _structured(row, "history")]
-    chat = [
-        {"role": r, "content": text} for pair in pairs for r, text in zip(("user", "assistant"), pair, strict=False)
-    ]
-    history = [_message(turn, unused) for turn in chat]
+    history = [_message(turn, unused) for entry in _structured(row, "history") for turn in _history_messages(entry)]
     turns = _turns(row, form, unused)
     start = int(bool(turns) and turns[0][0]["role"] in SYSTEM)
     turns[start:start] = history if turns else []
@@ -161,10 +157,9 @@ def _of_tokens(row: Mapping[str, Any]) -> Conversation:
     if not fits or not len(ids) == len(labels) == len(mask):
         raise UserError(f"--dataset_name: 'labels' must be ids or -100, not {repr_of(labels)} for {repr_of(ids)}.")
     ids, labels = (list(itertools.compress(column, mask)) for column in (ids, labels))
-    prompt = [i for i, label in zip(ids, labels, strict=True) if label == -100]  # identifies the problem
+    prompt = [i for i, label in zip(ids, labels, strict=True) if label == -100]  # a BOS alone is no problem
     tokens = ids, [label != -100 for label in labels]
-    problem = f"{prompt if len(prompt) > 1 else ids}"  # a lone BOS is no problem
-    return Conversation([{"role": "user", "content": problem}], Unused(), tokens=tokens)
+    return Conversation([{"role": "user", "content": f"{prompt if len(prompt) > 2 else ids}"}], Unused(), tokens=tokens)
 
 
 def _turns(row: Mapping[str, Any], form: RowForm, unused: Unused) -> list[Turn]:
@@ -244,6 +239,13 @@ def _json(text: Any, name: str) -> Any:
         return read_row(text)
     except (TypeError, ValueError) as error:
         raise UserError(f"--dataset_name: {name} must be JSON, but a row has {repr_of(text)}.") from error
+
+
+def _history_messages(entry: Any) -> Sequence[Any]:
+    """Return the messages of `entry`, an item in the column `history`: a list [question, answer] or one message."""
+    if isinstance(entry, list) and len(entry) == 2:
+        return [{"role": "user", "content": entry[0]}, {"role": "assistant", "content": entry[1]}]
+    return [entry]
 
 
 def _message(message: Any, unused: Unused) -> Turn:

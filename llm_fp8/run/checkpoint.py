@@ -217,10 +217,10 @@ class CheckpointManager:
 
     def make_newest(self, checkpoint: Checkpoint) -> None:
         """Make 'latest' find `checkpoint`, if it is in this folder: those saved after it are no longer the run's."""
-        earlier = self.newest_first()
-        if any(later.folder.samefile(checkpoint.folder) for later in earlier[1:]):
-            manifest = read_json(checkpoint.folder / _MANIFEST)
-            write_json_atomic(checkpoint.folder / _MANIFEST, {**manifest, "save_number": earlier[0].save_number + 1})
+        earlier, folder = self.newest_first(), checkpoint.folder
+        if any(later.folder.samefile(folder) for later in earlier[1:]) and os.access(folder, os.W_OK):
+            manifest = {**read_json(folder / _MANIFEST), "save_number": earlier[0].save_number + 1}
+            write_json_atomic(folder / _MANIFEST, manifest)
 
     def find(self, resume_from: str | None) -> Checkpoint | None:
         """Return the checkpoint in the folder `resume_from` or, for 'latest', the last complete one. Return None if

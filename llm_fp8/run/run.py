@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.config.options import Config
 from llm_fp8.data.prepare import PreparedData, prepare_data
-from llm_fp8.distributed.process_group import end_process_group, start_process_group
+from llm_fp8.distributed.process_group import end_process_group, gathered, start_process_group
 from llm_fp8.models.source import check_model, load_tokenizer
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.reporter import RunReporter, quiet_libraries
@@ -32,6 +32,7 @@ from llm_fp8.run.train_state import EvalHistory, RunState
 from llm_fp8.settle import resume
 from llm_fp8.settle.plan import plan_run
 from llm_fp8.settle.settle import Settled
+from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 
 
@@ -90,10 +91,10 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
         checkpoints = CheckpointManager(folder, plan.config.run.save_total_limit, ranks.rank == 0, engine)
         if ranks.rank == 0:
             run_dir.begin_in(folder)  # before this, nothing is written to the folder
-            if resumed is not None:
-                checkpoints.make_newest(resumed)
         state = RunState(setup, data, folder, checkpoints, resume.run_fingerprint(plan), options)
         timeline = build_timeline(state, resumed, results)
+        if resumed is not None and ranks.rank == 0:
+            checkpoints.make_newest(resumed)  # after loading, which may fail
         phase_ends("optimizer")
 
         # Before this point there is nothing to save, so a signal ends the process at once.
@@ -112,7 +113,7 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
                     checkpoints.finish()
             finish(timeline, stop, tokenizer)
             if timeline.unsaved is not None:
-                raise timeline.unsaved
+                raise UserError(gathered(str(timeline.unsaved))[0])  # after the main rank's export
     exit_code, accelerator = 0 if timeline.is_complete else stop.exit_code, plan.accelerator
     del plan, setup, state, timeline  # free the model before the process group is destroyed
     end_process_group(accelerator, is_own_group)

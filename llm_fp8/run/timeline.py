@@ -93,9 +93,9 @@ class Timeline:
         config = self.setup.plan.config
         options, eval_every = config.run, 0 if self.state.data.eval is None else config.run.eval_every
         if self._due(eval_every) and 0 < self.step != self.history.last_step:  # the run was stopped before it
-            if self.evaluate():
+            if self.evaluate(stop_requested) or stop_requested():
                 self.save()
-            if self.history.stops_early:
+            if self.history.stops_early or stop_requested():
                 return
         self.stepper.model.train()
         first = self.step + 1
@@ -116,8 +116,8 @@ class Timeline:
             stopping = stop_requested()
             done = stopping or self.step >= self.total_steps
             logs, evaluates = self._due(options.log_every), self._due(eval_every) and not done
-            checks_clock = not done and (logs or self._due(STEPS_PER_CLOCK))
-            saves = stopping or self._due(options.save_every or 0) or (checks_clock and self._checkpoint_due())
+            saves = stopping or self._due(options.save_every or 0)
+            saves = saves or (not done and (logs or self._due(STEPS_PER_CLOCK)) and self._checkpoint_due())
             if logs or evaluates or saves or done:
                 self.read_pending()
             if logs and self.stepper.may_take_graphs and self.results.recorded and self.step > self.profile_step:
@@ -250,9 +250,7 @@ class Timeline:
         self.results.certificate = certificate
 
     def evaluate(self, stop_requested: Callable[[], bool] = lambda: False) -> bool:
-        """Evaluate and report the loss, unless `stop_requested()` becomes True. Return True if --keep_best is set and
-        this loss is the lowest so far.
-        """
+        """Evaluate and report the loss, unless `stop_requested()`. Return True if --keep_best keeps this step."""
         if self.state.data.eval is None:
             return False
         if graphs := self.stepper.micro_batch_graphs:
@@ -273,11 +271,11 @@ class Timeline:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Keep the error of a block that writes the last checkpoint in `unsaved`, since the export comes first."""
+        """Keep the error of a block that writes the last checkpoint in `unsaved` if an export follows it."""
         try:
             yield
         except UserError as error:
-            if not self.is_complete:
+            if not self.is_complete or not self.setup.plan.config.run.export:
                 raise
             self.unsaved = error
 

@@ -154,15 +154,14 @@ class Stepper:
         graphs = None if strategy.shards_parameters and len(batches) > 1 else self.micro_batch_graphs
         for number, batch in enumerate(batches, start=1):
             first, last = number == 1, number == len(batches)
+            reuse = first if caches_casts else None
             if graphs is not None:
                 losses += graphs(batch, num_supervised, first, last or accelerator.num_processes == 1)
+            elif strategy.shards_parameters:  # weights are cast again in the backward pass
+                losses += self._micro_batch_by_old_scales(batch, num_supervised, reuse, last)
+                self.precision.update_scales()
             else:
-                reuse = first if caches_casts else None
-                if strategy.shards_parameters:  # weights are cast again in the backward pass
-                    losses += self._micro_batch_by_old_scales(batch, num_supervised, reuse, last)
-                    self.precision.update_scales()
-                else:
-                    losses += self.micro_batch(batch, num_supervised, reuse, last)
+                losses += self.micro_batch(batch, num_supervised, reuse, last)
         learning_rate = float(self.scheduler.get_last_lr()[0])
         grad_norm = strategy.step(self.optimizer, self.parameters, self.max_grad_norm)
         self.scheduler.step()

@@ -36,8 +36,8 @@ _DATASETS = ("dataset_name", "eval_dataset_name", "split_name", "validation_spli
 DATA_OPTIONS = (*_DATASETS, "columns", "validation_fraction", "max_seq_length")
 """Options of the training scripts that decide which rows are held out."""
 MOST_WORDS = 5  # of a marked answer; longer ones, as "the answer is that ...", cannot be compared
-_MARK = re.compile(r"####(?=[^\n]*$)|\banswer(?: is\b:?|:)|(?=\\boxed)", re.IGNORECASE)
-_PUNCTUATION = " \n.,:;*\"'()"
+_MARK = re.compile(r"####(?=[^\n]*$)|\banswer(?: is\b:?|:)", re.IGNORECASE)
+_PLAIN = re.compile(r"[\s*\"(]*(.*?)[\s*\").,:;]*", re.DOTALL)  # an answer without the punctuation around it
 AMOUNTS = ("num_rows_read", "num_tokens")  # figures of run.json that are others if the data changed
 NUM_SAMPLES = 5  # rows to answer if no row has a final answer
 
@@ -84,16 +84,17 @@ def prompt_and_solution(input_ids: list[int], labels: list[int]) -> tuple[list[i
 
 
 def final_answer(text: str) -> tuple[str, bool]:
-    """Return the part of `text` from its last mark of an answer on, or all of it, and True if there is a mark."""
-    marks = list(_MARK.finditer(text.strip()))
-    return text.strip()[marks[-1].end() if marks else 0 :].strip(), bool(marks)
+    """Return `text` from its last \\boxed on, after its last other mark of an answer, or all of it; True if marked."""
+    text = text.strip()
+    marks = [text.rfind("\\boxed")] if "\\boxed" in text else [mark.end() for mark in _MARK.finditer(text)]
+    return text[marks[-1] if marks else 0 :].strip(), bool(marks)
 
 
 def has_answer(expected: str, marked: bool = False) -> bool:
     """Return True if `expected` ends in a short marked answer or, unless `marked`, is one word or a formula."""
     answer, is_marked = final_answer(expected)
     if is_marked:
-        return "\\boxed" in answer or 0 < len(answer.split()) <= MOST_WORDS
+        return "\\boxed" in answer or (re.search(r"\w", answer) is not None and len(answer.split()) <= MOST_WORDS)
     is_answer = re.fullmatch(r"\S{1,20}", answer) or not re.search(r"(?<!\\)[^\W\d_]{2,}", answer)
     return bool(answer and is_answer and not marked)
 
@@ -103,8 +104,8 @@ def is_right(expected: str, answer: str) -> bool:
     from math_verify import parse, verify
 
     gold, reply = (final_answer(text)[0] for text in (expected, answer))
-    same = gold.strip(_PUNCTUATION).casefold() == reply.strip(_PUNCTUATION).casefold()
-    return same or bool(verify(parse(gold), parse(reply)))
+    plain, same = (_PLAIN.fullmatch(text)[1].casefold() for text in (gold, reply))  # type: ignore[index]
+    return plain == same != "" or bool(verify(parse(gold), parse(reply)))
 
 
 def generate(

@@ -179,8 +179,11 @@ def test_signal_ends_an_evaluation(tmp_path, options, uninterrupted, monkeypatch
 def test_model_is_exported_if_the_last_checkpoint_cannot_be_written(tmp_path, options, monkeypatch):
     monkeypatch.setattr(RunState, "save", mock.Mock(side_effect=UserError("the disk is full")))
     with pytest.raises(UserError, match="the disk is full"):
-        train(*options, f"--output_dir={tmp_path}")
-    assert (tmp_path / "final" / "model.safetensors").exists()
+        train(*options, f"--output_dir={tmp_path / 'run'}")
+    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
+    with pytest.raises(UserError, match="the disk is full"):
+        train(*options, "--no_export", f"--output_dir={tmp_path / 'not_exported'}")
+    assert not (tmp_path / "not_exported" / "summary.json").exists(), "so that the run can be resumed"
 
 
 @pytest.mark.parametrize("was_evaluated", [False, True])
@@ -217,6 +220,16 @@ def test_resume_from_older_checkpoint_into_the_same_and_another_folder(tmp_path,
     with pytest.raises(RuntimeError):
         train(*options, f"--resume_from={older}", f"--output_dir={uninterrupted}")
     assert CheckpointManager(uninterrupted, limit=9).find("latest").step == 2, "not the step of the earlier run"
+    monkeypatch.setattr(RunState, "restore", mock.Mock(side_effect=RuntimeError("damaged")))
+    with pytest.raises(RuntimeError):
+        train(
+            *options,
+            f"--resume_from={uninterrupted / 'checkpoints' / 'step-00000005'}",
+            f"--output_dir={uninterrupted}",
+            "--max_steps=7",
+            "--allow_changed=max_steps",
+        )
+    assert CheckpointManager(uninterrupted, limit=9).find("latest").step == 2, "not one that failed to load"
 
 
 @pytest.fixture
