@@ -188,8 +188,7 @@ def _convert_for_template(conversation: Conversation, tokenizer: PreTrainedToken
 
 def _check_shown(message: Mapping[str, Any], shown: str, template: str, unused: Unused) -> None:
     """Raise `UserError` if `shown` lacks a call or the answer. Beside calls, a missing answer is only counted."""
-    calls = called(message)
-    if calls and ("tool_calls" not in template or any(call not in shown for call in calls)):
+    if (calls := called(message)) and ("tool_calls" not in template or any(call not in shown for call in calls)):
         raise UserError(f"--dataset_name: the chat template does not show an assistant's 'tool_calls' {calls}.")
     answer = _THINK_TAGS.split(message["content"])[-1].strip()
     if answer not in shown:
@@ -231,11 +230,12 @@ def _marked_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTo
     """Return the character ranges of `text` that the template marks, except for turns excluded from the loss."""
     _, marked = _render(tokenizer, conversation, return_assistant_tokens_mask=True)
     turns = [turn for turn, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-    if len(turns) != len(marked) and conversation.excluded.intersection(turns):
+    if len(turns) == len(marked):
+        return {turn: marked[turns.index(turn)] for turn in conversation.supervised_turns()}
+    if conversation.excluded.intersection(turns):
         parts = f"{len(marked)} parts in {len(turns)} assistant's turns, some of them excluded from the loss"
         raise UserError(f"--dataset_name: the chat template marks {parts}; leave such conversations out.")
-    turns = turns if len(turns) == len(marked) else [-1 - part for part in range(len(marked))]
-    return {t: span for t, span in zip(turns, marked, strict=True) if t < 0 or t in conversation.supervised_turns()}
+    return {-1 - part: span for part, span in enumerate(marked)}
 
 
 def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Spans:
@@ -290,9 +290,9 @@ def _turn_spans(text: str, conversation: Conversation, tokenizer: PreTrainedToke
     return spans
 
 
-def _tokenise(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def _tokenise(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Tokenise texts without special tokens around them. Return [] for no texts, on which transformers 5.23 fails."""
-    return list(tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]) if texts else []
+    return list(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]) if texts else []
 
 
 def _continue(before: str, text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -308,8 +308,8 @@ def _continue(before: str, text: str, tokenizer: PreTrainedTokenizerBase) -> lis
 
 def _encode_spans(rendered: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
     texts = [item.text[:end] for item in rendered for end in (*item.cuts(), len(item.text))]
-    tokens, added, [letter] = iter(_tokenise(texts, tokenizer)), tokenizer("a")["input_ids"], _tokenise("a", tokenizer)
-    prefix = added[: next((i for i in range(len(added)) if added[i : i + len(letter)] == letter), 0)]  # as a BOS
+    tokens, full, [bare] = iter(_tokenise(texts, tokenizer)), tokenizer("a")["input_ids"], _tokenise(["a"], tokenizer)
+    prefix = full[: next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)]  # as a BOS
     encoded: list[Encoded] = []
     for item in rendered:
         text, ids, supervised = item.text, list[int](), list[bool]()

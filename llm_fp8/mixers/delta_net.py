@@ -192,7 +192,6 @@ def mix_by_torch(net: DeltaNet, qkv: Tensor, z: Tensor, g: Tensor, beta: Tensor,
 
 def mix_by_kernels(net: DeltaNet, qkv: Tensor, z: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Return the result of `mix_by_torch` with flash-linear-attention's kernels."""
-    os.environ.setdefault("FLA_FLASH_QLA", "0")  # a package that would ignore `chunk_indices`
     from fla.modules.causal_conv1d import causal_conv1d
     from fla.modules.norm.fused_norm_gate import rms_norm_gated
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -230,6 +229,7 @@ def problem_of_kernels(sizes: DeltaNetSizes, device: torch.device, dtype: torch.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return f"it has no exact kernels for {str(dtype).removeprefix('torch.')} on {device.type}"
+    os.environ.setdefault("FLA_FLASH_QLA", "0")  # a package that would ignore `chunk_indices`
     announce_compilation()
     net = DeltaNet(sizes, 1e-6, 0, dtype, device)
     for parameter in net.parameters():

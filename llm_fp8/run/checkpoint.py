@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 STRATEGY_STATE = "engine"  # folder in a checkpoint for the files of a strategy that `saves_itself`
 FORMAT = 2  # incremented when the content of a checkpoint changes, so that other versions do not load it
 _META, _MANIFEST = "meta.json", "manifest.json"
-STEP_FOLDERS = f"step-{'[0-9]' * 8}"  # pattern; folders that a user has renamed or copied do not match
+_STEP_FOLDERS = f"step-{'[0-9]' * 8}"  # pattern; folders that a user has renamed or copied do not match
 _TEMPORARY_PREFIX = ".tmp-"
 _REPLACED_PREFIX = f"{_TEMPORARY_PREFIX}replaced-"
 _CHECKSUM_LIMIT_BYTES = 2**20
@@ -203,7 +203,7 @@ class CheckpointManager:
 
     def paths(self) -> list[Path]:
         """Return the folders of all checkpoints, complete or not, sorted by step."""
-        return sorted(self.folder.glob(STEP_FOLDERS))
+        return sorted(self.folder.glob(_STEP_FOLDERS))
 
     def newest_first(self) -> list[Checkpoint]:
         """Return the complete checkpoints, starting with the last saved."""

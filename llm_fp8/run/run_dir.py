@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from llm_fp8.config.options import Config, RunConfig
 from llm_fp8.distributed.process_group import decided_by_main, gathered
-from llm_fp8.run.checkpoint import STEP_FOLDERS, Checkpoint, CheckpointManager
+from llm_fp8.run.checkpoint import Checkpoint, CheckpointManager
 from llm_fp8.settle.plan import RunPlan
 from llm_fp8.settle.resume import LATEST
 from llm_fp8.utils import errors
@@ -91,7 +91,7 @@ def _was_begun(folder: Path) -> bool:
 
 def _refuse_other_run(folder: Path, resume_from: str | None) -> None:
     """Raise `UserError` if the folder has a run that this run does not continue, or files that it would overwrite."""
-    has_checkpoints = any(folder.glob(f"checkpoints/{STEP_FOLDERS}"))
+    has_checkpoints = bool(CheckpointManager(folder, limit=1).paths())
     if resume_from == LATEST and has_checkpoints:
         return
     if resume_from not in (None, LATEST) and folder.resolve() in Path(str(resume_from)).resolve().parents:
@@ -177,5 +177,5 @@ def explained_failures(folder_of_run: Callable[[], Path], in_compiled_step: Call
         else:
             raise
         advice = f"Continue with --resume_from latest --output_dir {folder_of_run()}"
-        advice = advice if any(folder_of_run().glob(f"checkpoints/{STEP_FOLDERS}")) else "Nothing was saved"
+        advice = advice if CheckpointManager(folder_of_run(), limit=1).paths() else "Nothing was saved"
         raise UserError(f"{problem}. {advice}.") from error
