@@ -58,8 +58,7 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
     holds_in_fp8 = plan.holds_frozen_in_fp8 and not in_bf16
     built = _decoder_with_adapters(plan, on_meta=strategy.shards_parameters or holds_in_fp8)
     model, layers = built.module, built.layers
-    attention = "te" if config.model.use_te else chosen_attention(model.config)
-    if attention == "eager" and config.model.attn_implementation == "auto":
+    if (chosen_attention(model.config), config.model.attn_implementation) == ("eager", "auto"):
         plan.say("attention: eager, which is slow: transformers has no sdpa for this model")
     dtype = plan.precision.compute_dtype
     # FSDP gathers parameters in the compute dtype.
@@ -77,6 +76,7 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
     amount, in_graphs = config.model.gradient_checkpointing, plan.graphs is not False
     recomputed = enable_gradient_checkpointing(layers, amount, uses_te, reentrant, in_graphs) if amount else ()
     training_model = TrainingModel(model, config, dtype, plan.packed_form)
+    attention = "te" if config.model.use_te else chosen_attention(model.config)  # which `TrainingModel` may change
     plan.say(training_model.router_note)
     strategy.shard(training_model, layers, precision.fp8_modules if holds_in_fp8 else ())
     _load_weights(plan, built, precision, first_batch, holds_in_fp8)

@@ -6,6 +6,7 @@ random weights. The checks are:
 1. Two packed or padded documents must have the same hidden states as each document alone. This detects attention across
    documents, a convolution or recurrence that continues in the next document, and results that depend on the position
    in a row or on the longest document. The run uses the form of packing that passes (`loss_model.PackedForm`).
+   "varlen" must have in addition, in training, the hidden states of the form that passed.
 2. The loss must use the same logits as transformers.
 3. The backward pass must run, since some GPUs support only a kernel's forward pass.
 """
@@ -25,9 +26,10 @@ from transformers.initialization import no_init_weights
 
 import te_llama
 from llm_fp8.config.options import Config
-from llm_fp8.data.collate import Layout
+from llm_fp8.data.collate import Batch, Layout
 from llm_fp8.data.tokenise import Document
 from llm_fp8.mixers.delta_net import announce_compilation
+from llm_fp8.mixers.varlen import use_varlen_attention
 from llm_fp8.models.build import choose_attention, model_from_config
 from llm_fp8.models.model import decoder_layers, text_decoder
 from llm_fp8.models.source import text_config
@@ -53,7 +55,7 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
     # Flash attention has no fp32. Of gated delta nets Triton would compile kernels in fp32 that training does not use.
     has_delta_nets = device.type == "cuda" and hasattr(text_config(hf_config), "linear_num_key_heads")
     compiles = dtype == torch.bfloat16 and has_delta_nets and announce_compilation()
-    dtype = torch.bfloat16 if attention == "flash_attention_2" or compiles else torch.float32
+    compute_dtype, dtype = dtype, torch.bfloat16 if attention == "flash_attention_2" or compiles else torch.float32
     hf_config, longest = copy.deepcopy(hf_config), config.data.max_seq_length
     for entries in (vars(decoder := text_config(hf_config)), *te_llama.rope_tables(decoder)):
         entries |= {name: LENGTHS[0] + 1 for name in SWITCHES if (entries.get(name) or math.inf) <= longest}
@@ -87,11 +89,38 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
                 reasons.append(" ".join(str(error).split()))
                 continue
             if not _differs(hidden, torch.cat(references, dim=1)[0], dtype):
-                return training_model.packed_form
+                form = training_model.packed_form
+                may_change = config.packing and config.model.attn_implementation == "auto" and attention is None
+                tries_varlen = may_change and device.type == "cuda" and compute_dtype != torch.float32
+                return "varlen" if tries_varlen and supports_varlen(training_model, batch) else form
     kind = f"a model of type '{text_config(hf_config).model_type}' with {chosen_attention(model.config)} attention"
     reason = f" ({reasons[0]})" if reasons else ""
     advice = "drop --packing" if config.packing else "use another model"
     raise UserError(f"{flag}: {kind} does not keep the documents of a batch apart{reason}; {advice}.")
+
+
+def supports_varlen(model: TrainingModel, batch: Batch) -> bool:
+    """Return True if the small `model`, which keeps the documents of the packed `batch` apart in another form, computes
+    almost the same in bf16 in the form "varlen". The model is changed.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()  # RoPE's buffers stay fp32, as in a run
+    is_real = batch.input_ids != 0
+    reference = model.hidden(batch)[is_real]
+    use_varlen_attention(text_decoder(model.model))
+    model.packed_form = "varlen"
+    model.model.train()  # since dropout, which the kernels lack, is 0 in evaluation
+    try:
+        with torch.enable_grad():
+            hidden = model.hidden(batch)[is_real]
+            hidden.sum().backward()
+    except (TypeError, ValueError, RuntimeError) as error:  # of the layer, or of the kernels on this GPU
+        if is_out_of_memory(error):
+            raise
+        return False
+    # Rounding may change the experts of a few tokens. A wrong mask or window changes a third of the tokens.
+    is_wrong = _relative_errors(hidden.detach(), reference) > LIMIT[torch.bfloat16]
+    return float(is_wrong.float().mean()) < 0.2
 
 
 def small_model(
@@ -155,7 +184,12 @@ def _hidden_alone(model: TrainingModel, ids: Tensor) -> Tensor:
 
 def _differs(value: Tensor, reference: Tensor, dtype: torch.dtype) -> float:
     """Return the largest relative error of any token's vector (bf16: second largest), or 0 if below `LIMIT[dtype]`."""
-    errors = (value - reference).float().norm(dim=-1) / reference.float().norm(dim=-1).clamp_min(1e-12)
     rank = 1 if dtype == torch.float32 else 2  # in bf16, rounding may change the expert of one token
-    worst = float(errors.flatten().nan_to_num(torch.inf).topk(rank).values[-1])
+    worst = float(_relative_errors(value, reference).flatten().topk(rank).values[-1])
     return 0.0 if worst < LIMIT[dtype] else worst
+
+
+def _relative_errors(value: Tensor, reference: Tensor) -> Tensor:
+    """Return the relative error of each token's vector, infinite for NaN."""
+    errors = (value - reference).float().norm(dim=-1) / reference.float().norm(dim=-1).clamp_min(1e-12)
+    return errors.nan_to_num(torch.inf)

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from llm_fp8.config.options import Config
 from llm_fp8.data.collate import Batch
 from llm_fp8.kernels.cross_entropy import IGNORE_INDEX, cap_, linear_cross_entropy_sum
+from llm_fp8.mixers.varlen import use_varlen_attention
 from llm_fp8.models.experts import experts_per_token
 from llm_fp8.models.model import decoder_layers, text_decoder
 from llm_fp8.models.source import text_config
@@ -30,10 +31,11 @@ from te_llama import TEDecoderLayer
 
 ROUTER_LOSS = "router_aux_loss"
 
-PackedForm = Literal["rows", "flash", "line"]
+PackedForm = Literal["rows", "flash", "line", "varlen"]
 """Form of packed documents for a Hugging Face decoder. "rows" are rows of max_seq_length, with a mask that transformers
 derives from position ids. "flash" is one row of all tokens with `cu_seq_lens_q` etc. for flash attention. "line" has in
-addition `seq_idx` for convolutions and recurrences. `llm_fp8.settle.probe` chooses the form that separates documents.
+addition `seq_idx` for convolutions and recurrences. "varlen" is "line" with the attention of `llm_fp8.mixers.varlen`.
+`llm_fp8.settle.probe` chooses the fastest form that separates documents.
 """
 _SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}  # 1 multiplies the logits, -1 divides them
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
@@ -63,6 +65,8 @@ class TrainingModel(nn.Module):
         # If some layers are Hugging Face's, they need masks and positions, which TE's layers accept too.
         self.uses_te_decoder = all(isinstance(layer, TEDecoderLayer) for layer in decoder_layers(model))
         self.packed_form = packed_form  # None if batches are not packed
+        if packed_form == "varlen":
+            use_varlen_attention(self._decoder[0])
         config = text_config(model.config)
         factors = (getattr(config, name, None) or 1.0 for name in _SCALES)
         self.logit_scale = math.prod(f**power for f, power in zip(factors, _SCALES.values(), strict=True))
@@ -113,7 +117,7 @@ class TrainingModel(nn.Module):
             return hidden.view(*batch.input_ids.shape, -1)
         arguments: dict[str, Any] = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.cu_seqlens)
         arguments |= dict.fromkeys(("max_length_q", "max_length_k"), batch.max_seqlen)
-        if self.packed_form == "line":
+        if self.packed_form != "flash":
             arguments["seq_idx"] = (batch.position_ids == 0).cumsum(-1, dtype=torch.int32) - 1
         return self.decode(batch.input_ids, position_ids=batch.position_ids, **arguments)
 

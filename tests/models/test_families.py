@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForMultimodalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
@@ -19,11 +20,13 @@ import te_llama
 from llm_fp8.config.options import LoraConfig
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.collate import Layout
+from llm_fp8.mixers import varlen
 from llm_fp8.models.build import model_from_config
 from llm_fp8.models.lora import add_adapters
-from llm_fp8.settle.probe import probe
+from llm_fp8.settle.probe import VOCABULARY, probe, small_model, supports_varlen
 from llm_fp8.step.loss_model import TrainingModel
 from llm_fp8.utils.errors import UserError
+from llm_fp8.utils.hf_internals import chosen_attention
 from tests.support import hub_families as hub
 from tests.support.batches import random_rows
 from tests.support.families import MOE_FAMILIES
@@ -142,6 +145,48 @@ def test_qwen3_5_is_packed_only_with_its_kernels(monkeypatch):
     torch.testing.assert_close(*losses)
     weight = model.get_input_embeddings().weight
     torch.testing.assert_close(*(torch.autograd.grad(loss, weight)[0] for loss in losses))
+
+
+def attention_of_documents(q, k, v, bounds, *_: Any, scale: float, window_size: tuple[int, int], **options: Any):
+    """Compute what torch's kernels, which need a GPU, compute for packed [T, heads, d]."""
+
+    def attend(*document: Tensor) -> Tensor:
+        distance = torch.arange(len(document[0]))[:, None] - torch.arange(len(document[0]))
+        mask = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
+        heads_first = [tensor.transpose(0, 1) for tensor in document]
+        context = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=scale, **options)
+        return context.transpose(0, 1)
+
+    return apply_by_document(attend, 0, bounds.tolist(), q, k, v)
+
+
+VARLEN = {  # family -> whether its attention needs nothing but the documents' bounds, a window and a scale
+    "Llama 3": True, "Mistral": True, "Gemma 3": True, "Granite": True, "Qwen3-MoE": True, "DeepSeek-V3": True,
+    "Gemma 2": False, "Seed-OSS": False, "Llama 4": False,  # soft cap, dropout, chunks
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARLEN)
+def test_varlen_attention_is_used_where_it_computes_the_same(name, monkeypatch):
+    monkeypatch.setattr(varlen, "varlen_attn", attention_of_documents)
+    dropout = {"attention_dropout": 0.1} if name == "Seed-OSS" else {}
+    model = small_model(hub_config(name, **dropout), None, CPU, torch.float32)
+    first, second = sum(random_rows([[11], [14]], VOCABULARY, seed=3), [])
+    batch = Layout(2, 32, 0, packed=True)([[first, second], [first]])
+    with torch.no_grad():
+        assert supports_varlen(TrainingModel(model, length_config(32), torch.bfloat16), batch) == VARLEN[name]
+
+
+def test_losses_and_gradients_of_varlen_attention_are_those_of_sdpa(monkeypatch):
+    monkeypatch.setattr(varlen, "varlen_attn", attention_of_documents)
+    torch.manual_seed(0)
+    model = model_from_config(hub_config("Gemma 3")).module
+    batch = Layout(2, 32, 2, packed=True)([documents(), documents()[::-1]])
+    losses = [TrainingModel(model, length_config(32), torch.float32, form)(batch)[0] for form in ("rows", "varlen")]
+    torch.testing.assert_close(*losses)
+    weight = model.get_input_embeddings().weight
+    torch.testing.assert_close(*(torch.autograd.grad(loss, weight)[0] for loss in losses))
+    assert chosen_attention(model.config) == varlen.VARLEN
 
 
 def test_kernels_with_failing_backward_pass_are_refused(monkeypatch):

@@ -1,4 +1,5 @@
-"""flash-attn 2 in Hugging Face's decoder and in Transformer Engine's attention, compared with sdpa and cuDNN.
+"""flash-attn 2 in Hugging Face's decoder and in Transformer Engine's attention, compared with sdpa and cuDNN. Torch's
+flash attention for packed documents in Hugging Face's decoder.
 
 Gradients are compared for padded and packed batches, and losses for whole runs in bf16, in fp8 and with LoRA.
 """
@@ -34,41 +35,52 @@ PREFER_FLASH_ATTENTION = {"NVTE_FUSED_ATTN": "0"}
 SAME_LOSS = 0.02
 """Allowed relative difference by rounding; a wrong mask changes the loss of the first step by more."""
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(package_version("flash-attn") is None, reason="needs flash-attn")]
+pytestmark = pytest.mark.gpu
+needs_flash_attn = pytest.mark.skipif(package_version("flash-attn") is None, reason="needs flash-attn")
+FORMS = {"sdpa": "rows", "flash_attention_2": "flash", "varlen": "varlen"}
 
 
 def gradients(family: str, attention: str, dtype: torch.dtype, layout: str, device) -> dict[str, torch.Tensor]:
     """Return a small model's summed loss as "loss", and the gradients of the loss by parameter name."""
     torch.manual_seed(0)
+    built_with = "sdpa" if attention == "varlen" else attention
     with device:
         model = AutoModelForCausalLM.from_config(
-            family_config(family), dtype=torch.float32, attn_implementation=attention
+            family_config(family), dtype=torch.float32, attn_implementation=built_with
         )
     for parameter in model.parameters():  # the same bf16 values in both dtypes; the rotary frequencies stay fp32
         parameter.data = parameter.data.bfloat16().to(dtype)
-    training = TrainingModel(model, length_config(S), dtype, "flash" if attention == "flash_attention_2" else "rows")
+    training = TrainingModel(model, length_config(S), dtype, FORMS[attention])
     loss, _ = training(BATCHES[layout](device))
     loss.backward()
     return {"loss": loss.detach(), **{name: parameter.grad for name, parameter in model.named_parameters()}}
 
 
-@pytest.mark.parametrize("layout", PACKING)
+@pytest.mark.parametrize(
+    ("attention", "layout"),
+    [
+        pytest.param("flash_attention_2", "packed", marks=needs_flash_attn),
+        pytest.param("flash_attention_2", "padded", marks=needs_flash_attn),
+        ("varlen", "packed"),
+    ],
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradient_errors_are_at_most_those_of_sdpa(family, layout, device, record_property):
+def test_gradient_errors_are_at_most_those_of_sdpa(family, attention, layout, device, record_property):
     exact = gradients(family, "sdpa", torch.float32, layout, device)
     errors = {
-        attention: {
+        kind: {
             name: relative_difference(gradient.float(), exact[name])
-            for name, gradient in gradients(family, attention, torch.bfloat16, layout, device).items()
+            for name, gradient in gradients(family, kind, torch.bfloat16, layout, device).items()
         }
-        for attention in ("sdpa", "flash_attention_2")
+        for kind in ("sdpa", attention)
     }
     medians = {name: float(torch.tensor(list(values.values())).median()) for name, values in errors.items()}
     record_property("median_errors", medians)
-    for name, error in errors["flash_attention_2"].items():
+    for name, error in errors[attention].items():
         assert error <= BF16_ERRORS * errors["sdpa"][name] + 2e-3, (name, error, errors["sdpa"][name])
 
 
+@needs_flash_attn
 @pytest.mark.parametrize("layout", PACKING)
 @pytest.mark.parametrize("run", RUNS)
 def test_run_certifies_flash_attention_with_equal_losses(run, layout, model_folder, tmp_path, record_property):
