@@ -29,7 +29,7 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from llm_fp8.utils.output import say
 from llm_fp8.utils.ranks import LaunchRanks
-from llm_fp8.utils.torch_internals import wrap_forward
+from llm_fp8.utils.torch_internals import variants_compiled_in_threads, wrap_forward
 
 _CHUNK = 64  # tokens of a document that flash-linear-attention's kernels compute together
 _PROBE = 8192  # tokens
@@ -239,7 +239,7 @@ def problem_of_kernels(sizes: DeltaNetSizes, device: torch.device, dtype: torch.
     z = torch.ones(1, _PROBE, sizes.num_heads, sizes.head_dim, **like)
     g, beta = (torch.zeros(1, _PROBE, sizes.num_heads, **like | {"dtype": kind}) for kind in (torch.float32, dtype))
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), variants_compiled_in_threads():
             cu_seqlens = torch.tensor([0, 5000, _PROBE], dtype=torch.int32, device=device)
             mix_by_kernels(net, qkv, z, g, beta, cu_seqlens).sum().backward()
     except Exception as error:  # missing, too old or new, or a failure of Triton: each has its own class
