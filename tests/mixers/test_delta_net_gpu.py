@@ -1,0 +1,33 @@
+"""Kernels of gated delta nets on a GPU: how Triton compiles them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llm_fp8.utils.torch_internals import variants_compiled_in_threads
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+pytestmark = pytest.mark.gpu
+SIZES = (32, 64, 128)
+
+
+@triton.autotune([triton.Config({"BLOCK": size}) for size in SIZES], key=[])
+@triton.jit
+def double(source, target, count, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + index, 2 * tl.load(source + index, index < count), index < count)
+
+
+def test_variants_are_compiled_in_threads_before_they_are_timed(device, monkeypatch):
+    submitted = []
+    submit = triton.AsyncCompileMode.submit
+    monkeypatch.setattr(
+        triton.AsyncCompileMode, "submit", lambda mode, key, *rest: (submitted.append(key), submit(mode, key, *rest))[1]
+    )
+    source, target = torch.arange(100.0, device=device), torch.empty(100, device=device)
+    with variants_compiled_in_threads():
+        double[lambda meta: (triton.cdiv(100, meta["BLOCK"]),)](source, target, 100)
+    assert torch.equal(target, 2 * source)
+    assert len(set(submitted)) == len(SIZES)
