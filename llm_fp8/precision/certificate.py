@@ -21,17 +21,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from llm_fp8.config.recipes import row_of
-from llm_fp8.observability.kernel_trace import (
-    LOW_PRECISION_NAME,
-    KernelClass,
-    KernelTime,
-    KernelTimes,
-    StepProfile,
-    attention_library,
-    gemm_kernels,
-    time_by_class,
-    unrecognised_kernels,
-)
+from llm_fp8.observability import kernel_trace
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import Fp8Coverage, ModuleState, linear_weights
 from llm_fp8.precision.te import format_name
@@ -102,7 +92,7 @@ class Certificate:
     modules: ModuleState
     num_micro_batches: int
     rank: int = 0
-    time_s_by_class: dict[KernelClass, float] = field(default_factory=dict)
+    time_s_by_class: dict[kernel_trace.KernelClass, float] = field(default_factory=dict)
     version: int = 1  # of the fields, which docs/certificate.schema.json describes
 
     def to_dict(self) -> dict[str, Any]:
@@ -130,7 +120,7 @@ class Certificate:
 
 def certify(
     expected: ExpectedKernels,
-    kernels: KernelTimes,
+    kernels: kernel_trace.KernelTimes,
     state: ModuleState,
     *,
     num_micro_batches: int,
@@ -142,10 +132,10 @@ def certify(
     `state` describes the modules that must be in fp8 or, in a run without fp8, all linear modules that could be in fp8.
     `attention` is the name of the model's attention implementation.
     """
-    by_class, gemms = time_by_class(kernels), gemm_kernels(kernels)
-    unknown, other = gemms.get("unknown", KernelTime()), unrecognised_kernels(kernels)
+    by_class, gemms = kernel_trace.time_by_class(kernels), kernel_trace.gemm_kernels(kernels)
+    unknown, other = gemms.get("unknown", kernel_trace.KernelTime()), kernel_trace.unrecognised_kernels(kernels)
     possible_s = sum(gemm.time_s for gemm in gemms.values()) + other.time_s
-    figures: Any = {"fp8_gemm_time_share": None} | StepProfile(kernels=kernels).figures()
+    figures: Any = {"fp8_gemm_time_share": None} | kernel_trace.StepProfile(kernels=kernels).figures()
     step = Certificate(
         verdict="certified",
         precision=expected.precision,
@@ -157,7 +147,7 @@ def certify(
         other_kernel_names=list(other.names),
         unrecognised_time_share=(unknown.time_s + other.time_s) / possible_s if possible_s else None,
         fp8_linear_flop_share=expected.fp8_linear_flop_share,
-        attention=f"sdpa ({attention_library(kernels)})" if attention == "sdpa" else attention,
+        attention=f"sdpa ({kernel_trace.attention_library(kernels)})" if attention == "sdpa" else attention,
         modules=state,
         num_micro_batches=num_micro_batches,
         rank=rank,
@@ -166,7 +156,7 @@ def certify(
     )
     judge = _Judge(step, expected, other.count)
     (judge.judge_fp8 if expected.scenario else judge.judge_without_fp8)()
-    if not expected.scenario and (low := [name for name in kernels if LOW_PRECISION_NAME.search(name)]):
+    if not expected.scenario and (low := [name for name in kernels if kernel_trace.LOW_PRECISION_NAME.search(name)]):
         judge.failures.append(f"expected no kernel in fp8 or fp4, but {len(low)} ran: {low[0][:_LISTED_LENGTH]}")
     if attention is not None and "unfused" in attention:
         judge.remarks.append("attention is unfused, several times slower")

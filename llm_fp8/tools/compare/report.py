@@ -15,14 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import Console
 from rich.table import Table
 
-from llm_fp8.tools.compare.figures import (
-    MIN_SEEDS,
-    Difference,
-    Interval,
-    VariantFigures,
-    find_differences,
-    variant_figures,
-)
+from llm_fp8.tools.compare.figures import MIN_SEEDS, Difference, VariantFigures, find_differences, variant_figures
 from llm_fp8.tools.compare.run_record import REFERENCE, RunRecord
 from llm_fp8.tools.compare.verdict import QUALITY_MARGIN, Verdict, judge
 from llm_fp8.utils.errors import UserError
@@ -90,7 +83,7 @@ def compare(runs: Sequence[RunRecord], failures: Sequence[Failure] = (), margin:
     )
 
 
-def _text(value: Interval | float | None, spec: str) -> str:
+def _text(value: object, spec: str) -> str:
     return "-" if value is None else format(value, spec)
 
 
