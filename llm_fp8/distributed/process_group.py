@@ -81,8 +81,6 @@ def decided_by_main(decide: Callable[[], T], group: dist.ProcessGroup | None = N
             failure = error
             outcome = None, str(error) if isinstance(error, UserError) else f"the main process failed: {error!r}"
     result, reason = gathered(outcome, group)[0]
-    if failure is not None:
-        raise failure
     if reason is not None:
-        raise UserError(reason)
+        raise failure or UserError(reason)
     return result

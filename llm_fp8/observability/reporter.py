@@ -85,7 +85,7 @@ def truncate_metrics(path: Path, last_step: int, keep_evaluation: bool = True) -
     return steps[-1][0] if steps else 0
 
 
-class RunReporter:
+class RunReporter(contextlib.AbstractContextManager["RunReporter"]):
     """Reports the numbers of one run. Every rank has a reporter. As a context manager it closes files and trackers."""
 
     def __init__(
@@ -217,9 +217,6 @@ class RunReporter:
             self._file.seek(0)
             yield from map(json.loads, self._file)
             self._file.seek(0, os.SEEK_END)
-
-    def __enter__(self) -> RunReporter:
-        return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         if self._is_main:
