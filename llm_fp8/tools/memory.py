@@ -168,8 +168,8 @@ def memory_lines(settled: Settled) -> list[str]:
     return lines
 
 
-def requested_options() -> tuple[Config, argparse.Namespace]:
-    """Parse the command line: the options of the run, and those of this program."""
+def main() -> int:
+    """Print a table of estimated GPU memory for each way to train, and write it to --output as JSON, if requested."""
     epilog = "All options of train_multi_gpu.py, such as --lora_rank 32, hold; --help_all explains them."
     parser = OneSentenceParser(description=(__doc__ or "").split("\n\n")[0], epilog=epilog, allow_abbrev=False)
     add = parser.add_argument
@@ -179,13 +179,9 @@ def requested_options() -> tuple[Config, argparse.Namespace]:
     add("--num_gpus", type=positive, default=1, help="(default %(default)s)")
     add("--output", type=writable, metavar="FILE", help="write the figures to this JSON file")
     own, others = parser.parse_known_args([with_underscores(word) for word in sys.argv[1:]])
-    model = [f"--model_name={own.model_name}"] if "model_name" in own else []
-    return parse_config([*model, *others], parser.prog, parallel=True), own
-
-
-def main() -> int:
-    """Print a table of estimated GPU memory for each way to train, and write it to --output as JSON, if requested."""
-    typed, own = requested_options()
+    if "model_name" in own:
+        others.insert(0, f"--model_name={own.model_name}")
+    typed = parse_config(others, parser.prog, parallel=True)
 
     from llm_fp8.models.source import require_positions
     from llm_fp8.settle.machine import assumed_machine, detect_machine
