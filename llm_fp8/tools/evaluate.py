@@ -182,37 +182,35 @@ def main() -> int:
     samples_only = not problems
     problems = problems[: options.num_problems] or texts[: min(NUM_SAMPLES, options.num_problems)]
     problems.sort(key=lambda problem: len(problem[0]))  # so that batches have little padding
-    prompts, expected = [prompt for prompt, _ in problems], [answer for _, answer in problems]
     on_gpu = torch.cuda.is_available()
     model = load_exported(options.model_name, base, torch.bfloat16 if on_gpu else torch.float32)
     torch.nn.Module.to(model, "cuda" if on_gpu else "cpu").eval()
     loss, num_tokens = eval_loss(model, data.eval)
-    answers: list[str] = []
-    for start in range(0, len(prompts), options.batch_size):
-        answers += generate(model, tokenizer, prompts[start : start + options.batch_size], options.max_new_tokens)
-    right = [] if samples_only else list(map(is_right, expected, answers))
+    records: list[dict[str, Any]] = []
+    for start in range(0, len(problems), options.batch_size):
+        batch = problems[start : start + options.batch_size]
+        answers = generate(model, tokenizer, [prompt for prompt, _ in batch], options.max_new_tokens)
+        for (prompt, expected), answer in zip(batch, answers, strict=True):
+            records.append({"problem": tokenizer.decode(prompt), "expected": expected, "answer": answer})
     figures: dict[str, Any] = {"eval_loss": loss}
-    if right:
-        interval = binomtest(sum(right), len(right)).proportion_ci(method="wilson")
-        share, within = sum(right) / len(right), f"95% interval {interval.low:.1%} to {interval.high:.1%}"
-        figures |= {"exact_match": share, "wilson_95": [interval.low, interval.high]}
-        print(f"exact match: {share:.1%} ({sum(right)} of {len(right)}; {within})")
-    else:
+    if samples_only:
         print("exact match: not measured, because no held-out row has a final answer that can be checked")
-        for prompt, answer in zip(prompts, answers, strict=True):
-            print(f"\nprompt: {tokenizer.decode(prompt)}\nanswer: {answer}")
+        for record in records:
+            print(f"\nprompt: {record['problem']}\nanswer: {record['answer']}")
+    else:
+        for record in records:
+            record["correct"] = is_right(record["expected"], record["answer"])
+        num_right, number = sum(record["correct"] for record in records), len(records)
+        interval = binomtest(num_right, number).proportion_ci(method="wilson")
+        share, within = num_right / number, f"95% interval {interval.low:.1%} to {interval.high:.1%}"
+        figures |= {"exact_match": share, "wilson_95": [interval.low, interval.high]}
+        print(f"exact match: {share:.1%} ({num_right} of {number}; {within})")
     print(f"eval loss: {loss:.4f} nats/token over {num_tokens} supervised tokens")
     folder = Path(options.model_name).absolute()
     is_of_run = folder.name == "final" and (folder.parent / "run.json").is_file()
     path: Path | None = options.output or (folder.parent / "exact_match.json" if is_of_run else None)
     if path is not None:
-        records: list[dict[str, Any]] = [
-            {"problem": tokenizer.decode(prompt), "expected": gold, "answer": answer}
-            for prompt, gold, answer in zip(prompts, expected, answers, strict=True)
-        ]
-        for record, is_correct in zip(records, right, strict=False):  # samples have no verdict
-            record["correct"] = is_correct
-        figures |= {"answers": records[: len(right)]}
+        figures["answers"] = [] if samples_only else records
         if samples_only and records:
             figures["samples"] = records
         write_json_atomic(path, {"model": options.model_name, **figures})
