@@ -73,10 +73,6 @@ def dequantised(values: Tensor, scale: Tensor, block: tuple[int, int], first: in
     """Return the fp32 weights for fp8 `values` [r, k], which are rows `first` to `first + r` of a weight. `scale` has
     one number for each block of the whole weight. `block` is (rows, columns); blocks at the edges may be smaller.
     """
-    width, (height, columns) = values.shape[1], block
-    row_blocks = torch.arange(first, first + len(values), device=values.device) // height
-    scale = scale.to(torch.float32)[row_blocks]
-    result, whole = values.to(torch.float32), width // columns
-    result[:, : whole * columns].unflatten(1, (whole, columns)).mul_(scale[:, :whole, None])
-    result[:, whole * columns :].mul_(scale[:, whole:])
-    return result
+    row_blocks = torch.arange(first, first + len(values), device=values.device) // block[0]
+    scales = scale.to(torch.float32)[row_blocks].repeat_interleave(block[1], dim=1)[:, : values.shape[1]]
+    return values.to(torch.float32).mul_(scales)
