@@ -139,11 +139,6 @@ class Model:
         default = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
         return default if stored is None or stored.dtype.startswith("F8") else str_to_torch_dtype[stored.dtype]
 
-    def read(self, hf_name: str, device: torch.device) -> Any:
-        """Read the whole stored tensor that transformers calls `hf_name` onto `device`."""
-        assert self.stored is not None
-        return self.stored.read(self.source_names[hf_name], device)
-
     def left_out_of(self, names: Iterable[str]) -> list[str]:
         """Return those of `names`, names of stored tensors, that belong to modules in `left_out`."""
         pattern = re.compile(rf"({'|'.join(map(re.escape, self.left_out))})(\.|$)")

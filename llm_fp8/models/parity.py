@@ -134,8 +134,9 @@ def check_weights(model: Model, entries: Mapping[str, tuple[Part, ...]]) -> None
     """Raise `UserError` for the first stored tensor that the parameters in `entries` do not contain bit for bit."""
     for te_name, parts in entries.items():
         full = model.full_tensor(model.module.get_parameter(te_name))
+        assert model.stored is not None
         for part in parts:
-            weight = model.read(part.hf_name, full.device)
+            weight = model.stored.read(model.source_names[part.hf_name], full.device)
             if weight.dtype != full.dtype == torch.bfloat16:
                 weight = split_master(weight.float())[0]  # the same rounding as in loading
             if not torch.equal(full[part.start : part.stop], weight.to(full)):

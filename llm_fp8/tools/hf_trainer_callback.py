@@ -162,14 +162,13 @@ def judge(
     else:
         compute = _COMPUTE[next(model.parameters()).dtype] if requested == "no" else requested
         expected = ExpectedKernels(compute, compute)
-    groups = [] if optimizer is None else optimizer.param_groups
-    known = {parameter for group in groups for parameter in group["params"]}
-    trained = (name for name, weight in model.named_parameters() if weight.requires_grad and weight not in known)
-    missing = [] if optimizer is None else list(trained)
-    # An optimizer without any of the parameters holds shards or copies of them, as ZeRO's does.
-    if missing and len(missing) < sum(parameter.requires_grad for parameter in model.parameters()):
-        parameters = f"{len(missing)} of the parameters that require a gradient"
-        failures.append(f"the optimizer does not hold {parameters}, such as {missing[0]}")
+    if optimizer is not None:
+        known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        missing = [name for name, weight in model.named_parameters() if weight.requires_grad and weight not in known]
+        # An optimizer without any of the parameters holds shards or copies of them, as ZeRO's does.
+        if 0 < len(missing) < sum(parameter.requires_grad for parameter in model.parameters()):
+            parameters = f"{len(missing)} of the parameters that require a gradient"
+            failures.append(f"the optimizer does not hold {parameters}, such as {missing[0]}")
     certificate = certify(
         expected,
         kernel_times(profile),

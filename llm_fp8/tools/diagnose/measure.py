@@ -143,11 +143,10 @@ def memory_by_kind(stepper: Stepper, take_step: Callable[[], object]) -> dict[st
     def mark(*_: object) -> None:
         marks.append((torch.cuda.memory_allocated() / GIB, gpu_gib(parameter.grad for parameter in parameters)))
 
-    hooks = [stepper.training_model.register_forward_pre_hook(mark), stepper.training_model.register_forward_hook(mark)]
+    model = stepper.training_model
     torch.cuda.reset_peak_memory_stats()
-    take_step()
-    for hook in hooks:
-        hook.remove()
+    with model.register_forward_pre_hook(mark), model.register_forward_hook(mark):
+        take_step()
     peak = torch.cuda.max_memory_allocated() / GIB
     weights = gpu_gib(parameters)
     (before, gradients), (after, _) = marks[-2:]  # before and after the last forward pass
