@@ -80,17 +80,13 @@ class PeakTflops(NamedTuple):
 # A key matches all of `torch.cuda.get_device_name`, since laptop, MIG and cut-down parts have other peaks. Values are
 # from NVIDIA's data sheets (half of figures with sparsity) unless a comment names another source.
 _PEAKS: dict[str, PeakTflops] = {
-    r"NVIDIA H100 80GB HBM3": PeakTflops(989.4, 1978.9),  # SXM5; H100 Architecture white paper, dense
+    # SXM; H100 Architecture white paper, dense.
+    r"NVIDIA H100 80GB HBM3|NVIDIA H200|NVIDIA GH200 (480GB|144G HBM3e)": PeakTflops(989.4, 1978.9),
     r"NVIDIA H100 PCIe": PeakTflops(756.0, 1513.0),
-    r"NVIDIA H100 NVL": PeakTflops(835.5, 1670.5),
-    r"NVIDIA H200": PeakTflops(989.4, 1978.9),  # SXM
-    r"NVIDIA H200 NVL": PeakTflops(835.5, 1670.5),
+    r"NVIDIA H[12]00 NVL": PeakTflops(835.5, 1670.5),
     r"NVIDIA H20": PeakTflops(148.0, 296.0),  # published by system vendors, dense
-    r"NVIDIA GH200 (480GB|144G HBM3e)": PeakTflops(989.4, 1978.9),
-    r"NVIDIA B200": PeakTflops(2250.0, 4500.0),  # HGX B200, one GPU
-    r"NVIDIA GB200": PeakTflops(2500.0, 5000.0),  # GB200 NVL72, one GPU
-    r"NVIDIA B300 SXM6 AC": PeakTflops(2250.0, 4500.0),  # HGX B300, one GPU
-    r"NVIDIA GB300": PeakTflops(2500.0, 5000.0),  # GB300 NVL72, one GPU
+    r"NVIDIA B200|NVIDIA B300 SXM6 AC": PeakTflops(2250.0, 4500.0),  # HGX B200 and HGX B300, one GPU
+    r"NVIDIA GB[23]00": PeakTflops(2500.0, 5000.0),  # GB200 NVL72 and GB300 NVL72, one GPU
     r"NVIDIA A100-SXM4-(40|80)GB|NVIDIA A100-PCIE-40GB|NVIDIA A100 80GB PCIe": PeakTflops(312.0, None),  # dense
     r"NVIDIA L40S": PeakTflops(362.05, 733.0),  # dense
     r"NVIDIA L40": PeakTflops(181.05, 362.0),  # dense
@@ -149,8 +145,7 @@ def throughput_summary(steps: list[dict[str, float]]) -> dict[str, float]:
     """Return `num_steps_measured`, `num_steps_left_out`, and `median_<key>` for each of `MEDIANS`. `steps` are the
     records of one process in order. The first steps and the step whose kernels were recorded are left out.
     """
-    started = steps[min(WARMUP_STEPS, len(steps) // 2) :]
-    measured = [record for record in started if RECORDED_STEP not in record]
+    measured = [record for record in steps[min(WARMUP_STEPS, len(steps) // 2) :] if RECORDED_STEP not in record]
     summary: dict[str, float] = {"num_steps_measured": len(measured), "num_steps_left_out": len(steps) - len(measured)}
     for key in MEDIANS:
         if values := [record[key] for record in measured if key in record]:
