@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks, end_with_parent
@@ -43,14 +42,6 @@ def start_process_group(ranks: LaunchRanks) -> None:
 
 def device_of_process() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def end_process_group(accelerator: Accelerator, is_own: bool) -> None:
-    """Free the objects that `accelerator` prepared. Destroy the process group if the run started it (`is_own`)."""
-    # Free DDP first: if it is the last owner of the group, it holds the GIL while it waits for gloo's threads.
-    accelerator.free_memory()
-    if is_own and dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def largest(value: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,8 +62,7 @@ class Model:
         whole = {name: te_llama.stacked((name, shape)) for name, shape in shapes.items()}
         tensors = {name: torch.empty(part.shape, device="meta") for name, (part,) in whole.items()}
         owners = {StorageWeakRef(tensor.untyped_storage()): name for name, tensor in tensors.items()}
-        stored_names = self.stored.stored if self.stored else ()
-        in_files = {spelling for name in stored_names for spelling in self._spellings(name)}
+        in_files = {each for name in (self.stored.stored if self.stored else ()) for each in self._spellings(name)}
         layout: dict[str, list[Part]] = {name: [] for name in whole}
         name, advice = self.module.config.name_or_path, "Give a model whose files hold its weights unconverted."
         with reading("--model_name", name, "the layout of its files", advice), _CopiesAreViews():
@@ -90,12 +89,10 @@ class Model:
         tied: Mapping[str, str] = self.module.all_tied_weights_keys
         accepted |= {name: accepted[first] for name, first in tied.items() if first in accepted}
 
-        def candidates(name: str) -> Iterator[str]:
-            yield name
-            yield from self._spellings(self._renamed(name))
-
         with reading("--model_name", self.module.config.name_or_path, "the weights", RELOAD):
-            names = {name: next(filter(accepted.__contains__, candidates(name)), name) for name in stored.stored}
+            names = {name: name for name in stored.stored}
+            for name in stored.stored.keys() - accepted.keys():
+                names[name] = next(filter(accepted.__contains__, self._spellings(self._renamed(name))), name)
             unknown = [name for name in names if names[name] not in accepted and not ignored.search(name)]
             if surplus := sorted(set(unknown).difference(self.left_out_of(unknown))):
                 problem = f"the checkpoint holds '{surplus[0]}', which this architecture does not have"

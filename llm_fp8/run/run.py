@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llm_fp8.config.options import Config
 from llm_fp8.data.prepare import PreparedData, prepare_data
-from llm_fp8.distributed.process_group import end_process_group, gathered, start_process_group
+from llm_fp8.distributed.process_group import gathered, start_process_group
 from llm_fp8.models.source import check_model, load_tokenizer
 from llm_fp8.observability.metrics import GIB
 from llm_fp8.observability.reporter import RunReporter, quiet_libraries
@@ -116,7 +116,10 @@ def run_training(config: Config, results: RunResults | None = None) -> int:
                 raise UserError(gathered(str(timeline.unsaved))[0])  # after the main rank's export
     exit_code, accelerator = 0 if timeline.is_complete else stop.exit_code, plan.accelerator
     del plan, setup, state, timeline  # free the model before the process group is destroyed
-    end_process_group(accelerator, is_own_group)
+    # Free DDP first: if it is the last owner of the group, it holds the GIL while it waits for gloo's threads.
+    accelerator.free_memory()
+    if is_own_group and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     return exit_code
 
 
