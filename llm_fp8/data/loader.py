@@ -184,10 +184,7 @@ class TrainLoader:
 
     def first_step(self) -> list[Batch]:
         """Return the micro-batches of the next step without advancing the loader."""
-        position = self.state_dict()
-        batches = next(iter(self))
-        self.load_state_dict(position)
-        return batches
+        return next(self._steps(self._position))[0]
 
     def _position_in(self, state: Position) -> Position:
         if state["rows"]["data"] != self._sequences.data:
