@@ -56,10 +56,7 @@ def start_tracker(
     config = dict(flattened(record["config"])) | labels
     arguments: dict[str, Any] = {}
     if name == "wandb":
-        if run_id:
-            arguments = {"resume": "allow", "id": run_id}
-        if options.wandb_run_name:
-            arguments["name"] = options.wandb_run_name
+        arguments = {"id": run_id, "resume": "allow" if run_id else None, "name": options.wandb_run_name or None}
         effective = record["effective"] | {section: record[section] for section in ("precision", "model", "data")}
         config = {**record["config"], **labels, "effective": effective, "provenance": record["provenance"]}
         tags = [*filter(None, os.environ.get("WANDB_TAGS", "").split(",")), *(str(labels[tag])[:64] for tag in TAGS)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from llm_fp8.config.parser import is_adapter_folder
@@ -36,9 +35,9 @@ def main() -> int:
     if options.data is not None:  # before the export, so that a wrong --data fails early
         length = options.max_seq_length or DataConfig.max_seq_length
         data_options = DataConfig(options.data, max_seq_length=length, overlong="truncate", batch_size=1)
-        if not find_splits(data_options)[1]:  # without a validation split, measure on all rows
-            data_options = replace(data_options, validation_fraction=0.0)
         config = Config(model=ModelConfig(model_name=str(options.folder)), data=data_options)
+        if not find_splits(data_options)[1]:  # without a validation split, measure on all rows
+            config = config.with_options(validation_fraction=0.0)
         tokenizer, _ = load_tokenizer(config.model, resolve_source(config.model))
         data = prepare_data(config, tokenizer)
     before, after = export_fp8(options.folder, options.output)
