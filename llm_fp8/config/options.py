@@ -64,7 +64,7 @@ class ModelConfig:
     use_te: bool = option(False, "Build the decoder of Transformer Engine modules (te_llama.py), on an NVIDIA GPU.")
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = option(
         "auto",
-        "Attention kernels; auto: flash-attn 2 if installed, else torch's flash attention if it fits, else sdpa.",
+        "Attention kernels; auto: sdpa, but torch's flash attention for packed rows of models that it fits.",
         excludes={"use_te": "it has its own attention"},
     )
     chat_template: str | None = option(None, "Chat template: a file, or the text itself (default: the tokenizer's).")

@@ -334,11 +334,10 @@ def _end_turns(encoded: Encoded, tokenizer: PreTrainedTokenizerBase, eos: int, e
     `ends`. Cut the document off after the last range, and add `eos` if it does not end with one of `ends`.
     """
     ids, supervised = list(encoded.input_ids), bytearray(encoded.supervised)
-    after = (eos, tokenizer.eos_token_id)
     end = 0
     while (start := supervised.find(1, end)) >= 0:  # searching bytes needs no Python step per token
         end = supervised.find(0, start) if 0 in supervised[start:] else len(ids)
-        if end < len(ids) and ids[end] in after:
+        if end < len(ids) and ids[end] in (eos, tokenizer.eos_token_id):
             supervised[end] = 1
             end += 1
         last = next((at for at in reversed(range(start, end)) if ids[at] in ends), end)

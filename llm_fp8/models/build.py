@@ -28,8 +28,7 @@ from llm_fp8.models.model import Model, saved_tensors, text_decoder
 from llm_fp8.models.source import StoredCheckpoint, open_weights, reading_model, text_config
 from llm_fp8.observability.metrics import DecoderSize
 from llm_fp8.optim.adamw_master import give_remainder_, remainder_of, split_master
-from llm_fp8.utils.hf_internals import supports_flash_attention
-from llm_fp8.utils.packages import OptionalPackage, package_version
+from llm_fp8.utils.packages import OptionalPackage
 from llm_fp8.utils.torch_internals import give_memory_, local_of, materialize_
 from te_llama import Part, UnsupportedArchitecture
 
@@ -38,16 +37,11 @@ _SMALL = 2**18  # elements; smaller tensors have memory while random calls are r
 _Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
-def choose_attention(choice: str, hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return transformers' attn_implementation. "auto" means flash-attn if it is usable, else None (the default)."""
+def choose_attention(choice: str) -> str | None:
+    """Return transformers' attn_implementation for --attn_implementation `choice`, or None for its default."""
     if choice == "flash_attention_2":
         FLASH_ATTENTION_2.require("--attn_implementation flash_attention_2")
-    if choice != "auto":
-        return choice
-    installed = package_version(FLASH_ATTENTION_2.name) is not None
-    on_gpu = device.type == "cuda" and dtype != torch.float32
-    has_flash = on_gpu and installed and supports_flash_attention(auto_class(hf_config), hf_config)
-    return "flash_attention_2" if has_flash else None
+    return None if choice == "auto" else choice
 
 
 def build_structure(
@@ -56,14 +50,12 @@ def build_structure(
     stored: StoredCheckpoint | None = None,
     *,
     parameter_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
     device: torch.device,
     unfused_mlp: bool = False,
     full_tensor: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> Model:
     """Build the model with parameters on "meta" and buffers on `device`. `te_llama.LayerSpec` and `Model` say more."""
-    choice = "sdpa" if options.use_te else options.attn_implementation
-    attention = choose_attention(choice, hf_config, device, compute_dtype)
+    attention = "sdpa" if options.use_te else choose_attention(options.attn_implementation)
     with init_empty_weights(include_buffers=False), torch.device("cpu" if options.use_te else device):
         model = model_from_config(hf_config, dtype=parameter_dtype, attn_implementation=attention)
     if options.use_te:

@@ -34,10 +34,9 @@ from llm_fp8.utils.errors import reading
 from llm_fp8.utils.te_internals import prefer_torchs_cudnn
 
 NamedParameters = Iterable[tuple[str, Parameter]]
-Groups = list[dict[str, Any]]
 
 
-def parameter_groups(named_parameters: NamedParameters, weight_decay: float) -> Groups:
+def parameter_groups(named_parameters: NamedParameters, weight_decay: float) -> list[dict[str, Any]]:
     """Divide trainable parameters (tied ones once) into matrices, with weight decay, and others, without."""
     unique = dict.fromkeys(parameter for _, parameter in named_parameters if parameter.requires_grad)
     matrices = [parameter for parameter in unique if parameter.ndim > 1]

@@ -94,9 +94,8 @@ class Checkpoint(SavedRun):
         if names := [name for name, kind in wanted.items() if self.kinds.get(name) != kind]:
             problem = f"lacks this run's {listed(names)}, or has another dtype or shape"
             raise UserError(f"--resume_from {self.folder} {problem}.")
-        with reading(
-            "--resume_from", self.folder, "its tensors", "Move it away to continue from an earlier checkpoint."
-        ):
+        advice = "Move it away to continue from an earlier checkpoint."
+        with reading("--resume_from", self.folder, "its tensors", advice):
             dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(self.folder))
 
 

@@ -132,7 +132,6 @@ def export_final(timeline: Timeline, tokenizer: PreTrainedTokenizerBase, step: i
     """Write the folder final/ with a Hugging Face checkpoint or PEFT adapter of `step`, and return it. Collective."""
     setup, certificate = timeline.setup, timeline.results.certificate
     plan, config, folder = setup.plan, setup.plan.config, timeline.state.folder / "final"
-    description = "none" if certificate is None else certificate.describe().removeprefix("certificate: ")
     card = {
         "base model": plan.source.name,
         "dataset": config.data.dataset_name,
@@ -141,7 +140,7 @@ def export_final(timeline: Timeline, tokenizer: PreTrainedTokenizerBase, step: i
         "tokens": tokens_seen,
         "learning rate": config.optim.learning_rate,
         "row length": config.data.max_seq_length,
-        "certificate": description,
+        "certificate": "none" if certificate is None else certificate.describe().removeprefix("certificate: "),
         "command": f"`{shlex.join(sys.argv)}`",
     }
     if rank := config.lora.lora_rank:

@@ -141,8 +141,8 @@ def build_stepper(setup: TrainingSetup, loader: TrainLoader | None, num_steps: i
 def _decoder_with_adapters(plan: RunPlan, on_meta: bool) -> Model:
     """Build the model and, for LoRA, uninitialised adapters. If `on_meta`, all other weights are uninitialised too."""
     config = plan.config
-    shared: dict[str, Any] = {"parameter_dtype": plan.weight_dtype, "compute_dtype": plan.precision.compute_dtype}
-    shared |= {"device": plan.device, "full_tensor": plan.strategy.full_tensor}
+    shared: dict[str, Any] = {"parameter_dtype": plan.weight_dtype, "device": plan.device}
+    shared["full_tensor"] = plan.strategy.full_tensor
     if config.trains_adapters:
         from llm_fp8.models import lora
 

@@ -51,7 +51,7 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
     `dtype` is the compute dtype. Raise `UserError` if no form does, if padding mixes documents or the loss is wrong.
     """
     flag = f"--model_name {config.model.model_name}"
-    attention = choose_attention(config.model.attn_implementation, hf_config, device, dtype)
+    attention = choose_attention(config.model.attn_implementation)
     # Flash attention has no fp32. Of gated delta nets Triton would compile kernels in fp32 that training does not use.
     has_delta_nets = device.type == "cuda" and hasattr(text_config(hf_config), "linear_num_key_heads")
     compiles = dtype == torch.bfloat16 and has_delta_nets and announce_compilation()
@@ -78,7 +78,7 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
         forms: list[PackedForm | None] = [None]
         if config.packing:
             rows, references = [[*rows[0], *rows[1]], rows[0]], [*references, references[0]]
-            forms = ["flash", "line"] if attention == "flash_attention_2" else ["rows", "line"]
+            forms = ["line"] if attention == "flash_attention_2" else ["rows", "line"]
         batch = Layout(len(rows), ROW, pad_token_id=0, packed=config.packing)(rows).to(device)
         for training_model.packed_form in forms:
             try:
@@ -90,8 +90,8 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
                 continue
             if not _differs(hidden, torch.cat(references, dim=1)[0], dtype):
                 form = training_model.packed_form
-                may_change = config.packing and config.model.attn_implementation == "auto" and attention is None
-                tries_varlen = may_change and device.type == "cuda" and compute_dtype != torch.float32
+                may_change = config.packing and attention is None and device.type == "cuda"
+                tries_varlen = may_change and compute_dtype != torch.float32
                 return "varlen" if tries_varlen and supports_varlen(training_model, batch) else form
     kind = f"a model of type '{text_config(hf_config).model_type}' with {chosen_attention(model.config)} attention"
     reason = f" ({reasons[0]})" if reasons else ""

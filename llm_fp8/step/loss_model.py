@@ -31,10 +31,10 @@ from te_llama import TEDecoderLayer
 
 ROUTER_LOSS = "router_aux_loss"
 
-PackedForm = Literal["rows", "flash", "line", "varlen"]
+PackedForm = Literal["rows", "line", "varlen"]
 """Form of packed documents for a Hugging Face decoder. "rows" are rows of max_seq_length, with a mask that transformers
-derives from position ids. "flash" is one row of all tokens with `cu_seq_lens_q` etc. for flash attention. "line" has in
-addition `seq_idx` for convolutions and recurrences. "varlen" is "line" with the attention of `llm_fp8.mixers.varlen`.
+derives from position ids. "line" is one row of all tokens with `cu_seq_lens_q` etc. for flash attention and `seq_idx`
+for convolutions and recurrences. "varlen" is "line" with the attention of `llm_fp8.mixers.varlen`.
 `llm_fp8.settle.probe` chooses the fastest form that separates documents.
 """
 _SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}  # 1 multiplies the logits, -1 divides them
@@ -117,8 +117,7 @@ class TrainingModel(nn.Module):
             return hidden.view(*batch.input_ids.shape, -1)
         arguments: dict[str, Any] = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.cu_seqlens)
         arguments |= dict.fromkeys(("max_length_q", "max_length_k"), batch.max_seqlen)
-        if self.packed_form != "flash":
-            arguments["seq_idx"] = (batch.position_ids == 0).cumsum(-1, dtype=torch.int32) - 1
+        arguments["seq_idx"] = (batch.position_ids == 0).cumsum(-1, dtype=torch.int32) - 1
         return self.decode(batch.input_ids, position_ids=batch.position_ids, **arguments)
 
     def _te_hidden(self, batch: Batch) -> Tensor:

@@ -142,7 +142,7 @@ def eval_loss(folder: Path, data: PreparedData, round_inputs: bool = False) -> t
     hf_config = load_config(source)
     stored = checkpoint_of(source, hf_config)
     hf_config, _ = untied(hf_config, stored)
-    built = build_structure(options, hf_config, stored, parameter_dtype=dtype, compute_dtype=dtype, device=device)
+    built = build_structure(options, hf_config, stored, parameter_dtype=dtype, device=device)
     allocate_and_fill(built, device)
     if round_inputs:
         round_inputs_(built.module)

@@ -164,10 +164,8 @@ def main() -> int:
     data = prepare_data(config := Config(data=data_config), tokenizer)
     if amounts not in (None, now := [vars(data.report)[name] for name in AMOUNTS]):
         then, today = (f"{rows} rows, {tokens} tokens to train on" for rows, tokens in (amounts, now))
-        problem = f"had {then} when the run read it and has {today}, so other rows are held out"
-        raise UserError(
-            f"--dataset_name {config.data.dataset_name} {problem}; name held-out data (--eval_dataset_name)."
-        )
+        change = f"--dataset_name {config.data.dataset_name} had {then} when the run read it and has {today}"
+        raise UserError(f"{change}, so other rows are held out; name held-out data (--eval_dataset_name).")
     print(data.description, flush=True)
     if data.eval is None:
         raise UserError("--validation_fraction: no row is held out, so there is nothing to evaluate on; raise it.")

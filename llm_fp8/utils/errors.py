@@ -133,9 +133,7 @@ class OneSentenceParser(argparse.ArgumentParser):
         elif choice := re.match(r"argument (\S+?)[:/].*invalid choice: '(.*?)'", message):
             actions = [action for action in self._actions if choice[1] in (*action.option_strings, action.metavar)]
             message += "".join(did_you_mean(choice[2], action.choices or ()) for action in actions)
-        message = re.sub(
-            r"invalid (\w+_\w+) value:", lambda name: f"must be a {name[1].replace('_', ' ')}, not", message
-        )
+        message = re.sub(r"invalid (\w+_\w+) value:", lambda m: f"must be a {m[1].replace('_', ' ')}, not", message)
         raise UserError(f"{self.origin}{message}; '{self.prog} {self.full_help}' lists the options.")
 
     def hint(self, option: str) -> str:

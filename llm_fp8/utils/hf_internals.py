@@ -3,8 +3,6 @@ Each is imported or looked up only by the feature that needs it, so a plain mode
 
 name                                                          test that notices a change
 config._attn_implementation                                   tests/models/test_build.py
-model_class._supports_flash_attn                              tests/models/test_build.py
-auto_class._model_mapping                                     tests/models/test_build.py
 get_model_conversion_mapping, WeightRenaming.rename_source_key tests/models/test_families.py
 experts._apply_gate, .has_gate, .is_transposed and the like,  tests/models/test_experts.py
   config._experts_implementation, integrations.moe._grouped_linear
@@ -29,12 +27,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 def chosen_attention(config: PretrainedConfig) -> str:
     """Return transformers' name of the attention implementation that a model built from `config` uses."""
     return str(getattr(config.get_text_config(decoder=True), "_attn_implementation", "unknown"))
-
-
-def supports_flash_attention(auto_class: Any, config: PretrainedConfig) -> bool:
-    """Return True if the model class that `auto_class` chooses for `config` supports 'flash_attention_2'."""
-    model_class = auto_class._model_mapping.get(type(config), None)
-    return model_class is not None and bool(model_class._supports_flash_attn)
 
 
 def runs_grouped_gemms(module: Any) -> bool:

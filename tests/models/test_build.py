@@ -19,8 +19,8 @@ import te_llama
 from llm_fp8.config.options import ModelConfig
 from llm_fp8.config.parser import parse_config
 from llm_fp8.data.collate import Batch
-from llm_fp8.models import BUNDLED, build
-from llm_fp8.models.build import allocate_and_fill, build_structure, choose_attention, decoder_size, model_from_config
+from llm_fp8.models import BUNDLED
+from llm_fp8.models.build import allocate_and_fill, build_structure, decoder_size, model_from_config
 from llm_fp8.models.export import export_hf
 from llm_fp8.models.model import decoder_layers
 from llm_fp8.models.source import load_config, load_tokenizer, require_positions, resolve_source, stored_dtype
@@ -131,8 +131,7 @@ def test_random_weights_have_the_distribution_of_transformers(kind):
     }
     config, generator = tiny_config(**entries), torch.Generator().manual_seed(5)
     theirs = dict(AutoModelForCausalLM.from_config(copy.deepcopy(config)).named_parameters())
-    dtypes = dict.fromkeys(("parameter_dtype", "compute_dtype"), torch.float32)
-    model = build_structure(ModelConfig(), config, None, **dtypes, device=CPU)
+    model = build_structure(ModelConfig(), config, None, parameter_dtype=torch.float32, device=CPU)
     allocate_and_fill(model, CPU, seed=5)
     for name, ours in model.module.named_parameters():
         expected, actual = (torch.stack(torch.std_mean(values, correction=0)) for values in (theirs[name], ours))
@@ -152,7 +151,7 @@ def test_plain_run_survives_renamed_private_names(tmp_path, tiny_model, rows, mo
         raise AttributeError("the private name was renamed")
 
     internals = {
-        hf_internals: "supports_flash_attention grouped_linear gated renaming_on_load fresh_accelerate",
+        hf_internals: "grouped_linear gated renaming_on_load fresh_accelerate",
         te_internals: "keep_weight_casts add_activation defer_scale_updates update_scales attention_backend "
         " make_rowwise_only",
         torch_internals: "compile_all_kinds recompilation_reasons ignore_in_ddp unwrapped_by_torchao fsdp_entries "
@@ -181,14 +180,11 @@ def test_bundled_architecture_needs_no_hub(name):
     assert len(tokenizer) <= config.vocab_size and "--random_init" in str(note)
 
 
-def test_attention_implementation_follows_option_model_and_packages(tiny_model, monkeypatch):
+def test_attention_implementation_follows_option_and_model(tiny_model):
     assert built_model(tiny_model, attn_implementation="eager").module.config._attn_implementation == "eager"
     assert built_model(tiny_model).module.config._attn_implementation == "sdpa"
-    bloom, gpu = tiny_config("bloom"), torch.device("cuda")
-    assert chosen_attention(model_from_config(bloom).module.config) == "eager", "bloom has no other implementation"
-    monkeypatch.setattr(build, "package_version", lambda name: "2.8.3")
-    assert choose_attention("auto", bloom, gpu, torch.bfloat16) is None
-    assert choose_attention("auto", tiny_config("llama"), gpu, torch.bfloat16) == "flash_attention_2"
+    bloom = model_from_config(tiny_config("bloom")).module
+    assert chosen_attention(bloom.config) == "eager", "bloom has no other implementation"
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,8 @@ def model_structure(name: str, dtype: torch.dtype = torch.float32, **options: An
     config = ModelConfig(model_name=name, **options)
     source = resolve_source(config)
     hf_config = load_config(source)
-    shared: dict[str, Any] = {"parameter_dtype": dtype, "compute_dtype": torch.float32, "device": torch.device("cpu")}
-    return build_structure(config, hf_config, checkpoint_of(source, hf_config), **shared)
+    stored = checkpoint_of(source, hf_config)
+    return build_structure(config, hf_config, stored, parameter_dtype=dtype, device=torch.device("cpu"))
 
 
 def precision_on(options: PrecisionConfig, device: torch.device) -> PrecisionPlan:

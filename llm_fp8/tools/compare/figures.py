@@ -140,9 +140,7 @@ def _gap(pairs: Sequence[tuple[RunRecord, RunRecord]], figure: Callable[[RunReco
         # A diverged bf16 run is no evidence about the variant.
         if value is not None and reference is not None and math.isfinite(reference):
             by_seed[run.seed] = value - reference
-    if not by_seed:
-        return None
-    return Gap(**vars(t_interval(list(by_seed.values()))), by_seed=by_seed)
+    return Gap(**vars(t_interval(list(by_seed.values()))), by_seed=by_seed) if by_seed else None
 
 
 def certificate_state(summaries: Sequence[dict[str, Any]]) -> CertificateState:
