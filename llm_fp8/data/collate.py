@@ -111,9 +111,8 @@ def pack(lengths: npt.ArrayLike, capacity: int, multiple: int = 1) -> PackingPla
             by_room[room - size].append(sequence)
             has_room |= 1 << (room - size)
 
-    samples = np.argsort(sequence_of, kind="stable")
     offsets = np.concatenate([[0], np.cumsum(np.bincount(sequence_of, minlength=num_sequences))])
-    return PackingPlan(samples, offsets)
+    return PackingPlan(np.argsort(sequence_of, kind="stable"), offsets)
 
 
 @dataclass(frozen=True)

@@ -24,33 +24,21 @@ def use_varlen_attention(decoder: PreTrainedModel) -> None:
 
 
 def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    is_causal: bool | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int = 0,
-    **arguments: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Return the context [1, T, heads, value's d] and no weights, for `query` [1, heads, T, d], `key`, and `value` with
-    fewer heads. The bounds of the documents are int32 `cu_seq_lens_q` [n + 1]. Raise `NotImplementedError` if the
-    kernels lack what the layer asks for.
+    """Return the context [1, T, heads, d of `value`] and no weights, for `query` [1, heads, T, d], and for `key` and
+    `value` with as many heads or fewer. Raise `NotImplementedError` if the kernels lack one of transformers' `options`.
     """
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    unsupported = dropout > 0 or any(arguments.get(name) is not None for name in _UNSUPPORTED)
-    if unsupported or not is_causal or cu_seq_lens_q is None:
+    bounds, window = options.get("cu_seq_lens_q"), options.get("sliding_window")
+    is_causal = getattr(module, "is_causal", True) if options.get("is_causal") is None else options["is_causal"]
+    unsupported = options.get("dropout") or any(options.get(name) is not None for name in _UNSUPPORTED)
+    if unsupported or not is_causal or bounds is None:
         raise NotImplementedError(f"{VARLEN} attention does not support this layer")
     size = value.shape[-1]
     padded = F.pad(value, (0, query.shape[-1] - size))  # the kernels need heads of one size
     # With torch.autocast, a norm or RoPE may return fp32.
     q, k, v = (tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, padded))
-    window = (-1 if sliding_window is None else sliding_window - 1, 0)  # keys before and after a query
-    lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
-    grouped = len(key[0]) < len(query[0])
-    context: Any = varlen_attn(q, k, v, *lengths, scale=scaling, window_size=window, enable_gqa=grouped)
+    kernel: dict[str, Any] = {"scale": options.get("scaling"), "enable_gqa": k.shape[1] < q.shape[1]}
+    kernel["window_size"] = (-1 if window is None else window - 1, 0)  # keys before and after a query
+    context: Any = varlen_attn(q, k, v, bounds, bounds, options["max_length_q"], options["max_length_k"], **kernel)
     return context[None, ..., :size], None

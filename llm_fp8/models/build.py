@@ -164,8 +164,7 @@ def decoder_size(hf_config: PretrainedConfig, num_adapter_parameters: int = 0) -
     has_attention = [name == "hybrid" or ("attention" in name and "linear" not in name) for name in types]
     configs = getattr(decoder, "per_layer_config", None) or [decoder] * len(types)
     widths = [attention_width(config) for config, has in zip(configs, has_attention, strict=False) if has]
-    width = sum(widths) // max(1, len(widths))
-    return DecoderSize(round(num_linear), len(widths), width, num_adapter_parameters)
+    return DecoderSize(round(num_linear), len(widths), sum(widths) // max(1, len(widths)), num_adapter_parameters)
 
 
 def read_by_kernels(model: nn.Module) -> dict[str, nn.Module]:

@@ -122,5 +122,4 @@ def grouped_experts(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_wei
     activations = gated(experts, grouped_linear(rows, experts.gate_up_proj, offsets, experts.is_transposed))
     output = grouped_linear(activations, experts.down_proj, offsets, experts.is_transposed)
     output = _Permuted.apply(output, inverse, order, 1).view(tokens, per_token, -1)
-    weights = top_k_weights.to(output.dtype)
-    return torch.matmul(weights.unsqueeze(1), output).squeeze(1).to(hidden.dtype)
+    return torch.matmul(top_k_weights.to(output.dtype).unsqueeze(1), output).squeeze(1).to(hidden.dtype)

@@ -87,10 +87,9 @@ def export_adapter(
     tensors = {name: model.full_tensor(matrix).to("cpu", copy=True).contiguous() for name, matrix in matrices}
     if not is_main:
         return
-    adapter_config = config_for_loading(model, options, base_model)
     with replaced_folder(folder) as temporary:
         save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
-        adapter_config.save_pretrained(temporary)
+        config_for_loading(model, options, base_model).save_pretrained(temporary)
         save_side_files(model.module, tokenizer, temporary, None, origin)
         reader = f"peft.PeftModel.from_pretrained({auto_class(model.module.config).__name__} of the base model, folder)"
         (temporary / "README.md").write_text(model_card(card, reader, "peft"))

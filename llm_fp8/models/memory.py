@@ -206,8 +206,7 @@ class RunSize:
 
     @property
     def optimizer(self) -> OptimizerKind:
-        compute = "fp32" if self.recipe in ("no", "fp16") else "bf16"
-        return resolve_optimizer(self.config, self.mode, compute)
+        return resolve_optimizer(self.config, self.mode, "fp32" if self.recipe in ("no", "fp16") else "bf16")
 
     @property
     def sharded(self) -> bool:

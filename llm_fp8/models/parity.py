@@ -124,8 +124,7 @@ def check_parity(
             check_weights(model, {name: outside.pop(name) for name in layer_names})
             yield layer
 
-    comparisons = compare_layers(model, loaded(), first_row(batch, max_seq_length, num_slices), dtype)
-    verdict = judge(comparisons, dtype)
+    verdict = judge(compare_layers(model, loaded(), first_row(batch, max_seq_length, num_slices), dtype), dtype)
     check_weights(model, outside)
     return f"parity with Hugging Face: {sum(map(len, entries.values()))} stored tensors loaded bit for bit; {verdict}"
 

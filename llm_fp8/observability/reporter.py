@@ -157,9 +157,8 @@ class RunReporter(contextlib.AbstractContextManager["RunReporter"]):
             self._file.close()
             self._file = open(path, "a+", encoding="utf-8", buffering=1)
             return
-        problem = f"{path} was moved or deleted while the run wrote to it"
         advice = "continue with --resume_from latest and the folder's present path as --output_dir"
-        raise UserError(f"--output_dir: {problem}; {advice}.")
+        raise UserError(f"--output_dir: {path} was moved or deleted while the run wrote to it; {advice}.")
 
     def evaluation(self, record: dict[str, float]) -> None:
         """Report an evaluation after the last reported step. `record` has that `step` and the `eval_` keys."""

@@ -90,14 +90,12 @@ def encode(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     limits = code_tables(numbers.device)[1 if signed else 3]
     blocks = numbers.view(-1, CODE_BLOCK)
     scale = blocks.abs().amax(1).clamp(min=SMALLEST_SCALE)
-    codes = torch.bucketize(blocks * (1 / scale)[:, None], limits[1:], right=True)
-    return codes.to(torch.uint8).view(-1), scale
+    return torch.bucketize(blocks * (1 / scale)[:, None], limits[1:], right=True).to(torch.uint8).view(-1), scale
 
 
 def rounding_key(seed: int, step: int, number: int) -> Key:
     """Return the key of a parameter's random bits: a hash of the seed, the step and the parameter's index."""
-    digest = hashlib.blake2b(f"{seed} {step} {number}".encode(), digest_size=8).digest()
-    return struct.unpack("<ii", digest)
+    return struct.unpack("<ii", hashlib.blake2b(f"{seed} {step} {number}".encode(), digest_size=8).digest())
 
 
 def rounding_bits(key: Key, start: int, count: int, device: torch.device) -> Tensor:

@@ -76,5 +76,4 @@ class PrecisionPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for run.json."""
-        recipe = None if self.recipe is None else repr(self.recipe)
-        return vars(self) | {"recipe": recipe, "emulated": self.emulated}
+        return vars(self) | {"recipe": None if self.recipe is None else repr(self.recipe), "emulated": self.emulated}

@@ -13,6 +13,7 @@ random weights. The checks are:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import re
@@ -36,6 +37,7 @@ from llm_fp8.models.source import text_config
 from llm_fp8.step.loss_model import PackedForm, TrainingModel
 from llm_fp8.utils.errors import UserError, is_out_of_memory, reading
 from llm_fp8.utils.hf_internals import chosen_attention
+from llm_fp8.utils.torch_internals import variants_compiled_in_threads
 
 LENGTHS = (11, 14)  # lengths of the documents, which are no multiples of layers' chunk sizes or compression rates
 ROW = sum(LENGTHS) + 7  # row length, with 7 unused positions
@@ -55,13 +57,14 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
     # Flash attention has no fp32. Of gated delta nets Triton would compile kernels in fp32 that training does not use.
     has_delta_nets = device.type == "cuda" and hasattr(text_config(hf_config), "linear_num_key_heads")
     compiles = dtype == torch.bfloat16 and has_delta_nets and announce_compilation()
-    compute_dtype, dtype = dtype, torch.bfloat16 if attention == "flash_attention_2" or compiles else torch.float32
+    tries_varlen = config.packing and attention is None and device.type == "cuda" and dtype != torch.float32
+    dtype = torch.bfloat16 if attention == "flash_attention_2" or compiles else torch.float32
     hf_config, longest = copy.deepcopy(hf_config), config.data.max_seq_length
     for entries in (vars(decoder := text_config(hf_config)), *te_llama.rope_tables(decoder)):
         entries |= {name: LENGTHS[0] + 1 for name in SWITCHES if (entries.get(name) or math.inf) <= longest}
     generator, reasons = torch.Generator().manual_seed(0), list[str]()
     documents = [torch.randint(1, VOCABULARY, (length,), generator=generator).numpy() for length in LENGTHS]
-    with torch.no_grad():
+    with torch.no_grad(), variants_compiled_in_threads() if compiles else contextlib.nullcontext():
         task = "text by a small model of this architecture"
         advice = "Correct its config.json if it is wrong; else follow the error's advice, or use another model."
         with reading("--model_name", config.model.model_name, task, advice):
@@ -90,8 +93,6 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
                 continue
             if not _differs(hidden, torch.cat(references, dim=1)[0], dtype):
                 form = training_model.packed_form
-                may_change = config.packing and attention is None and device.type == "cuda"
-                tries_varlen = may_change and compute_dtype != torch.float32
                 return "varlen" if tries_varlen and supports_varlen(training_model, batch) else form
     kind = f"a model of type '{text_config(hf_config).model_type}' with {chosen_attention(model.config)} attention"
     reason = f" ({reasons[0]})" if reasons else ""

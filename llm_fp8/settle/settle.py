@@ -198,12 +198,11 @@ def check_machine(config: Config, machine: Machine, mode: str, precision: Precis
     ranks, compute, scenario = machine.ranks, precision.compute_name, precision.effective_scenario
     kind, group_size = config.optim.optimizer, config.parallel.context_parallel_size
     offloads_auto = config.optim.offload_optimizer > 0 and kind == "auto"
-    holds_bf16 = kind != "auto" and OPTIMIZERS[kind].parameter_dtype == torch.bfloat16
     for flag, needs_gpu, needs_bf16 in (
         ("--use_te", config.model.use_te, False),
         ("--certify", config.run.certify, False),
         ("--offload_optimizer with --optimizer auto", offloads_auto, offloads_auto),
-        (f"--optimizer {kind}", False, holds_bf16),
+        (f"--optimizer {kind}", False, kind != "auto" and OPTIMIZERS[kind].parameter_dtype == torch.bfloat16),
     ):
         if needs_gpu and machine.gpu is None:
             raise UserError(f"{flag} needs an NVIDIA GPU, and none is found; drop it.")

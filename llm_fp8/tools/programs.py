@@ -85,8 +85,7 @@ def run_program(
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    output = log.read_bytes()[start_byte:].decode(errors="replace")
-    return Outcome(exit_code, output, time.monotonic() - started_s)
+    return Outcome(exit_code, log.read_bytes()[start_byte:].decode(errors="replace"), time.monotonic() - started_s)
 
 
 def torchrun(num_processes: int, *argv: str) -> list[str]:

@@ -58,9 +58,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def lost_worker(error: BaseException) -> str | None:
     """Return a message for the user if `error` means that a worker process of `datasets` was killed, else None."""
     is_lost = "abruptly died" in str(error) or type(error).__module__ == "multiprocess.context"
-    advice = "free memory, or use fewer processes (taskset -c 0-3 python ...)"
     killed = "a process that reads or tokenises the data was killed, as Linux does when memory runs out"
-    return f"{killed}: {advice}" if is_lost else None
+    return f"{killed}: free memory, or use fewer processes (taskset -c 0-3 python ...)" if is_lost else None
 
 
 def nearest_existing(path: Path) -> Path:

@@ -96,12 +96,9 @@ def recompilation_reasons() -> list[str]:
 @contextlib.contextmanager
 def variants_compiled_in_threads() -> Iterator[None]:
     """In the block, make Triton compile all variants of an autotuned kernel in threads before it times them in turn."""
-    try:
-        from triton import AsyncCompileMode
-        from triton.runtime.autotuner import Autotuner
-    except ImportError:  # this Triton compiles one after the other
-        yield
-        return
+    from triton import AsyncCompileMode
+    from triton.runtime.autotuner import Autotuner
+
     run = Autotuner.run
 
     def run_compiled(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:

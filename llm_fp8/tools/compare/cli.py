@@ -67,8 +67,7 @@ def plan_runs(train: str, variants: Sequence[str], num_seeds: int, num_gpus: int
     """Plan a run per seed and variant, below `folder`. Raise `UserError` if the shared options `train` are unusable."""
     with reading("--train", repr(train), "the options"):
         argv = [with_underscores(word) for word in shlex.split(train)]
-    names = {word.partition("=")[0].removeprefix("--") for word in argv}
-    if reserved := names.intersection(_SET_HERE):
+    if reserved := {word.partition("=")[0].removeprefix("--") for word in argv}.intersection(_SET_HERE):
         raise UserError(f"--train: --{min(reserved)} is set by --variants, --seeds or --output; leave it out.")
     runs = []
     for seed in range(1, num_seeds + 1):

@@ -104,13 +104,12 @@ def variant_figures(
     emulated = any(run.precision.get("emulated") for run in runs)
     rates = [run.tokens_per_s for run in runs if run.tokens_per_s]
     ratios = [run.tokens_per_s / base.tokens_per_s for run, base in compared if run.tokens_per_s and base.tokens_per_s]
-    fallbacks = {run.precision.get("fallback_reason") for run in runs} - {None}
     return VariantFigures(
         variant=variant,
         name=precision_name("fp8", variant) if variant in RECIPES else precision_name(variant, None),
         effective=sorted({run.effective_name for run in runs}),
         emulated=emulated,
-        fallback_reasons=sorted(map(str, fallbacks)),
+        fallback_reasons=sorted(map(str, {run.precision.get("fallback_reason") for run in runs} - {None})),
         seeds=[run.seed for run in runs],
         tokens_per_s=rate_interval(rates) if rates else None,
         speedup=rate_interval(ratios) if ratios and not emulated else None,

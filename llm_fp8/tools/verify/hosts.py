@@ -7,6 +7,7 @@ than `LIMIT_S`, ends the launch with a message that names the host.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import platform
@@ -131,11 +132,9 @@ def check_step(output_dir: Path) -> Result:
         with reading("--output_dir", output_dir, "the folder"):
             output_dir.mkdir(parents=True, exist_ok=True)
 
-        def make_folder() -> str:
-            folder = TemporaryDirectory(prefix="verify-", dir=output_dir, ignore_cleanup_errors=True)
-            return os.path.basename(stack.enter_context(folder))
-
-        folder = output_dir / decided_by_main(make_folder)  # the path may differ between ranks
+        temporary = functools.partial(TemporaryDirectory, prefix="verify-", dir=output_dir, ignore_cleanup_errors=True)
+        name = decided_by_main(lambda: os.path.basename(stack.enter_context(temporary())))
+        folder = output_dir / name  # the path may differ between ranks
         with contextlib.suppress(OSError):
             Path(folder, str(dist.get_rank())).touch()
         hosts = gathered(platform.node())

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from llm_fp8.config.options import Config, ModelConfig
 from llm_fp8.config.recipes import DEFAULTS, recipe_names
 from llm_fp8.tools.programs import Outcome, recipe_argv, run_program, training_command
 from llm_fp8.tools.verify.checks import Result, Setup
@@ -43,15 +44,13 @@ class Run(NamedTuple):
 
 def cut_model(setup: Setup) -> Path:
     """Return a model folder that has a bundled tokenizer and --model_name's config, cut to `NUM_LAYERS` layers."""
-    from llm_fp8.config.options import ModelConfig
     from llm_fp8.data.embedded import MODEL_DIR
     from llm_fp8.models.source import load_config, resolve_source
 
     folder = setup.scratch / "model"
     if folder.exists():
         return folder
-    options = ModelConfig(model_name=setup.model_name, random_init=True)
-    config: Any = load_config(resolve_source(options))
+    config: Any = load_config(resolve_source(ModelConfig(model_name=setup.model_name, random_init=True)))
     config.vocab_size = read_json(MODEL_DIR / "config.json")["vocab_size"]
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     config.num_hidden_layers = NUM_LAYERS
@@ -124,7 +123,6 @@ def check_steps(setup: Setup) -> Result:
     """Train in bf16 and in each recipe of Transformer Engine that this GPU supports. On the CPU, train in bf16 only."""
     if not setup.num_gpus:
         return train_all(setup, ())
-    from llm_fp8.config.options import Config
     from llm_fp8.settle.machine import detect_machine
     from llm_fp8.utils.ranks import LaunchRanks
 
