@@ -8,6 +8,7 @@ is one document of --length tokens. The first --warmup steps and the step whose 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 import random
@@ -15,7 +16,7 @@ import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -162,10 +163,15 @@ def summarise(work: Workload, variant: Variant, rounds: Sequence[Mapping[str, An
     return row | {"recorded_step": measured[-1].get("recorded_step")}
 
 
+def write_rows(output: Path | None, rows: Sequence[Mapping[str, Any]]) -> None:
+    if output is not None:
+        write_json_atomic(output, {"provenance": collect_provenance(sys.argv), "rows": rows})
+
+
 def measure_all(
-    work: Workload, variants: Sequence[Variant], plan: Plan, output: Path | None = None
+    work: Workload, variants: Sequence[Variant], plan: Plan, save: Callable[[list[dict[str, Any]]], None] | None = None
 ) -> list[dict[str, Any]]:
-    """Measure each variant once per round. Return a table row per variant. Rewrite `output` after each measurement."""
+    """Measure each variant once per round. Return a table row per variant. Pass them to `save` whenever they change."""
     rounds: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in variants}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -183,8 +189,8 @@ def measure_all(
                 speed = f"{statistics.median(step['tokens_per_s'] for step in result['steps']):,.0f} tokens/s"
             print(f"round {number + 1}  {work.name}  {variant.name}: {speed}", flush=True)
             rows = [summarise(work, each, rounds[each.name]) for each in variants if rounds[each.name]]
-            if output is not None:
-                write_json_atomic(output, {"provenance": collect_provenance(sys.argv), "rows": rows})
+            if save is not None:
+                save(rows)
     return rows
 
 
@@ -236,6 +242,7 @@ def main() -> int:
     args = parser.parse_args()
     plan = measuring_plan(args)
     work = Workload(args.model, args.rows, args.length, args.micro_batches, args.num_gpus, args.dataset)
-    rows = measure_all(work, parse_variants(args.variants, args.num_gpus), plan, args.output)
+    save = functools.partial(write_rows, args.output)
+    rows = measure_all(work, parse_variants(args.variants, args.num_gpus), plan, save)
     print_table(rows)
     return EXIT_FAILED_CHECK if all("failed" in row for row in rows) else 0

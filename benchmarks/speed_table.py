@@ -18,12 +18,13 @@ The rows are in benchmarks/speed_table.json, or in the file --table. A row has t
 benchmarks/families_4b.json has a row per family of models, with a published shape of about 4 billion parameters or the
 nearest. `python -m tests.support.hub_families` prints its results in the table of families.
 
-Rows that need more GPUs than are visible are reported and left out. The output is written after every row. Repeating
-the command measures the missing rows.
+Rows that need more GPUs than are visible are reported and left out. The output is written after every measurement.
+Repeating the command measures the variants that it lacks.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -34,10 +35,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import bench
 from benchmarks.bench import Variant, Workload, parse_variants
 from benchmarks.gpus import visible_gpus
-from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.tools.script import run_script
 from llm_fp8.utils.errors import OneSentenceParser, UserError, reading
-from llm_fp8.utils.json_files import read_json, write_json_atomic
+from llm_fp8.utils.json_files import read_json
 
 TABLE = Path(__file__).with_suffix(".json")
 REFERENCE = "hf_bf16"
@@ -88,6 +88,13 @@ def judge(row: Row, measured: list[Row]) -> list[str]:
     return sentences
 
 
+def save_rows(output: Path, earlier: list[Row], name: str, rows: list[Row]) -> list[Row]:
+    """Write the `earlier` rows and those of the table's row `name` to `output`. Return them."""
+    together = [*earlier, *({"row": name, **entry} for entry in rows)]
+    bench.write_rows(output, together)
+    return together
+
+
 def verdict(reached: bool) -> str:
     return "reached" if reached else "MISSED"
 
@@ -111,13 +118,15 @@ def main() -> int:
         raise UserError("--output is needed, unless --list is given.")
     done: list[Row] = read_json(options.output)["rows"] if options.output.exists() else []
     for row, work, variants in table:
-        if any(entry["row"] == row["row"] for entry in done):
+        finished = {entry["variant"] for entry in done if entry["row"] == row["row"]}
+        missing = [variant for variant in variants if variant.name not in finished]
+        if not missing:
             print(f"{row['row']}: taken from {options.output}")
         elif work.num_gpus > num_gpus:
             print(f"{row['row']}: left out, because it needs {work.num_gpus} GPUs and {num_gpus} are visible")
         else:
-            done += [{"row": row["row"], **entry} for entry in bench.measure_all(work, variants, plan)]
-            write_json_atomic(options.output, {"provenance": collect_provenance(sys.argv), "rows": done})
+            save = functools.partial(save_rows, options.output, done, row["row"])
+            done = save(bench.measure_all(work, missing, plan, save))
         if measured := [entry for entry in done if entry["row"] == row["row"]]:
             bench.print_table(measured)
             print("\n".join(judge(row, measured)))

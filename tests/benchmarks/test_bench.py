@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from transformers import AutoConfig
@@ -105,7 +106,7 @@ def test_variants_alternate_and_a_failed_one_is_not_run_again(monkeypatch, tmp_p
 
     monkeypatch.setattr(bench, "measure", measure)
     variants, output = parse_variants("a: ; b: ; c: "), tmp_path / "out.json"
-    rows = measure_all(WORK, variants, Plan(8, 6, num_rounds=2, timeout_s=9), output)
+    rows = measure_all(WORK, variants, Plan(8, 6, num_rounds=2, timeout_s=9), partial(bench.write_rows, output))
     assert measured_variants == ["a", "b", "c", "a", "c"]
     assert [row.get("failed") for row in rows] == [None, "out of memory", None]
     assert json.loads(output.read_text())["rows"] == rows
@@ -154,6 +155,28 @@ def test_rows_of_the_families_table_have_the_size_and_the_decoder_of_their_famil
 
 def test_documented_table_of_trainers_is_the_printed_one():
     assert trainers.table() in (REPOSITORY / "docs" / "tools.md").read_text()
+
+
+def test_speed_table_writes_each_variant_and_measures_the_missing_ones(monkeypatch, tmp_path):
+    measured_variants, output = [], tmp_path / "out.json"
+
+    def measure(work, variant, *_):
+        assert variant.name != "fp8" or "b" in measured_variants, "killed"
+        measured_variants.append(variant.name)
+        return result_of_run(10.0)
+
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(speed_table, "visible_gpus", lambda: ["0"])
+    (tmp_path / "t.json").write_text(
+        json.dumps({"rows": [{"row": "r", **vars(WORK), "variants": {"a": "", "fp8": ""}}]})
+    )
+    monkeypatch.setattr("sys.argv", ["x", "--table", str(tmp_path / "t.json"), "--output", str(output)])
+    with pytest.raises(AssertionError, match="killed"):
+        speed_table.main()
+    measured_variants.append("b")
+    assert speed_table.main() == 0
+    assert measured_variants == ["a", "b", *["fp8"] * 3]
+    assert [entry["variant"] for entry in json.loads(output.read_text())["rows"]] == ["a", "fp8"]
 
 
 def test_targets_are_missed_or_reached():
