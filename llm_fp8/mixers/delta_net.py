@@ -251,7 +251,7 @@ def announce_compilation() -> bool:
     """Return True if flash-linear-attention is installed. If so, print why the first call of its kernels takes long."""
     is_installed = importlib.util.find_spec("fla") is not None
     if is_installed and LaunchRanks.from_environment(os.environ).rank == 0:
-        say("gated delta rule: Triton compiles and times its kernels, for minutes if it is new on this machine")
+        say("gated delta rule: Triton compiles and times its kernels, on a new machine for a minute or more")
     return is_installed
 
 
