@@ -47,7 +47,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -59,8 +59,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
 from llm_fp8.kernels.swiglu import fuse_swiglu_backward
-from llm_fp8.mixers.delta_net import DeltaNet, DeltaNetSizes
 from llm_fp8.utils.torch_internals import materialize_
+
+if TYPE_CHECKING:
+    from llm_fp8.mixers.delta_net import DeltaNetSizes
 
 ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 """Hugging Face's name of the gate's activation -> Transformer Engine's name of the gated activation."""
@@ -289,6 +291,8 @@ def _exaone4(config: Any) -> LayerSpecs:
 
 def _qwen3_5(config: Any) -> LayerSpecs:
     """Describe Qwen3.5: attention with an output gate in some layers, gated delta nets in the others."""
+    from llm_fp8.mixers.delta_net import DeltaNetSizes
+
     attention, sizes = _llama(config, qk_norm=True, output_gate=True, zero_centered_gain=True), DeltaNetSizes.of(config)
     if sum(sizes.projections.values()) % 16 != 0 or config.hidden_act != "silu" or config.attention_bias:
         raise UnsupportedArchitecture("gated delta nets need SiLU, no biases and, for fp8, a multiple of 8 value heads")
@@ -519,6 +523,8 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         if spec.qk_norm:
             self.q_norm, self.k_norm = map(norm, spec.qk_norm_sizes)
         if spec.delta_net is not None:
+            from llm_fp8.mixers.delta_net import DeltaNet
+
             self.delta_net = DeltaNet(spec.delta_net, spec.norm_eps, layer, dtype, device)
         else:
             self.attention = te.DotProductAttention(

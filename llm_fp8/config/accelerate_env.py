@@ -66,8 +66,7 @@ def apply_launch_settings(config: Config, environ: MutableMapping[str, str], use
     weak = {"fp8_params", *(name for name in RECIPE_ENTRIES if is_default(_variable(name), values[_variable(name)]))}
     ignored: list[str] = []
     with reading(LAUNCH_FILE, "of this run", "an entry"):
-        launched = {"sharding_mode": "ddp"} if is_ddp else {}
-        launched |= _sharding(values)
+        launched = ({"sharding_mode": "ddp"} if is_ddp else {}) | _sharding(values)
         mode = launched.get("sharding_mode") if flags["sharding_mode"] == "auto" else flags["sharding_mode"]
         launched |= _precision(requests, mode, flags["fp8_scenario"], ignored)
     for key in ignored if ranks.rank == 0 else ():  # keys that the recipe ignores

@@ -165,9 +165,8 @@ class _Job:
         else:
             plan = self.layout.plan(figures["length"], chosen)
             sequences = Sequences(seed, identity, partial(epochs, plan, document_reader(rows)), len(plan))
-            order = sequences.order(0, len(plan))
             report.num_rows_of_batches = len(plan)
-            num_positions = self.layout.num_positions(figures["length"][plan.samples][order])
+            num_positions = self.layout.num_positions(figures["length"][plan.samples][sequences.order(0, len(plan))])
             report.padding_efficiency = report.num_tokens / num_positions
         (example,) = document_reader(rows)(chosen[:1].tolist())
         description = self.describe(report, example.marked_text(self.tokenizer), amounts)

@@ -19,7 +19,9 @@ import importlib.util
 import inspect
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +31,7 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from llm_fp8.utils.output import say
 from llm_fp8.utils.ranks import LaunchRanks
-from llm_fp8.utils.torch_internals import variants_compiled_in_threads, wrap_forward
+from llm_fp8.utils.torch_internals import wrap_forward
 
 _CHUNK = 64  # tokens of a document that flash-linear-attention's kernels compute together
 _PROBE = 8192  # tokens
@@ -230,7 +232,6 @@ def problem_of_kernels(sizes: DeltaNetSizes, device: torch.device, dtype: torch.
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return f"it has no exact kernels for {str(dtype).removeprefix('torch.')} on {device.type}"
     os.environ.setdefault("FLA_FLASH_QLA", "0")  # a package that would ignore `chunk_indices`
-    announce_compilation()
     net = DeltaNet(sizes, 1e-6, 0, dtype, device)
     for parameter in net.parameters():
         nn.init.ones_(parameter)
@@ -247,12 +248,25 @@ def problem_of_kernels(sizes: DeltaNetSizes, device: torch.device, dtype: torch.
     return None
 
 
-def announce_compilation() -> bool:
-    """Return True if flash-linear-attention is installed. If so, print why the first call of its kernels takes long."""
-    is_installed = importlib.util.find_spec("fla") is not None
-    if is_installed and LaunchRanks.from_environment(os.environ).rank == 0:
+@contextlib.contextmanager
+def variants_compiled_in_threads() -> Iterator[None]:
+    """In the block, make Triton compile all variants of an autotuned kernel in threads before it times them in turn. If
+    flash-linear-attention is installed, print why that takes long.
+    """
+    from triton import AsyncCompileMode  # of Triton 3.6 and 3.7
+    from triton.runtime.autotuner import Autotuner
+
+    if importlib.util.find_spec("fla") and LaunchRanks.from_environment(os.environ).rank == 0:
         say("gated delta rule: Triton compiles and times its kernels, on a new machine for a minute or more")
-    return is_installed
+    run = Autotuner.run
+
+    def run_compiled(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
+        with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool, ignore_errors=True):
+            self.warmup(*args, **kwargs)
+        return run(self, *args, warmup=warmup, **kwargs)
+
+    with patch.object(Autotuner, "run", run_compiled):
+        yield
 
 
 def describe_kernels(problem: str | None) -> str:

@@ -6,12 +6,16 @@ step in attention with a mask, and 0.12 s with these kernels. They get the bound
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
+
+from llm_fp8.utils.errors import is_out_of_memory
 
 VARLEN = "varlen"  # transformers' name for this implementation; of a name that it does not know, it builds no mask
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # arguments of transformers' attention functions
@@ -21,6 +25,29 @@ def use_varlen_attention(decoder: PreTrainedModel) -> None:
     """Make the attention layers of `decoder` call `_attend`."""
     AttentionInterface.register(VARLEN, _attend)
     decoder.set_attn_implementation(VARLEN)
+
+
+def supports_varlen(decoder: PreTrainedModel, hidden_in: Callable[[Any], Tensor], form: Any) -> bool:
+    """Return True if these kernels compute almost what `decoder` computes with its own attention, in bf16. `hidden_in`
+    returns its hidden states [tokens, h] of packed documents in a form, which must be `form` for its own attention. The
+    decoder is changed.
+    """
+    for parameter in decoder.parameters():
+        parameter.data = parameter.data.bfloat16()  # RoPE's buffers stay fp32, as in a run
+    reference = hidden_in(form).float()
+    use_varlen_attention(decoder)
+    decoder.train()  # since dropout, which the kernels lack, is 0 in evaluation
+    try:
+        with torch.enable_grad():
+            hidden = hidden_in(VARLEN)
+            hidden.sum().backward()
+    except (TypeError, ValueError, RuntimeError) as error:  # of the layer, or of the kernels on this GPU
+        if is_out_of_memory(error):
+            raise
+        return False
+    # A wrong mask or window changes a third of the tokens; rounding changes the experts of a few. NaN is not < 0.05.
+    errors = (hidden.detach().float() - reference).norm(dim=-1) / reference.norm(dim=-1)
+    return float((errors < 0.05).float().mean()) > 0.8
 
 
 def _attend(

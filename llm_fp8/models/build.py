@@ -32,7 +32,6 @@ from llm_fp8.utils.packages import OptionalPackage
 from llm_fp8.utils.torch_internals import give_memory_, local_of, materialize_
 from te_llama import Part, UnsupportedArchitecture
 
-FLASH_ATTENTION_2 = OptionalPackage("flash-attn", "flash_attn", "pip install --no-build-isolation flash-attn")
 _SMALL = 2**18  # elements; smaller tensors have memory while random calls are recorded, as Mamba's A_log needs values
 _Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -40,7 +39,8 @@ _Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 def choose_attention(choice: str) -> str | None:
     """Return transformers' attn_implementation for --attn_implementation `choice`, or None for its default."""
     if choice == "flash_attention_2":
-        FLASH_ATTENTION_2.require("--attn_implementation flash_attention_2")
+        package = OptionalPackage("flash-attn", "flash_attn", "pip install --no-build-isolation flash-attn")
+        package.require(f"--attn_implementation {choice}")
     return None if choice == "auto" else choice
 
 

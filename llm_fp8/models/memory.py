@@ -326,8 +326,7 @@ class RunSize:
             if beside_layer:  # torch's `foreach_reduce` copies the outermost unit's bf16 gradients to fp32
                 peaks.append((state + 3 * outermost, 0.0, 0.0))
             if beside_layer and layers - 2 not in recomputes:  # second to last layer, when fc1's gradient is computed
-                of_layer = (_BF16 + gradient_bytes / num_gpus) * layer_linear
-                live = gathered + beside_layer + of_layer - all_gradients
+                live = gathered + beside_layer + (_BF16 + gradient_bytes / num_gpus) * layer_linear - all_gradients
                 live += h * f * (4 if recipe == "bf16" else 7)  # in fp8 also weights for dgrad
                 below, saved = activations - 2 * tokens * per_layer, per_layer + 4 * h + f
                 peaks.append((state + live, below, tokens * saved))

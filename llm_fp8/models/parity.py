@@ -237,7 +237,6 @@ def _joined(parts_of_layer: Mapping[str, Sequence[Part]], gradients: Mapping[str
     joined = {}
     for parts in (parts for parts in parts_of_layer.values() if not parts[0].hf_name.endswith(NOT_COMPARED)):
         names = [part.hf_name for part in parts]
-        groups = [names] if gradients[names[0]].ndim == 1 else [[name] for name in names]
-        for group in groups:
+        for group in [names] if gradients[names[0]].ndim == 1 else [[name] for name in names]:
             joined[f"gradient of {' and '.join(group)}"] = torch.cat([gradients[name] for name in group])
     return joined

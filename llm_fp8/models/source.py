@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
+import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -250,3 +252,16 @@ def open_weights(path: Path, device: torch.device | str = "cpu") -> Iterator[Any
     """Open a safetensors file to read tensors to `device`. Errors in the block are converted to `UserError`."""
     with reading("--model_name", path, "the weights", RELOAD), safe_open(path, "pt", device=str(device)) as tensors:
         yield tensors
+
+
+def weights_digest(files: Sequence[Path]) -> str:
+    """Return one 16-digit hex digest of the headers of safetensors `files` and the first 4 KiB of each tensor."""
+    digest = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            digest.update(header := file.read(int.from_bytes(file.read(8), "little")))
+            offsets = [tensor.get("data_offsets", [0])[0] for tensor in json.loads(header).values()]
+            for start in [file.tell() + offset for offset in offsets]:
+                file.seek(start)
+                digest.update(file.read(4096))
+    return digest.hexdigest()[:16]

@@ -19,7 +19,6 @@ from llm_fp8.optim.optimizers import OPTIMIZERS, build_scheduler
 from llm_fp8.precision.context import Precision
 from llm_fp8.precision.coverage import Fp8Coverage, gemms_per_weight, measure_coverage
 from llm_fp8.settle.plan import RunPlan
-from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
 from llm_fp8.step.compiled import compile_layers
 from llm_fp8.step.loss_model import TrainingModel
 from llm_fp8.step.stepper import Stepper
@@ -74,7 +73,11 @@ def build_setup(plan: RunPlan, first_batch: Batch | None = None, in_bf16: bool =
     uses_te = config.model.use_te or plan.precision.backend == "te"
     reentrant = uses_te and strategy.reentrant_te_checkpoints
     amount, in_graphs = config.model.gradient_checkpointing, plan.graphs is not False
-    recomputed = enable_gradient_checkpointing(layers, amount, uses_te, reentrant, in_graphs) if amount else ()
+    recomputed: Sequence[nn.Module] = ()
+    if amount:
+        from llm_fp8.step.activation_checkpoint import enable_gradient_checkpointing
+
+        recomputed = enable_gradient_checkpointing(layers, amount, uses_te, reentrant, in_graphs)
     training_model = TrainingModel(model, config, dtype, plan.packed_form)
     attention = "te" if config.model.use_te else chosen_attention(model.config)  # which `TrainingModel` may change
     plan.say(training_model.router_note)

@@ -141,5 +141,4 @@ def rng_state(rank: int) -> dict[str, Tensor]:
 def restore_rng_state(states: Mapping[str, Tensor]) -> None:
     """Restore the states of the random generators from the result of `rng_state`."""
     for name, state in states.items():
-        library = torch if name.endswith("torch_cpu") else torch.cuda
-        library.set_rng_state(state)
+        (torch if name.endswith("torch_cpu") else torch.cuda).set_rng_state(state)

@@ -126,12 +126,11 @@ def settle_memory(run: RunSize, gpu_gib: float, resumed_rows: int | None = None)
         notes.append(f"WARNING: a step is estimated to need {needed}{_suggestions(run, gpu_gib)}")
     if recomputes:
         layers = text_config(run.hf_config).num_hidden_layers
-        recomputed = len(recomputed_layers(run.config.model.gradient_checkpointing, layers))
+        number = len(recomputed_layers(run.config.model.gradient_checkpointing, layers))
         bound = "" if run.spec else "at most "
         gib = f"{bound}{run.estimate(upper_bound=True).needed_gib:.1f} of {gpu_gib:.1f} GiB"
-        notes.append(
-            f"--gradient_checkpointing auto: {recomputed} of {layers} layers recomputed, estimated to need {gib}"
-        )
+        choice = f"{number} of {layers} layers recomputed, estimated to need {gib}"
+        notes.append(f"--gradient_checkpointing auto: {choice}")
     return run, notes
 
 

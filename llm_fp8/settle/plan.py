@@ -14,7 +14,6 @@ from llm_fp8.config.options import Config
 from llm_fp8.distributed.build import build_strategy
 from llm_fp8.distributed.process_group import device_of_process, gathered
 from llm_fp8.distributed.strategy import DistributedStrategy
-from llm_fp8.mixers.delta_net import describe_kernels, problem_of_kernels
 from llm_fp8.models import source as sources
 from llm_fp8.optim.optimizers import OPTIMIZERS
 from llm_fp8.precision.context import with_recipe
@@ -92,6 +91,8 @@ def plan_run(config: Config, ranks: LaunchRanks, resumed: Mapping[str, Any] | No
     machine = detect_machine(config, ranks)
     settled, notes = settle(config, hf_config, machine, resumed), list[str]()
     if config.model.use_te and (sizes := settled.size.sizes) and sizes.delta_net:
+        from llm_fp8.mixers.delta_net import describe_kernels, problem_of_kernels
+
         problems = gathered(problem_of_kernels(sizes.delta_net, device, settled.precision.compute_dtype))
         notes.append(describe_kernels(problem := next(filter(None, problems), None)))
         machine = dataclasses.replace(machine, lacks_delta_kernels=problem is not None)

@@ -6,7 +6,6 @@ random weights. The checks are:
 1. Two packed or padded documents must have the same hidden states as each document alone. This detects attention across
    documents, a convolution or recurrence that continues in the next document, and results that depend on the position
    in a row or on the longest document. The run uses the form of packing that passes (`loss_model.PackedForm`).
-   "varlen" must have in addition, in training, the hidden states of the form that passed.
 2. The loss must use the same logits as transformers.
 3. The backward pass must run, since some GPUs support only a kernel's forward pass.
 """
@@ -15,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import math
 import re
 from typing import Any
@@ -27,17 +27,14 @@ from transformers.initialization import no_init_weights
 
 import te_llama
 from llm_fp8.config.options import Config
-from llm_fp8.data.collate import Batch, Layout
+from llm_fp8.data.collate import Layout
 from llm_fp8.data.tokenise import Document
-from llm_fp8.mixers.delta_net import announce_compilation
-from llm_fp8.mixers.varlen import use_varlen_attention
 from llm_fp8.models.build import choose_attention, model_from_config
 from llm_fp8.models.model import decoder_layers, text_decoder
 from llm_fp8.models.source import text_config
 from llm_fp8.step.loss_model import PackedForm, TrainingModel
 from llm_fp8.utils.errors import UserError, is_out_of_memory, reading
 from llm_fp8.utils.hf_internals import chosen_attention
-from llm_fp8.utils.torch_internals import variants_compiled_in_threads
 
 LENGTHS = (11, 14)  # lengths of the documents, which are no multiples of layers' chunk sizes or compression rates
 ROW = sum(LENGTHS) + 7  # row length, with 7 unused positions
@@ -56,7 +53,9 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
     attention = choose_attention(config.model.attn_implementation)
     # Flash attention has no fp32. Of gated delta nets Triton would compile kernels in fp32 that training does not use.
     has_delta_nets = device.type == "cuda" and hasattr(text_config(hf_config), "linear_num_key_heads")
-    compiles = dtype == torch.bfloat16 and has_delta_nets and announce_compilation()
+    compiles = has_delta_nets and dtype == torch.bfloat16 and importlib.util.find_spec("fla") is not None
+    if compiles:
+        from llm_fp8.mixers import delta_net
     tries_varlen = config.packing and attention is None and device.type == "cuda" and dtype != torch.float32
     dtype = torch.bfloat16 if attention == "flash_attention_2" or compiles else torch.float32
     hf_config, longest = copy.deepcopy(hf_config), config.data.max_seq_length
@@ -64,7 +63,7 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
         entries |= {name: LENGTHS[0] + 1 for name in SWITCHES if (entries.get(name) or math.inf) <= longest}
     generator, reasons = torch.Generator().manual_seed(0), list[str]()
     documents = [torch.randint(1, VOCABULARY, (length,), generator=generator).numpy() for length in LENGTHS]
-    with torch.no_grad(), variants_compiled_in_threads() if compiles else contextlib.nullcontext():
+    with torch.no_grad(), delta_net.variants_compiled_in_threads() if compiles else contextlib.nullcontext():
         task = "text by a small model of this architecture"
         advice = "Correct its config.json if it is wrong; else follow the error's advice, or use another model."
         with reading("--model_name", config.model.model_name, task, advice):
@@ -83,45 +82,29 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
             rows, references = [[*rows[0], *rows[1]], rows[0]], [*references, references[0]]
             forms = ["line"] if attention == "flash_attention_2" else ["rows", "line"]
         batch = Layout(len(rows), ROW, pad_token_id=0, packed=config.packing)(rows).to(device)
-        for training_model.packed_form in forms:
+
+        def hidden_in(form: PackedForm | None) -> Tensor:
+            training_model.packed_form = form
+            return training_model.hidden(batch)[batch.input_ids != 0]
+
+        for form in forms:
             try:
-                hidden = training_model.hidden(batch)[batch.input_ids != 0]
+                hidden = hidden_in(form)
             except (ValueError, ImportError, RuntimeError) as error:  # raised by transformers if a package is missing
                 if is_out_of_memory(error):
                     raise
                 reasons.append(" ".join(str(error).split()))
                 continue
             if not _differs(hidden, torch.cat(references, dim=1)[0], dtype):
-                form = training_model.packed_form
-                return "varlen" if tries_varlen and supports_varlen(training_model, batch) else form
+                if not tries_varlen:
+                    return form
+                from llm_fp8.mixers.varlen import supports_varlen
+
+                return "varlen" if supports_varlen(text_decoder(model), hidden_in, form) else form
     kind = f"a model of type '{text_config(hf_config).model_type}' with {chosen_attention(model.config)} attention"
     reason = f" ({reasons[0]})" if reasons else ""
     advice = "drop --packing" if config.packing else "use another model"
     raise UserError(f"{flag}: {kind} does not keep the documents of a batch apart{reason}; {advice}.")
-
-
-def supports_varlen(model: TrainingModel, batch: Batch) -> bool:
-    """Return True if the small `model`, which keeps the documents of the packed `batch` apart in another form, computes
-    almost the same in bf16 in the form "varlen". The model is changed.
-    """
-    for parameter in model.parameters():
-        parameter.data = parameter.data.bfloat16()  # RoPE's buffers stay fp32, as in a run
-    is_real = batch.input_ids != 0
-    reference = model.hidden(batch)[is_real]
-    use_varlen_attention(text_decoder(model.model))
-    model.packed_form = "varlen"
-    model.model.train()  # since dropout, which the kernels lack, is 0 in evaluation
-    try:
-        with torch.enable_grad():
-            hidden = model.hidden(batch)[is_real]
-            hidden.sum().backward()
-    except (TypeError, ValueError, RuntimeError) as error:  # of the layer, or of the kernels on this GPU
-        if is_out_of_memory(error):
-            raise
-        return False
-    # Rounding may change the experts of a few tokens. A wrong mask or window changes a third of the tokens.
-    is_wrong = _relative_errors(hidden.detach(), reference) > LIMIT[torch.bfloat16]
-    return float(is_wrong.float().mean()) < 0.2
 
 
 def small_model(
@@ -185,12 +168,7 @@ def _hidden_alone(model: TrainingModel, ids: Tensor) -> Tensor:
 
 def _differs(value: Tensor, reference: Tensor, dtype: torch.dtype) -> float:
     """Return the largest relative error of any token's vector (bf16: second largest), or 0 if below `LIMIT[dtype]`."""
-    rank = 1 if dtype == torch.float32 else 2  # in bf16, rounding may change the expert of one token
-    worst = float(_relative_errors(value, reference).flatten().topk(rank).values[-1])
-    return 0.0 if worst < LIMIT[dtype] else worst
-
-
-def _relative_errors(value: Tensor, reference: Tensor) -> Tensor:
-    """Return the relative error of each token's vector, infinite for NaN."""
     errors = (value - reference).float().norm(dim=-1) / reference.float().norm(dim=-1).clamp_min(1e-12)
-    return errors.nan_to_num(torch.inf)
+    rank = 1 if dtype == torch.float32 else 2  # in bf16, rounding may change the expert of one token
+    worst = float(errors.flatten().nan_to_num(torch.inf).topk(rank).values[-1])
+    return 0.0 if worst < LIMIT[dtype] else worst

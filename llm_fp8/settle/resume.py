@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from llm_fp8.config.options import RESUME, SETTINGS, Config, names_in
 from llm_fp8.data.prepare import PreparedData
 from llm_fp8.models.build import is_multimodal
-from llm_fp8.models.source import text_config
+from llm_fp8.models.source import text_config, weights_digest
 from llm_fp8.settle.plan import RunPlan
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.json_files import read_json
@@ -60,19 +59,6 @@ def run_fingerprint(plan: RunPlan) -> dict[str, Any]:
     if rank or is_multimodal(plan.hf_config):  # a frozen model or tower is not in the checkpoint
         shared["weights of --model_name"] = weights_digest(stored.files) if stored else f"seed {config.optim.seed}"
     return shared
-
-
-def weights_digest(files: Sequence[Path]) -> str:
-    """Return one 16-digit hex digest of the headers of safetensors `files` and the first 4 KiB of each tensor."""
-    digest = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            digest.update(header := file.read(int.from_bytes(file.read(8), "little")))
-            offsets = [tensor.get("data_offsets", [0])[0] for tensor in json.loads(header).values()]
-            for start in [file.tell() + offset for offset in offsets]:
-                file.seek(start)
-                digest.update(file.read(4096))
-    return digest.hexdigest()[:16]
 
 
 def run_options(config: Config, data: PreparedData, num_steps: int) -> dict[str, Any]:

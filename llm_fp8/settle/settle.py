@@ -26,7 +26,6 @@ from llm_fp8.precision.plan import PrecisionPlan, choose_backend
 from llm_fp8.settle.machine import Machine
 from llm_fp8.settle.memory import settle_memory
 from llm_fp8.step.compiled import why_eager
-from llm_fp8.step.micro_batch_graphs import check_graphs
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.ranks import LaunchRanks
 
@@ -212,6 +211,8 @@ def check_machine(config: Config, machine: Machine, mode: str, precision: Precis
     if ranks.world_size % group_size != 0:
         raise UserError(f"--context_parallel_size {group_size} does not divide the {ranks.world_size} processes.")
     if config.model.cuda_graphs:
+        from llm_fp8.step.micro_batch_graphs import check_graphs
+
         dropout = max(sizes.attention_dropout, sizes.residual_dropout) if (sizes := size.sizes) else 0.0
         check_graphs(config, mode, compute, dropout)
         if machine.lacks_delta_kernels:

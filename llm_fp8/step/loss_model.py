@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from llm_fp8.config.options import Config
 from llm_fp8.data.collate import Batch
 from llm_fp8.kernels.cross_entropy import IGNORE_INDEX, cap_, linear_cross_entropy_sum
-from llm_fp8.mixers.varlen import use_varlen_attention
 from llm_fp8.models.experts import experts_per_token
 from llm_fp8.models.model import decoder_layers, text_decoder
 from llm_fp8.models.source import text_config
@@ -66,6 +65,8 @@ class TrainingModel(nn.Module):
         self.uses_te_decoder = all(isinstance(layer, TEDecoderLayer) for layer in decoder_layers(model))
         self.packed_form = packed_form  # None if batches are not packed
         if packed_form == "varlen":
+            from llm_fp8.mixers.varlen import use_varlen_attention
+
             use_varlen_attention(self._decoder[0])
         config = text_config(model.config)
         factors = (getattr(config, name, None) or 1.0 for name in _SCALES)

@@ -228,8 +228,7 @@ class ShardedMicroBatchGraphs(MicroBatchGraphs):
 def bucket_of(batch: Batch) -> int | None:
     """Return the smallest of `BUCKETS` with room for the documents of a packed batch, or None if there is none."""
     assert batch.cu_seqlens is not None
-    num_documents = len(batch.cu_seqlens) - 1
-    return next((bucket for bucket in BUCKETS if num_documents <= bucket), None)
+    return next((bucket for bucket in BUCKETS if len(batch.cu_seqlens) - 1 <= bucket), None)
 
 
 def memory_beside_graphs(extra_bytes: int = 0) -> tuple[float, bool]:

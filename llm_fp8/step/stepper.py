@@ -26,7 +26,6 @@ from llm_fp8.distributed.strategy import DistributedStrategy
 from llm_fp8.observability.kernel_trace import StepProfile
 from llm_fp8.observability.metrics import StepTokens
 from llm_fp8.precision.context import Precision
-from llm_fp8.step import micro_batch_graphs
 from llm_fp8.step.loss_model import TrainingModel
 from llm_fp8.step.wgrad_fusion import FusedWgradAccumulation
 
@@ -92,18 +91,20 @@ class Stepper:
         `profile` is the profile of a recorded step. `steps` (used on the main rank) are the records of all steps up to
         `step`. If `asks_again` is set and the GPU is not often idle, `may_take_graphs` stays True for a later call.
         """
+        from llm_fp8.step.micro_batch_graphs import WORTH_GRAPHS, memory_beside_graphs
+
         sharded, gradients = self.strategy.shards_parameters, 0
         if not sharded and num_micro_batches == 1:  # without graphs, gradients reuse the memory of activations
             gradients = sum(parameter.nbytes for parameter in self.parameters)
         idle, communication_s = gathered((profile.gpu_idle(steps), profile.exposed_communication_s))[0]
-        lacking_gib, drops_graphs = micro_batch_graphs.memory_beside_graphs(gradients)
+        lacking_gib, drops_graphs = memory_beside_graphs(gradients)
         if idle is None:
             return None
         share = idle["share"]
         if not sharded:  # in sharded modes, communication mostly waits for hosts, and graphs include it
             share -= communication_s / idle["step_time_s"]
-        self.may_take_graphs = share < micro_batch_graphs.WORTH_GRAPHS and asks_again
-        if share < micro_batch_graphs.WORTH_GRAPHS or (sharded and num_micro_batches > 1):
+        self.may_take_graphs = share < WORTH_GRAPHS and asks_again
+        if share < WORTH_GRAPHS or (sharded and num_micro_batches > 1):
             return None
         if lacking_gib:
             consequence = f"--cuda_graphs would help, but might need {lacking_gib:.1f} GiB more than the GPU has"
@@ -127,18 +128,21 @@ class Stepper:
     def drop_graphs_if_memory_is_short(self) -> None:
         """Measure memory after a step. If it is short, every later eager pass deletes the graphs first. Collective."""
         if self.micro_batch_graphs is not None:
-            _, self.micro_batch_graphs.drops_before_eager = micro_batch_graphs.memory_beside_graphs()
+            from llm_fp8.step.micro_batch_graphs import memory_beside_graphs
 
-    def _build_graphs(self) -> micro_batch_graphs.MicroBatchGraphs:
+            _, self.micro_batch_graphs.drops_before_eager = memory_beside_graphs()
+
+    def _build_graphs(self) -> Any:
+        from llm_fp8.step.micro_batch_graphs import Capture, MicroBatchGraphs, ShardedMicroBatchGraphs
+
         sharded, collective = self.strategy.shards_parameters, self.accelerator.num_processes > 1
 
         def run(batch: Batch, num_supervised: Tensor, first: bool, last: bool) -> Tensor:
             return self._micro_batch_by_old_scales(batch, num_supervised, None if sharded else first, last)
 
         overwritten = [] if sharded else self.wgrad_accumulation.weights()
-        graphs = micro_batch_graphs.ShardedMicroBatchGraphs if sharded else micro_batch_graphs.MicroBatchGraphs
-        capture = micro_batch_graphs.Capture()
-        return graphs(run, self.parameters, overwritten, capture, self.precision.update_scales, collective)
+        graphs = ShardedMicroBatchGraphs if sharded else MicroBatchGraphs
+        return graphs(run, self.parameters, overwritten, Capture(), self.precision.update_scales, collective)
 
     def take_step(self, batches: list[Batch], start: Any = None) -> StepResult:
         """Run an optimizer step on this rank's micro-batches. `start` is the time stamp of its beginning."""

@@ -1,4 +1,4 @@
-"""Use private names of torch, torchao and Triton, checked in torch 2.11 and 2.13. No other file uses them.
+"""Use private names of torch and torchao, checked in torch 2.11 and 2.13. No other file uses them.
 A plain model needs only `_apply`, which classes may override. `wrap_forward` is here too.
 
     name                                                  test that notices a change (else AttributeError)
@@ -10,18 +10,13 @@ A plain model needs only `_apply`, which classes may override. `wrap_forward` is
     FSDPModule._get_fsdp_state, its _fsdp_param_groups    tests/distributed/test_wgrad_fusion_sharded.py; without them
       (2.13) or _fsdp_param_group (2.11), .fsdp_params    autograd and FSDP2 accumulate by themselves
     entry._module_info, ._unsharded_param, .unsharded_accumulated_grad
-    Autotuner.run, .warmup, AsyncCompileMode (Triton 3.7) tests/step/test_micro_batch_graphs_gpu.py
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -91,23 +86,6 @@ def recompilation_reasons() -> list[str]:
     reasons = [each.recompile_reason for each in torch._dynamo.utils.get_compilation_metrics()]
     torch._dynamo.utils.clear_compilation_metrics()
     return [reason for reason in reasons if reason]
-
-
-@contextlib.contextmanager
-def variants_compiled_in_threads() -> Iterator[None]:
-    """In the block, make Triton compile all variants of an autotuned kernel in threads before it times them in turn."""
-    from triton import AsyncCompileMode
-    from triton.runtime.autotuner import Autotuner
-
-    run = Autotuner.run
-
-    def run_compiled(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
-        with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool, ignore_errors=True):
-            self.warmup(*args, **kwargs)
-        return run(self, *args, warmup=warmup, **kwargs)
-
-    with patch.object(Autotuner, "run", run_compiled):
-        yield
 
 
 def ignore_in_ddp(module: nn.Module, names: list[str]) -> None:

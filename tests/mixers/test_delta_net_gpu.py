@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llm_fp8.utils.torch_internals import variants_compiled_in_threads
+from llm_fp8.mixers.delta_net import variants_compiled_in_threads
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")

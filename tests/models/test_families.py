@@ -23,8 +23,9 @@ from llm_fp8.data.collate import Layout
 from llm_fp8.mixers import varlen
 from llm_fp8.models.build import model_from_config
 from llm_fp8.models.lora import add_adapters
-from llm_fp8.settle.probe import VOCABULARY, probe, small_model, supports_varlen
-from llm_fp8.step.loss_model import TrainingModel
+from llm_fp8.models.model import text_decoder
+from llm_fp8.settle.probe import VOCABULARY, probe, small_model
+from llm_fp8.step.loss_model import PackedForm, TrainingModel
 from llm_fp8.utils.errors import UserError
 from llm_fp8.utils.hf_internals import chosen_attention
 from tests.support import hub_families as hub
@@ -173,8 +174,14 @@ def test_varlen_attention_is_used_where_it_computes_the_same(name, monkeypatch):
     model = small_model(hub_config(name, **dropout), None, CPU, torch.float32)
     first, second = sum(random_rows([[11], [14]], VOCABULARY, seed=3), [])
     batch = Layout(2, 32, 0, packed=True)([[first, second], [first]])
+    training = TrainingModel(model, length_config(32), torch.bfloat16)
+
+    def hidden_in(form: PackedForm) -> Tensor:
+        training.packed_form = form
+        return training.hidden(batch)[batch.input_ids != 0]
+
     with torch.no_grad():
-        assert supports_varlen(TrainingModel(model, length_config(32), torch.bfloat16), batch) == VARLEN[name]
+        assert varlen.supports_varlen(text_decoder(model), hidden_in, "rows") == VARLEN[name]
 
 
 def test_losses_and_gradients_of_varlen_attention_are_those_of_sdpa(monkeypatch):

@@ -177,13 +177,12 @@ class Difference:
 
 def _facts(run: RunRecord) -> dict[str, Any]:
     """Return the entries of a run's record that should be equal in all compared runs, whatever their variants."""
-    last = run.evaluations[-1] if run.evaluations else {}
     return {
         **{name: run.stored[name] for name in ("effective", "data", "model", "provenance")},
         "config": {name: section for name, section in run.stored["config"].items() if name != "precision"},
         "precision": {name: run.precision.get(name) for name in ("optimizer", "parameter_dtype")},
         "steps": len(run.steps),
-        "evaluated_tokens": float(last.get("eval_num_supervised_tokens", 0)),
+        "evaluated_tokens": float((run.evaluations or [{}])[-1].get("eval_num_supervised_tokens", 0)),
     }
 
 
