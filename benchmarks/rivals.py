@@ -416,7 +416,8 @@ def measure(job: Job, site: str | None, scratch: Path, timeout_s: float) -> dict
         environ = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
         environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "UNSLOTH_DISABLE_STATISTICS": "1"}
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus()[: job["num_gpus"]])
-        environ["PYTHONPATH"] = os.pathsep.join([*([site] if site else []), str(REPOSITORY)])
+        folders = (site, str(REPOSITORY), os.environ.get("PYTHONPATH"))
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
         place = {"log": scratch / f"{job['name']}.log", "cwd": REPOSITORY}
         outcome = run_program(command, environ=CUDA_DEFAULTS | environ, timeout_s=timeout_s, **place)
         entry = {name: job[name] for name in ("name", "package", "options", "batch_size", "micro_batches")}
