@@ -163,9 +163,8 @@ def summarise(work: Workload, variant: Variant, rounds: Sequence[Mapping[str, An
     return row | {"recorded_step": measured[-1].get("recorded_step")}
 
 
-def write_rows(output: Path | None, rows: Sequence[Mapping[str, Any]]) -> None:
-    if output is not None:
-        write_json_atomic(output, {"provenance": collect_provenance(sys.argv), "rows": rows})
+def write_rows(output: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    write_json_atomic(output, {"provenance": collect_provenance(sys.argv), "rows": rows})
 
 
 def measure_all(
@@ -242,7 +241,7 @@ def main() -> int:
     args = parser.parse_args()
     plan = measuring_plan(args)
     work = Workload(args.model, args.rows, args.length, args.micro_batches, args.num_gpus, args.dataset)
-    save = functools.partial(write_rows, args.output)
+    save = functools.partial(write_rows, args.output) if args.output else None
     rows = measure_all(work, parse_variants(args.variants, args.num_gpus), plan, save)
     print_table(rows)
     return EXIT_FAILED_CHECK if all("failed" in row for row in rows) else 0

@@ -13,9 +13,9 @@ are relative to bf16's result. The shape is Qwen3-30B-A3B's unless options chang
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 from llm_fp8.observability.provenance import collect_provenance
 from llm_fp8.tools.script import run_script, writable
 from llm_fp8.utils.errors import OneSentenceParser, UserError, positive
 from llm_fp8.utils.json_files import write_json_atomic
 
-FP8_MAX = 448.0  # of E4M3
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 BLOCK = 128
 
 
@@ -55,60 +56,39 @@ def placed(counts: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
     return places, expert_of
 
 
-def median_ms(work: Callable[[], object], repeats: int = 20) -> float:
-    """Return the median GPU time of `work` after three warm-up calls."""
-    times = []
-    for number in range(repeats + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        if number >= 3:
-            times.append(start.elapsed_time(end))
-    return statistics.median(times)
+def median_ms(work: Callable[[], object]) -> float:
+    return Timer("work()", globals={"work": work}).blocked_autorange().median * 1e3  # Timer warms up and synchronises
 
 
 def measure(rows: Tensor, weights: Tensor, counts: Tensor) -> dict[str, Any]:
     """Return times and errors of the product of `rows` [M, k], sorted by expert, and `weights` [experts, n, k]."""
-    ends, compiled = counts.cumsum(0).to(torch.int32), torch.compile(cast, dynamic=False)
-    exact = torch._grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+    ends, compiled, k = counts.cumsum(0).to(torch.int32), torch.compile(cast, dynamic=False), rows.shape[1]
+    in_bf16 = partial(torch._grouped_mm, rows, weights.transpose(1, 2), offs=ends)
+    exact = in_bf16()
 
-    def entry(
-        result: Tensor, product: Callable[[], object], casts: tuple[Callable[[], object], ...]
-    ) -> dict[str, float]:
+    def entry(result: Tensor, product: Callable[[], object], *casts: Callable[[], object]) -> dict[str, float]:
         error = (result.float() - exact.float()).norm() / exact.float().norm()
-        cast_rows_ms, cast_weights_ms = map(median_ms, casts)
-        figures = {"gemm_ms": median_ms(product), "cast_rows_ms": cast_rows_ms, "cast_weights_ms": cast_weights_ms}
-        return figures | {"error": float(error)}
+        times = dict(
+            zip(("gemm_ms", "cast_rows_ms", "cast_weights_ms"), map(median_ms, (product, *casts)), strict=True)
+        )
+        return times | {"error": float(error)}
 
-    k = rows.shape[1]
-    (a, scale_a), (b, scale_b) = compiled(rows, 1, k), compiled(weights, 1, k)
-    scales = scale_a.flatten(), scale_b.flatten(1)
-
-    def by_rows() -> Tensor:
-        return torch._scaled_grouped_mm(a, b.transpose(1, 2), *scales, offs=ends, out_dtype=torch.bfloat16)
-
-    casts = (lambda: compiled(rows, 1, k), lambda: compiled(weights, 1, k))
-    figures: dict[str, Any] = {"rows": entry(by_rows(), by_rows, casts)}
-    figures["bf16"] = {"gemm_ms": median_ms(lambda: torch._grouped_mm(rows, weights.transpose(1, 2), offs=ends))}
+    casts = partial(compiled, rows, 1, k), partial(compiled, weights, 1, k)
+    (a, scale_a), (b, scale_b) = (each() for each in casts)
+    operands = a, b.transpose(1, 2), scale_a.flatten(), scale_b.flatten(1)
+    by_rows = partial(torch._scaled_grouped_mm, *operands, offs=ends, out_dtype=torch.bfloat16)
+    figures: dict[str, Any] = {"rows": entry(by_rows(), by_rows, *casts), "bf16": {"gemm_ms": median_ms(in_bf16)}}
     try:
         from deep_gemm import get_mk_alignment_for_contiguous_layout, m_grouped_fp8_gemm_nt_contiguous
     except (ImportError, OSError) as error:
         return figures | {"blocks": " ".join(str(error).split())}
     places, expert_of = placed(counts, get_mk_alignment_for_contiguous_layout())
     apart = rows.new_zeros(len(expert_of), k).index_copy(0, places, rows)
-    quantised, result = (
-        (compiled(apart, 1, BLOCK), compiled(weights, BLOCK, BLOCK)),
-        rows.new_empty(len(apart), exact.shape[1]),
-    )
-
-    def by_blocks() -> None:
-        m_grouped_fp8_gemm_nt_contiguous(*quantised, result, expert_of)
-
+    result = rows.new_empty(len(apart), exact.shape[1])
+    casts = partial(compiled, apart, 1, BLOCK), partial(compiled, weights, BLOCK, BLOCK)
+    by_blocks = partial(m_grouped_fp8_gemm_nt_contiguous, *(each() for each in casts), result, expert_of)
     by_blocks()
-    casts = (lambda: compiled(apart, 1, BLOCK), lambda: compiled(weights, BLOCK, BLOCK))
-    return figures | {"blocks": entry(result[places], by_blocks, casts)}
+    return figures | {"blocks": entry(result[places], by_blocks, *casts)}
 
 
 def main() -> int:

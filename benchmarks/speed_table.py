@@ -88,11 +88,10 @@ def judge(row: Row, measured: list[Row]) -> list[str]:
     return sentences
 
 
-def save_rows(output: Path, earlier: list[Row], name: str, rows: list[Row]) -> list[Row]:
-    """Write the `earlier` rows and those of the table's row `name` to `output`. Return them."""
-    together = [*earlier, *({"row": name, **entry} for entry in rows)]
-    bench.write_rows(output, together)
-    return together
+def save_rows(output: Path, done: list[Row], start: int, name: str, rows: list[Row]) -> None:
+    """Replace `done` from `start` on by `rows`, those of the table's row `name`. Write all of it to `output`."""
+    done[start:] = [{"row": name, **entry} for entry in rows]
+    bench.write_rows(output, done)
 
 
 def verdict(reached: bool) -> str:
@@ -125,8 +124,8 @@ def main() -> int:
         elif work.num_gpus > num_gpus:
             print(f"{row['row']}: left out, because it needs {work.num_gpus} GPUs and {num_gpus} are visible")
         else:
-            save = functools.partial(save_rows, options.output, done, row["row"])
-            done = save(bench.measure_all(work, missing, plan, save))
+            save = functools.partial(save_rows, options.output, done, len(done), row["row"])
+            bench.measure_all(work, missing, plan, save)
         if measured := [entry for entry in done if entry["row"] == row["row"]]:
             bench.print_table(measured)
             print("\n".join(judge(row, measured)))

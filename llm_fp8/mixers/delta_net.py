@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import inspect
 import os
 from collections.abc import Iterator
@@ -240,6 +239,8 @@ def problem_of_kernels(sizes: DeltaNetSizes, device: torch.device, dtype: torch.
     z = torch.ones(1, _PROBE, sizes.num_heads, sizes.head_dim, **like)
     g, beta = (torch.zeros(1, _PROBE, sizes.num_heads, **like | {"dtype": kind}) for kind in (torch.float32, dtype))
     try:
+        import fla  # noqa: F401  # if it is missing, there is nothing to compile
+
         with torch.enable_grad(), variants_compiled_in_threads():
             cu_seqlens = torch.tensor([0, 5000, _PROBE], dtype=torch.int32, device=device)
             mix_by_kernels(net, qkv, z, g, beta, cu_seqlens).sum().backward()
@@ -250,13 +251,11 @@ def problem_of_kernels(sizes: DeltaNetSizes, device: torch.device, dtype: torch.
 
 @contextlib.contextmanager
 def variants_compiled_in_threads() -> Iterator[None]:
-    """In the block, make Triton compile all variants of an autotuned kernel in threads before it times them in turn. If
-    flash-linear-attention is installed, print why that takes long.
-    """
+    """In the block, let Triton compile all variants of a kernel in threads before it times them. Print why it waits."""
     from triton import AsyncCompileMode  # of Triton 3.6 and 3.7
     from triton.runtime.autotuner import Autotuner
 
-    if importlib.util.find_spec("fla") and LaunchRanks.from_environment(os.environ).rank == 0:
+    if LaunchRanks.from_environment(os.environ).rank == 0:
         say("gated delta rule: Triton compiles and times its kernels, on a new machine for a minute or more")
     run = Autotuner.run
 

@@ -21,11 +21,13 @@ def double(source, target, count, BLOCK: tl.constexpr):
 
 
 def test_variants_are_compiled_in_threads_before_they_are_timed(device, monkeypatch):
-    submitted = []
-    submit = triton.AsyncCompileMode.submit
-    monkeypatch.setattr(
-        triton.AsyncCompileMode, "submit", lambda mode, key, *rest: (submitted.append(key), submit(mode, key, *rest))[1]
-    )
+    submitted, submit = [], triton.AsyncCompileMode.submit
+
+    def recorded_submit(mode, key, *functions):
+        submitted.append(key)
+        return submit(mode, key, *functions)
+
+    monkeypatch.setattr(triton.AsyncCompileMode, "submit", recorded_submit)
     source, target = torch.arange(100.0, device=device), torch.empty(100, device=device)
     with variants_compiled_in_threads():
         double[lambda meta: (triton.cdiv(100, meta["BLOCK"]),)](source, target, 100)
