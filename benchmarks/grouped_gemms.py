@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Time the GEMMs of a mixture's experts in bf16 and fp8, and the casts that fp8 needs, on one GPU.
 
-    pip install --no-deps --target /tmp/deepgemm sgl-deep-gemm==0.2.1 apache-tvm-ffi==0.1.15.post2
+    pip install --target /tmp/deepgemm sgl-deep-gemm==0.2.1
     PYTHONPATH=/tmp/deepgemm python benchmarks/grouped_gemms.py --output grouped_gemms.json
 
 bf16 is torch's grouped GEMM. `rows` is torch's in fp8, with one scale for each row of tokens and of weights. `blocks`

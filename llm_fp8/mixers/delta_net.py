@@ -33,7 +33,7 @@ from llm_fp8.utils.ranks import LaunchRanks
 from llm_fp8.utils.torch_internals import wrap_forward
 
 _CHUNK = 64  # tokens of a document that flash-linear-attention's kernels compute together
-_PROBE = 8192  # tokens
+SAMPLE = 8192  # tokens with which kernels are timed
 _FUNCTIONS = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")  # for which transformers prefers optional packages
 
 
@@ -235,14 +235,14 @@ def problem_of_kernels(sizes: DeltaNetSizes, device: torch.device, dtype: torch.
     for parameter in net.parameters():
         nn.init.ones_(parameter)
     like: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": True}
-    qkv = torch.ones(1, _PROBE, sum(sizes.qkv_sizes), **like)
-    z = torch.ones(1, _PROBE, sizes.num_heads, sizes.head_dim, **like)
-    g, beta = (torch.zeros(1, _PROBE, sizes.num_heads, **like | {"dtype": kind}) for kind in (torch.float32, dtype))
+    qkv = torch.ones(1, SAMPLE, sum(sizes.qkv_sizes), **like)
+    z = torch.ones(1, SAMPLE, sizes.num_heads, sizes.head_dim, **like)
+    g, beta = (torch.zeros(1, SAMPLE, sizes.num_heads, **like | {"dtype": kind}) for kind in (torch.float32, dtype))
     try:
         import fla  # noqa: F401  # if it is missing, there is nothing to compile
 
         with torch.enable_grad(), variants_compiled_in_threads():
-            cu_seqlens = torch.tensor([0, 5000, _PROBE], dtype=torch.int32, device=device)
+            cu_seqlens = torch.tensor([0, 5000, SAMPLE], dtype=torch.int32, device=device)
             mix_by_kernels(net, qkv, z, g, beta, cu_seqlens).sum().backward()
     except Exception as error:  # missing, too old or new, or a failure of Triton: each has its own class
         return " ".join(str(error).split()) or type(error).__name__

@@ -68,11 +68,12 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
         advice = "Correct its config.json if it is wrong; else follow the error's advice, or use another model."
         with reading("--model_name", config.model.model_name, task, advice):
             model = small_model(hf_config, attention, device, dtype)
-            logits = model(input_ids=torch.from_numpy(documents[-1])[None].to(device), use_cache=False).logits
             training_model = TrainingModel(model, config.with_options(max_seq_length=ROW), dtype)
-            references = [_hidden_alone(training_model, torch.from_numpy(ids).to(device)) for ids in documents]
+            ids = torch.arange(delta_net.SAMPLE if compiles else LENGTHS[-1], device=device) % VOCABULARY
             with torch.enable_grad():  # flash-linear-attention does not support its backward pass on some GPUs
-                _hidden_alone(training_model, torch.from_numpy(documents[-1]).to(device)).sum().backward()
+                _hidden_alone(training_model, ids).sum().backward()  # first, as Triton times kernels with this length
+            logits = model(input_ids=torch.from_numpy(documents[-1])[None].to(device), use_cache=False).logits
+            references = [_hidden_alone(training_model, torch.from_numpy(ids).to(device)) for ids in documents]
         if difference := _differs(training_model.logits(references[-1]), logits, dtype):
             problem = f"changes its logits in a way that the loss here does not (by {difference:.2g})"
             raise UserError(f"{flag} {problem}; use another model.")
