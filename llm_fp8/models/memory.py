@@ -121,7 +121,7 @@ def saved_bytes(spec: te_llama.LayerSpec, recipe: str, adapted: frozenset[str], 
         return per_token + _BF16 * (2 * h + f + gated)
     row = RECIPES[recipe]
     assert row.saved_bytes_per_element is not None, f"the memory of {recipe} is not measured"
-    norms = 3 if "fprop" in row.gemms_in_fp8 else 2  # measured: a forward pass in fp8 saves one more
+    norms = 3 if "fprop" in row.gemms_in_fp8 and spec.mlp_norms[0] else 2  # measured: one more after norms in fp8
     return per_token + row.saved_bytes_per_element * (norms * h + q + f * (2 if row.saves_fc2_input_twice else 1))
 
 

@@ -29,7 +29,7 @@ CASES = [
     ("fsdp_full", "delayed", ["--use_te", "--gradient_checkpointing"]),
     ("fsdp_full", "delayed", ["--use_te", "--gradient_checkpointing=2"]),
     ("fsdp_full", "current", ["--gradient_checkpointing"]),
-    *((mode, "backward", ["--use_te"]) for mode in ("ddp", *FSDP, *DEEPSPEED)),
+    *((mode, "backward", ["--use_te"]) for mode in ("ddp", *FSDP, "fsdp_hybrid", *DEEPSPEED)),
     ("fsdp_full", "backward", ["--gradient_checkpointing"]),
     ("fsdp_grad", "backward", ["--use_te", "--gradient_checkpointing", *FOUR_MICRO_BATCHES]),
     ("deepspeed_3", "delayed", ["--use_te", "--gradient_checkpointing"]),

@@ -1,6 +1,6 @@
 """Tiny models of the supported families in the hub's layout, and a check of which features work with a family.
 
-`python -m tests.support.hub_families` prints the table of families in docs/precision.md, and that of their speeds, from
+`python -m tests.support.hub_families` prints the table of families in docs/precision.md, and those of their speeds, from
 benchmarks/results/families_4b.json.
 """
 
@@ -167,23 +167,21 @@ def write_hub_model(folder: Path, name: str) -> Path:
 
 
 DOCUMENT = REPOSITORY / "docs" / "precision.md"
-VARIANTS = {  # of benchmarks/families_4b.json -> column
-    "bf16": "bf16",
-    "fp8": "fp8",
-    "backward": "`backward`",
-    "hf_eager": "Hugging Face, eager",
-    "hf_compiled": "compiled",
-    "hf_torchao": "torchao's fp8",
+SPEED_TABLES = {  # title -> variant in benchmarks/families_4b.json -> column
+    "tokens/s with `--use_te`": {"bf16": "bf16", "fp8": "fp8"},
+    "tokens/s without it": {"hf_eager": "bf16, eager", "hf_compiled": "bf16", "hf_torchao": "fp8"},
 }
 
 
-def speed_rows() -> list[dict[str, str]]:
-    """Return the rows of the table of speeds: a row per model in `SPEEDS`, a column per variant."""
+def speed_rows(title: str) -> list[dict[str, str]]:
+    """Return the rows of a table of speeds: a row per model in `SPEEDS`, a column per variant of the table."""
     rows: dict[str, dict[str, str]] = {}
+    columns = SPEED_TABLES[title]
     for entry in read_json(SPEEDS)["rows"]:
-        speed = f"{entry['tokens_per_s']:,.0f}" if "tokens_per_s" in entry else ""
-        rows.setdefault(entry["model"], {"tokens/s": entry["model"]})[VARIANTS[entry["variant"]]] = speed
-    return [{title: row.get(title, "") for title in ("tokens/s", *VARIANTS.values())} for row in rows.values()]
+        if entry["variant"] in columns:
+            row = rows.setdefault(entry["model"], {title: entry["model"], **dict.fromkeys(columns.values(), "")})
+            row[columns[entry["variant"]]] = f"{entry['tokens_per_s']:,.0f}" if "tokens_per_s" in entry else ""
+    return list(rows.values())
 
 
 def check_family(name: str, folder: Path) -> dict[str, str]:
@@ -333,4 +331,4 @@ if __name__ == "__main__":
     for family in FAMILIES:
         with tempfile.TemporaryDirectory() as place:
             rows.append(check_family(family, Path(place)))
-    print(markdown_table(rows), markdown_table(speed_rows()), sep="\n\n")
+    print(markdown_table(rows), *(markdown_table(speed_rows(title)) for title in SPEED_TABLES), sep="\n\n")
