@@ -10,7 +10,7 @@ that is not replaced. A Llama layer looks like this:
     hidden [B, S, h]
       ├─ LayerNormLinear    RMSNorm + one fused QKV GEMM -> [B, S, (heads + 2 * kv_heads) * head_dim]
       │   split into q, k, v and RoPE with fp32 angles in one kernel (`llm_fp8.kernels.rope_triton`)
-      │       (Qwen3 normalises every q and k head in between; a QK norm or context parallelism needs TE's RoPE)
+      │       (Qwen3 normalises every q and k head in between; QK norm, GLM-4 and context parallelism need TE's RoPE)
       │   DotProductAttention   cuDNN or flash-attn, causal, GQA, sliding window
       │   Linear                output projection
       ├─ + residual
@@ -56,6 +56,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as apply_interleaved_rotary_pos_emb
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
 from llm_fp8.kernels.swiglu import fuse_swiglu_backward
@@ -141,14 +142,15 @@ class LayerSpec:
     attention_dropout: float = 0.0
     window: int | None = None  # number of last positions that a token attends to, including its own; None for all
     rope: str | None = None  # key of the RoPE table: the layer type or `NO_ROPE`; None if all layers share one table
+    interleaved_rope: bool = False  # True if RoPE rotates pairs of neighbours, not pairs of the first and second half
     activation: str = "swiglu"  # Transformer Engine's name: "swiglu", or "geglu" with the tanh approximation of GELU
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     joint_qk_norm: bool = False  # True if the QK norm is over all heads together, not over each head
-    fused_projections: bool = False
-    """If True, Hugging Face's q, k and v are one tensor (qkv_proj), and gate and up are another (gate_up_proj)."""
+    fused_projections: tuple[str, ...] = ()
+    """Which of qkv_proj (q, k and v) and gate_up_proj (gate and up) are one tensor in Hugging Face's layer."""
     residual_dropout: float = 0.0
     residual_scale: float = 1.0  # factor of the outputs of attention and MLP when they are added to the residual
     output_gate: bool = False  # True if q_proj also returns gates, whose sigmoid multiplies attention's output
@@ -177,7 +179,7 @@ class LayerSpec:
         if self.delta_net is not None:
             return self.delta_net.projections
         sizes = {"q_proj": self.q_size * (1 + self.output_gate), "k_proj": self.kv_size, "v_proj": self.kv_size}
-        return {"qkv_proj": sum(sizes.values())} if self.fused_projections else sizes
+        return {"qkv_proj": sum(sizes.values())} if "qkv_proj" in self.fused_projections else sizes
 
     @property
     def qk_norm_sizes(self) -> tuple[int, int]:
@@ -273,7 +275,16 @@ def _gemma3(config: Any) -> LayerSpecs:
 
 def _phi3(config: Any) -> LayerSpecs:
     """Describe Phi-3 and Phi-4, which have fused projections and may have dropout before residuals are added."""
-    return _llama(config, window=config.sliding_window, fused_projections=True, residual_dropout=config.resid_pdrop)
+    fused = ("qkv_proj", "gate_up_proj")
+    return _llama(config, window=config.sliding_window, fused_projections=fused, residual_dropout=config.resid_pdrop)
+
+
+def _glm4(config: Any) -> LayerSpecs:
+    """Describe GLM-4, which has four norms, a fused gate and up projection, and RoPE in pairs of neighbours."""
+    norms = {"attention_norms": ("input_layernorm", "post_self_attn_layernorm")}
+    norms |= {"mlp_norms": ("post_attention_layernorm", "post_mlp_layernorm")}
+    features: dict[str, Any] = {"interleaved_rope": True, "fused_projections": ("gate_up_proj",), "output_bias": False}
+    return _llama(config, window=None, **norms, **features)
 
 
 def _olmo(config: Any, joint_qk_norm: bool = True, **features: Any) -> tuple[LayerSpec, ...]:
@@ -303,22 +314,19 @@ def _qwen3_5(config: Any) -> LayerSpecs:
 
 FAMILIES: dict[str, Callable[[Any], LayerSpecs]] = {
     "llama": functools.partial(_llama, window=None),
-    "mistral": _mistral,
-    "mistral3": _mistral,
-    "ministral3": _mistral,
+    **dict.fromkeys(("mistral", "mistral3", "ministral3"), _mistral),
     "qwen2": functools.partial(_llama, qkv_bias=True, output_bias=False),  # no entry of the config says so
-    "qwen3": functools.partial(_llama, qk_norm=True),
+    **dict.fromkeys(("qwen3", "qwen3_vl"), functools.partial(_llama, qk_norm=True)),
     "smollm3": _smollm3,
     "seed_oss": _seed_oss,
     "granite": _granite,
     "phi3": _phi3,
+    "glm4": _glm4,
     "olmo2": functools.partial(_olmo, window=None),
     "olmo3": _olmo,
     "exaone4": _exaone4,
-    "gemma3": _gemma3,
-    "gemma3_text": _gemma3,
-    "qwen3_5": _qwen3_5,
-    "qwen3_5_text": _qwen3_5,
+    **dict.fromkeys(("gemma3", "gemma3_text"), _gemma3),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), _qwen3_5),
 }
 """model_type -> function from the language model's config to the description of its layers."""
 
@@ -349,12 +357,8 @@ def decoder_sizes(config: PretrainedConfig) -> DecoderSizes:
     """Return the sizes of a whole decoder. Raise `UnsupportedArchitecture` if `layer_specs` does."""
     specs, decoder = layer_specs(config), config.get_text_config(decoder=True)
     largest = max(filter(None, specs), key=lambda spec: (spec.delta_net is not None, spec.intermediate_size))
-    return DecoderSizes(
-        **vars(largest),
-        layers=specs,
-        vocab_size=decoder.vocab_size,
-        tied_embeddings=bool(config.tie_word_embeddings),
-    )
+    head = {"vocab_size": decoder.vocab_size, "tied_embeddings": bool(config.tie_word_embeddings)}
+    return DecoderSizes(**vars(largest), layers=specs, **head)
 
 
 def stacked(*tensors: tuple[str, tuple[int, ...]]) -> tuple[Part, ...]:
@@ -384,7 +388,8 @@ def layer_map(spec: LayerSpec) -> dict[str, tuple[Part, ...]]:
         entries["output.bias"] = stacked((f"{mixer}.{output}.bias", (h,)))
     norm, fc1, fc2 = ("mlp.fc1.", "mlp.fc1.", "mlp.fc2.") if spec.unfused_mlp else ("mlp.", "mlp.fc1_", "mlp.fc2_")
     # TE's SwiGLU and GeGLU apply the activation to the first half of fc1, as Hugging Face does to gate_up_proj.
-    gate_up = {"gate_up_proj": 2 * ffn} if spec.fused_projections else {"gate_proj": ffn, "up_proj": ffn}
+    fused = "gate_up_proj" in spec.fused_projections
+    gate_up = {"gate_up_proj": 2 * ffn} if fused else {"gate_proj": ffn, "up_proj": ffn}
     entries[f"{fc1}weight"] = stacked(*((f"mlp.{name}.weight", (size, h)) for name, size in gate_up.items()))
     entries[f"{fc2}weight"] = stacked(("mlp.down_proj.weight", (h, ffn)))
     if spec.mlp_bias:
@@ -544,15 +549,8 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         if spec.unfused_mlp:
             self.mlp = UnfusedMLP(spec, shared)
         else:
-            self.mlp = te.LayerNormMLP(
-                spec.hidden_size,
-                spec.intermediate_size,
-                bias=spec.mlp_bias,
-                normalization="RMSNorm",
-                activation=spec.activation,
-                **spec.norm_options,
-                **shared,
-            )
+            options = {"normalization": "RMSNorm", "activation": spec.activation, **spec.norm_options, **shared}
+            self.mlp = te.LayerNormMLP(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias, **options)
             if spec.activation == "swiglu" and not spec.mlp_bias:
                 fuse_swiglu_backward(self.mlp)
         self.mlp_norm = norm(spec.hidden_size) if spec.mlp_norms[1] else None
@@ -613,9 +611,9 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         return (self.q_norm(q), self.k_norm(k), v) if spec.qk_norm else (q, k, v)
 
     def _one_kernel_rotates(self, fused: Tensor) -> bool:
-        """Return True if `rope_triton` supports `fused`: on a GPU, without context parallelism and QK norm."""
+        """Return True if `rope_triton` supports `fused` and the layer: on a GPU, without context parallelism."""
         known = fused.is_cuda and fused.dtype in (torch.bfloat16, torch.float16, torch.float32)
-        return known and self.context_size == 1 and not self.spec.qk_norm
+        return known and self.context_size == 1 and not (self.spec.qk_norm or self.spec.interleaved_rope)
 
     def _split_and_rotate(
         self, fused: Tensor, angles: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
@@ -635,7 +633,7 @@ class TEDecoderLayer(GradientCheckpointingLayer):
             # The packed kernel starts a thread block for every pair of document and row of the table.
             freqs=angles[:max_seqlen] if packed else angles,
             tensor_format="thd" if packed else "bshd",
-            interleaved=False,
+            interleaved=self.spec.interleaved_rope,
             fused=True,
             cu_seqlens=cu_seqlens,
             cp_size=self.context_size,
@@ -657,15 +655,10 @@ class TEDecoderLayer(GradientCheckpointingLayer):
             rotated = self._split_and_rotate(fused.flatten(0, 1), angles, cu_seqlens, max_seqlen)
         else:
             rotated, max_seqlen = self._split_and_rotate(fused, angles, None, None), length
-        context = self.attention(
-            *rotated,
-            qkv_format="thd" if packed else "bshd",
-            attn_mask_type="padding_causal",
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=max_seqlen,
-            max_seqlen_kv=max_seqlen,
-        )
+        form: dict[str, Any] = {"qkv_format": "thd" if packed else "bshd", "attn_mask_type": "padding_causal"}
+        for kind in ("q", "kv"):
+            form |= {f"cu_seqlens_{kind}": cu_seqlens, f"max_seqlen_{kind}": max_seqlen}
+        context = self.attention(*rotated, **form)
         return context.reshape(batch, length, -1)
 
     def _general(
@@ -674,9 +667,11 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         """Compute attention with a 4-D mask (None: causal) and KV cache (if any): [B, S, size] -> [B, S, heads * d]."""
         batch, length = fused.shape[:2]
         assert position_ids is not None
-        angles = angles[position_ids].flatten(2)
+        angles, rotate = angles[position_ids].flatten(2), apply_rotary_pos_emb
+        if self.spec.interleaved_rope:  # Hugging Face's function, unlike TE's, takes angles with equal halves
+            angles, rotate = torch.cat((angles[..., ::2], angles[..., ::2]), dim=-1), apply_interleaved_rotary_pos_emb
         q, k, v = (part.transpose(1, 2) for part in self._split(fused))
-        q, k = apply_rotary_pos_emb(q, k, angles.cos().to(q.dtype), angles.sin().to(q.dtype))
+        q, k = rotate(q, k, angles.cos().to(q.dtype), angles.sin().to(q.dtype))
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
         dropout = self.spec.attention_dropout if self.training else 0.0
@@ -696,11 +691,8 @@ def _te_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
             state_dict = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in views.items()}
         base.save_pretrained(self, save_directory, state_dict=state_dict, **kwargs)
 
-    return type(
-        base.__name__,
-        (base,),
-        {"__doc__": base.__doc__, "__module__": base.__module__, "save_pretrained": save_pretrained},
-    )
+    namespace = {"__doc__": base.__doc__, "__module__": base.__module__, "save_pretrained": save_pretrained}
+    return type(base.__name__, (base,), namespace)
 
 
 def build_te_model(
@@ -730,6 +722,8 @@ def build_te_model(
         nn.Identity() if spec else layer for spec, layer in zip(specs, decoder.layers, strict=True)
     )
     rotary = RotaryTable(decoder.config, type(decoder.rotary_emb), torch.device(table_device or device))
+    if any(spec and spec.interleaved_rope for spec in specs):  # then neighbours have equal angles in TE's kernel
+        rotary.angles = {key: table.chunk(2, -1)[0].repeat_interleave(2, -1) for key, table in rotary.angles.items()}
     if all(specs):  # otherwise the remaining Hugging Face layers need Hugging Face's cos and sin
         decoder.rotary_emb = rotary
     if device.type != "meta":

@@ -263,10 +263,10 @@ class _Job:
 
     def describe(self, report: DataReport, sample: str, amounts: Sequence[str]) -> str:
         """Return text to print: origin, counts and `sample`. `amounts` says how much of each dataset is trained on."""
-        kind = "packed" if self.config.packing else "padded"
+        form = "packed" if self.config.packing else "padded (--packing fills them)"
         evaluated = ", ".join(f"split {source.split} of {source.name}" for source in self.evaluation)
         lines = [
-            f"data: {self.data.dataset_name}, {kind} sequences of {self.data.max_seq_length} tokens",
+            f"data: {self.data.dataset_name}, sequences of {self.data.max_seq_length} tokens, {form}",
             *(f"  {each.name}, split {each.split}: {n}" for each, n in zip(self.train, amounts, strict=True)),
             f"  evaluated on {evaluated or ('nothing' if self.data.validation_fraction == 0 else 'rows held out')}",
             *report.describe(),

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
 import te_llama
 from llm_fp8.data.collate import Batch
@@ -200,9 +200,9 @@ def _one_layer_model(config: PretrainedConfig, layer: int, dtype: torch.dtype, d
         if (of_layers := getattr(config, entry, None)) is not None:
             setattr(config, entry, [of_layers[layer]])
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    model.model.norm, model.model.embed_tokens = nn.Identity(), nn.Identity()
-    return model.model.train()
+        model: nn.Module = AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model.norm, model.embed_tokens = nn.Identity(), nn.Identity()
+    return model.train()
 
 
 @torch.no_grad()

@@ -68,14 +68,14 @@ OPTIONS = ("--max_steps=2", "--max_seq_length=256", "--batch_size=2", "--mixed_p
 
 @pytest.mark.parametrize(
     ("family", "decoder"),
-    [("Gemma 3", "--packing"), ("Gemma 3", "--use_te"), ("Mistral 3", "--use_te"), ("Qwen3.5", "--use_te")],
+    [("Gemma 3", "--packing"), *((family, "--use_te") for family in ("Gemma 3", "Mistral 3", "Qwen3-VL", "Qwen3.5"))],
 )
 def test_export_copies_towers_unchanged(tmp_path, rows, capsys, family, decoder, monkeypatch):
     """The source model is stored with its vision tower in bf16 and its language model in fp32."""
     install_stand_in(monkeypatch)
     source, run = write_hub_model(tmp_path / "source", family), tmp_path / "run"
     model = AutoModelForMultimodalLM.from_pretrained(source)
-    tower = "visual" if family == "Qwen3.5" else "vision_tower"
+    tower = "visual" if family.startswith("Qwen") else "vision_tower"
     getattr(model.model, tower).bfloat16()
     model.save_pretrained(source)
     train(f"--model_name={source}", f"--dataset_name={rows}", f"--output_dir={run}", decoder, *OPTIONS)

@@ -26,7 +26,7 @@ B200 = assumed_machine(LaunchRanks(), "B200", 178.0, (10, 0))
 ONE, FOUR, CPU = assumed_machine(LaunchRanks()), assumed_machine(TWO_HOSTS), Machine()
 LLAMA = LlamaConfig(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_hidden_layers=2, vocab_size=256)
 WINDOWED, DELTA_NET = dataclasses.replace(decoder_sizes(LLAMA), window=64), DeltaNetSizes(2, 8, 16, 16, 4)
-PHI = dataclasses.replace(WINDOWED, fused_projections=True)
+PHI = dataclasses.replace(WINDOWED, fused_projections=("qkv_proj",))
 
 
 def settled(options: str, machine: Machine = ONE, model: LlamaConfig = LLAMA) -> Settled:

@@ -42,6 +42,7 @@ FAMILIES = {
     "llama_longrope": dict(model_type="llama", head_dim=64, rope_scaling=_LONGROPE),
     "ministral3_scores": dict(model_type="ministral3", head_dim=64, rope_parameters=_YARN),
     "phi3_partial_rope": dict(model_type="phi3", partial_rotary_factor=0.75, sliding_window=24),
+    "glm4_pairs": dict(model_type="glm4", head_dim=64, attention_bias=True),
     "olmo2": dict(model_type="olmo2"),
     "olmo3_windows": dict(model_type="olmo3", sliding_window=24, rope_scaling=_SHORT_YARN),
     "exaone4_windows": dict(model_type="exaone4", sliding_window=24, sliding_window_pattern=2),

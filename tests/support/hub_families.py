@@ -1,7 +1,7 @@
 """Tiny models of the supported families in the hub's layout, and a check of which features work with a family.
 
-`python -m tests.support.hub_families` prints the table of families in docs/precision.md, and those of their speeds, from
-benchmarks/results/families_4b.json.
+`python -m tests.support.hub_families` prints the table of families in docs/precision.md, and the tables of speeds,
+from benchmarks/results/families_4b.json.
 """
 
 from __future__ import annotations

@@ -196,7 +196,9 @@ class DotProductAttention(nn.Module):
         return output
 
 
-def apply_rotary_pos_emb(x: Tensor, freqs: Tensor, tensor_format: str, cu_seqlens: Tensor | None, **_: Any) -> Tensor:
+def apply_rotary_pos_emb(
+    x: Tensor, freqs: Tensor, tensor_format: str, interleaved: bool, cu_seqlens: Tensor | None, **_: Any
+) -> Tensor:
     """Return x [tokens, heads, d] or [B, S, heads, d], of which the first r columns are rotated by the angles `freqs`
     [positions, 1, 1, r]. Positions count from 0 in every document or row.
     """
@@ -205,8 +207,9 @@ def apply_rotary_pos_emb(x: Tensor, freqs: Tensor, tensor_format: str, cu_seqlen
         positions = positions - cu_seqlens[torch.searchsorted(cu_seqlens, positions, right=True) - 1]
     angles = freqs[positions].flatten(1).unsqueeze(1)
     x, rest = x.split((angles.shape[-1], x.shape[-1] - angles.shape[-1]), dim=-1)
-    first, second = x.chunk(2, dim=-1)
-    rotated = x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
+    first, second = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    turned = torch.stack((-second, first), dim=-1 if interleaved else -2).flatten(-2)
+    rotated = x * angles.cos() + turned * angles.sin()
     return torch.cat((rotated.to(x.dtype), rest), dim=-1)
 
 
