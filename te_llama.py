@@ -150,7 +150,7 @@ class LayerSpec:
     qk_norm: bool = False
     joint_qk_norm: bool = False  # True if the QK norm is over all heads together, not over each head
     fused_projections: tuple[str, ...] = ()
-    """Which of qkv_proj (q, k and v) and gate_up_proj (gate and up) are one tensor in Hugging Face's layer."""
+    """Hugging Face's linear layers that hold several: qkv_proj (q, k and v), gate_up_proj (gate and up)."""
     residual_dropout: float = 0.0
     residual_scale: float = 1.0  # factor of the outputs of attention and MLP when they are added to the residual
     output_gate: bool = False  # True if q_proj also returns gates, whose sigmoid multiplies attention's output
