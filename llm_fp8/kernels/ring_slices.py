@@ -23,5 +23,4 @@ def slice_index(cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
     offset = torch.arange(len(document), device=bounds.device) - (bounds[:-1] // size)[document]
     chunk = lengths[document] // (2 * size)
     # A rank gets chunk `rank` of each document, then chunk 2 * size - 1 - rank.
-    chunks_before = torch.where(offset < chunk, rank, 2 * size - 2 - rank)
-    return bounds[:-1][document] + offset + chunk * chunks_before
+    return bounds[:-1][document] + offset + chunk * torch.where(offset < chunk, rank, 2 * size - 2 - rank)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -32,6 +32,7 @@ from llm_fp8.config.options import OptimConfig, OptimizerKind
 from llm_fp8.optim.adamw_master import draw_lower_bits_
 from llm_fp8.utils.errors import reading
 from llm_fp8.utils.te_internals import prefer_torchs_cudnn
+from llm_fp8.utils.torch_internals import local_of
 
 NamedParameters = Iterable[tuple[str, Parameter]]
 
@@ -107,9 +108,11 @@ def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_nor
     """Clip gradients to the global L2 norm `max_norm` (0: do not clip), and step. Return the unclipped norm in fp32."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     # torch's `clip_grad_norm_` accumulates in the gradients' dtype; in bf16 its error is up to 0.4 %.
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32)))
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()  # reduces over the ranks that hold shards
+    norms = torch.stack(torch._foreach_norm([local_of(g) for g in gradients], 2.0, dtype=torch.float32))
+    if isinstance(first := gradients[0], DTensor):  # add the squares over the ranks that hold shards
+        placements = [Partial() if placement.is_shard() else placement for placement in first.placements]
+        norms = DTensor.from_local(norms**2, first.device_mesh, placements).full_tensor().sqrt().to(norms.device)
+    norm = torch.linalg.vector_norm(norms)
     if max_norm > 0:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         inner = unwrap(optimizer)

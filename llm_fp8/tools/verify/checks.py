@@ -70,8 +70,7 @@ class Result:
 
     @property
     def status(self) -> str:
-        ok = "skipped" if self.skipped else "passed"
-        return "failed" if self.failures else "warning" if self.warnings else ok
+        return "failed" if self.failures else "warning" if self.warnings else "skipped" if self.skipped else "passed"
 
 
 @dataclass
