@@ -66,7 +66,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "unsloth_bf16": ("unsloth", {}),
 }
 """Name -> package and options."""
-SHAPES = {"Llama-3.2-1B": (16, 4), "Llama-3.2-3B": (8, 8), "Llama-3.1-8B": (4, 8), "Gemma-3-4B": (8, 4)}
+SHAPES = {"Llama-3.2-1B": (16, 4), "Llama-3.2-3B": (8, 8), "Llama-3.1-8B": (4, 8)}
+SHAPES |= dict.fromkeys(("Gemma-3-4B", "Qwen3.5-4B"), (8, 4))
 """Model -> (rows of a micro-batch, micro-batches of a step)."""
 RECORDED_STEP = 7  # the kernels of this step are recorded; our own runs record their fifth
 WARMUP = 8  # steps that are not timed
