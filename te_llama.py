@@ -56,7 +56,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as apply_interleaved_rotary_pos_emb
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
 from llm_fp8.kernels.swiglu import fuse_swiglu_backward
@@ -449,14 +448,14 @@ class RotaryTable(nn.Module):
     """RoPE angles of every position, with Hugging Face's frequencies. All layers, or all of one type, share a table.
 
     `angles` are fp32 [max_positions, 1, 1, rotary_dim] in the layout of TE's fused kernel: the halves of the last
-    dimension are equal. YaRN also multiplies cos and sin by a = `attention_scaling`. We multiply the
-    softmax scale by a² instead, since (a q)(a k) = a² q k.
+    dimension are equal, or neighbours if `interleaved`. YaRN also multiplies cos and sin by a = `attention_scaling`. We
+    multiply the softmax scale by a² instead, since (a q)(a k) = a² q k.
     """
 
-    def __init__(self, config: PretrainedConfig, hf_rotary_class: type[nn.Module], device: torch.device) -> None:
+    def __init__(self, config: Any, hf_class: type[nn.Module], device: torch.device, interleaved: bool = False) -> None:
         super().__init__()
         with torch.device("cpu"):
-            reference: Any = hf_rotary_class(config)
+            reference: Any = hf_class(config)
         positions = torch.arange(num_positions(config) or 0, dtype=torch.float32)
         self.attention_scaling: dict[str | None, float] = {}
         # A plain attribute rather than a buffer, because casting the model to bf16 must not cast it.
@@ -465,7 +464,8 @@ class RotaryTable(nn.Module):
             prefix = f"{layer_type}_" if layer_type else ""
             self.attention_scaling[layer_type] = float(getattr(reference, f"{prefix}attention_scaling"))
             angles = torch.outer(positions, getattr(reference, f"{prefix}inv_freq").float())
-            self.angles[layer_type] = torch.cat((angles, angles), dim=-1)[:, None, None, :].to(device)
+            angles = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
+            self.angles[layer_type] = angles[:, None, None, :].to(device)
 
     def forward(self, *_: object, **__: object) -> None:
         """Return no cos and sin to Hugging Face's model, since TE layers have their own `angles`."""
@@ -655,10 +655,15 @@ class TEDecoderLayer(GradientCheckpointingLayer):
             rotated = self._split_and_rotate(fused.flatten(0, 1), angles, cu_seqlens, max_seqlen)
         else:
             rotated, max_seqlen = self._split_and_rotate(fused, angles, None, None), length
-        form: dict[str, Any] = {"qkv_format": "thd" if packed else "bshd", "attn_mask_type": "padding_causal"}
-        for kind in ("q", "kv"):
-            form |= {f"cu_seqlens_{kind}": cu_seqlens, f"max_seqlen_{kind}": max_seqlen}
-        context = self.attention(*rotated, **form)
+        context = self.attention(
+            *rotated,
+            qkv_format="thd" if packed else "bshd",
+            attn_mask_type="padding_causal",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=max_seqlen,
+            max_seqlen_kv=max_seqlen,
+        )
         return context.reshape(batch, length, -1)
 
     def _general(
@@ -668,8 +673,10 @@ class TEDecoderLayer(GradientCheckpointingLayer):
         batch, length = fused.shape[:2]
         assert position_ids is not None
         angles, rotate = angles[position_ids].flatten(2), apply_rotary_pos_emb
-        if self.spec.interleaved_rope:  # Hugging Face's function, unlike TE's, takes angles with equal halves
-            angles, rotate = torch.cat((angles[..., ::2], angles[..., ::2]), dim=-1), apply_interleaved_rotary_pos_emb
+        if self.spec.interleaved_rope:
+            from transformers.models.glm4 import modeling_glm4
+
+            angles, rotate = angles[..., ::2].repeat(1, 1, 2), modeling_glm4.apply_rotary_pos_emb  # takes equal halves
         q, k, v = (part.transpose(1, 2) for part in self._split(fused))
         q, k = rotate(q, k, angles.cos().to(q.dtype), angles.sin().to(q.dtype))
         if cache is not None:
@@ -721,9 +728,8 @@ def build_te_model(
     layers = decoder.layers = nn.ModuleList(
         nn.Identity() if spec else layer for spec, layer in zip(specs, decoder.layers, strict=True)
     )
-    rotary = RotaryTable(decoder.config, type(decoder.rotary_emb), torch.device(table_device or device))
-    if any(spec and spec.interleaved_rope for spec in specs):  # then neighbours have equal angles in TE's kernel
-        rotary.angles = {key: table.chunk(2, -1)[0].repeat_interleave(2, -1) for key, table in rotary.angles.items()}
+    interleaved, table_device = any(s and s.interleaved_rope for s in specs), torch.device(table_device or device)
+    rotary = RotaryTable(decoder.config, type(decoder.rotary_emb), table_device, interleaved)
     if all(specs):  # otherwise the remaining Hugging Face layers need Hugging Face's cos and sin
         decoder.rotary_emb = rotary
     if device.type != "meta":

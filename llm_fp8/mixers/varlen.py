@@ -29,8 +29,7 @@ def use_varlen_attention(decoder: PreTrainedModel) -> None:
 
 def supports_varlen(decoder: PreTrainedModel, hidden_in: Callable[[Any], Tensor], form: Any) -> bool:
     """Return True if these kernels compute almost what `decoder` computes with its own attention, in bf16. `hidden_in`
-    returns its hidden states [tokens, h] of packed documents in a form, which must be `form` for its own attention. The
-    decoder is changed.
+    returns hidden states [tokens, h] of packed documents in a form: `form` for its own attention. Changes `decoder`.
     """
     for parameter in decoder.parameters():
         parameter.data = parameter.data.bfloat16()  # RoPE's buffers stay fp32, as in a run

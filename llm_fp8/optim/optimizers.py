@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -109,9 +109,9 @@ def clip_and_step(optimizer: Optimizer, parameters: Sequence[Parameter], max_nor
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     # torch's `clip_grad_norm_` accumulates in the gradients' dtype; in bf16 its error is up to 0.4 %.
     norms = torch.stack(torch._foreach_norm([local_of(g) for g in gradients], 2.0, dtype=torch.float32))
-    if isinstance(first := gradients[0], DTensor):  # add the squares over the ranks that hold shards
-        placements = [Partial() if placement.is_shard() else placement for placement in first.placements]
-        norms = DTensor.from_local(norms**2, first.device_mesh, placements).full_tensor().sqrt().to(norms.device)
+    if isinstance(first := gradients[0], DTensor):  # of DTensors, torch 2.14 cannot compute norms in another dtype
+        torch.distributed.all_reduce(norms.square_(), group=first.device_mesh.get_group("shard"))
+        norms.sqrt_()
     norm = torch.linalg.vector_norm(norms)
     if max_norm > 0:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

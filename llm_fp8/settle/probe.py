@@ -69,9 +69,9 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
         with reading("--model_name", config.model.model_name, task, advice):
             model = small_model(hf_config, attention, device, dtype)
             training_model = TrainingModel(model, config.with_options(max_seq_length=ROW), dtype)
-            ids = torch.arange(delta_net.SAMPLE if compiles else LENGTHS[-1], device=device) % VOCABULARY
+            sample = torch.arange(delta_net.SAMPLE if compiles else LENGTHS[-1], device=device) % VOCABULARY
             with torch.enable_grad():  # flash-linear-attention does not support its backward pass on some GPUs
-                _hidden_alone(training_model, ids).sum().backward()  # first, as Triton times kernels with this length
+                _hidden_alone(training_model, sample).sum().backward()  # first, as Triton times kernels with it
             logits = model(input_ids=torch.from_numpy(documents[-1])[None].to(device), use_cache=False).logits
             references = [_hidden_alone(training_model, torch.from_numpy(ids).to(device)) for ids in documents]
         if difference := _differs(training_model.logits(references[-1]), logits, dtype):

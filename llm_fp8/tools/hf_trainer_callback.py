@@ -198,7 +198,8 @@ def requested_precision(chosen: RequestedPrecision | None, launch: Mapping[str, 
 
 def _convertible(model: nn.Module) -> list[str]:
     """List the names of the linear layers, except the lm_head, that could be in fp8 but were not converted."""
-    return sorted(plain_linears(model).keys() - linears_left(model).keys())
+    not_convertible = linears_left(model)
+    return [name for name in plain_linears(model) if name not in not_convertible]
 
 
 def _expected_in_fp8(
