@@ -13,11 +13,9 @@ The recurrence runs in chunks of tokens, by flash-linear-attention's kernels (0.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -241,7 +239,8 @@ def problem_of_kernels(sizes: DeltaNetSizes, device: torch.device, dtype: torch.
     try:
         import fla  # noqa: F401  # if it is missing, there is nothing to compile
 
-        with torch.enable_grad(), variants_compiled_in_threads():
+        compile_variants_in_threads()
+        with torch.enable_grad():
             cu_seqlens = torch.tensor([0, 5000, SAMPLE], dtype=torch.int32, device=device)
             mix_by_kernels(net, qkv, z, g, beta, cu_seqlens).sum().backward()
     except Exception as error:  # missing, too old or new, or a failure of Triton: each has its own class
@@ -249,23 +248,24 @@ def problem_of_kernels(sizes: DeltaNetSizes, device: torch.device, dtype: torch.
     return None
 
 
-@contextlib.contextmanager
-def variants_compiled_in_threads() -> Iterator[None]:
-    """In the block, let Triton compile all variants of a kernel in threads before it times them. Print why it waits."""
+@functools.cache
+def compile_variants_in_threads() -> None:
+    """From now on let Triton compile all variants of a kernel in threads before it times them. Print why it waits."""
     from triton import AsyncCompileMode  # of Triton 3.6 and 3.7
     from triton.runtime.autotuner import Autotuner
 
     if LaunchRanks.from_environment(os.environ).rank == 0:
         say("gated delta rule: Triton compiles and times its kernels, on a new machine for a minute or more")
-    run = Autotuner.run
+    prune = Autotuner.prune_configs
 
-    def run_compiled(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
+    def prune_and_compile(self: Any, arguments: dict[str, Any]) -> list[Any]:
+        variants: list[Any] = prune(self, arguments)
         with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool, ignore_errors=True):
-            self.warmup(*args, **kwargs)
-        return run(self, *args, warmup=warmup, **kwargs)
+            for variant in variants:
+                self.fn.run(*self.nargs.values(), **{**arguments, **variant.all_kwargs(), "warmup": True})
+        return variants
 
-    with patch.object(Autotuner, "run", run_compiled):
-        yield
+    Autotuner.prune_configs = prune_and_compile
 
 
 def describe_kernels(problem: str | None) -> str:
@@ -280,10 +280,18 @@ def separate_documents(model: nn.Module, cu_seqlens: Tensor) -> None:
     """Make Hugging Face's gated delta nets compute packed [1, S, h] by document, with kernels where `DeltaNet` does."""
     lengths = cu_seqlens.diff().tolist()
 
-    def by_document(sizes: DeltaNetSizes, forward: Any, hidden_states: Tensor, **arguments: Any) -> Tensor:
-        usable = problem_of_kernels(sizes, hidden_states.device, hidden_states.dtype) is None
-        with contextlib.nullcontext() if usable else _torch_code():
-            return torch.cat([forward(document, **arguments) for document in hidden_states.split(lengths, 1)], dim=1)
+    def by_document(sizes: DeltaNetSizes, forward: Any, hidden_states: Tensor, **arguments: Any) -> Any:
+        if problem_of_kernels(sizes, hidden_states.device, hidden_states.dtype) is not None:
+            with _torch_code():
+                return torch.cat([forward(part, **arguments) for part in hidden_states.split(lengths, 1)], dim=1)
+        convolve = modeling_qwen3_5.causal_conv1d_fn
+
+        def convolve_by_document(columns: Tensor, *weights: Any, **options: Any) -> Tensor:
+            return torch.cat([convolve(part, *weights, **options) for part in columns.split(lengths, -1)], dim=-1)
+
+        # The delta rule's kernels take the documents together; for single ones Triton would compile other variants.
+        with patch.object(modeling_qwen3_5, "causal_conv1d_fn", convolve_by_document):
+            return forward(hidden_states, cu_seq_lens_q=cu_seqlens, **arguments)
 
     for net in model.modules():
         if isinstance(net, modeling_qwen3_5.Qwen3_5GatedDeltaNet):
@@ -291,14 +299,6 @@ def separate_documents(model: nn.Module, cu_seqlens: Tensor) -> None:
             wrap_forward(net, functools.partial(by_document, DeltaNetSizes(*heads, net.conv_kernel_size)))
 
 
-@contextlib.contextmanager
-def _torch_code() -> Iterator[None]:
-    """Make Hugging Face's gated delta nets run torch code, even if packages with kernels are installed."""
-    functions = {name: getattr(modeling_qwen3_5, name) for name in _FUNCTIONS}
-    try:
-        for name, function in functions.items():
-            setattr(modeling_qwen3_5, name, inspect.unwrap(function))
-        yield
-    finally:
-        for name, function in functions.items():
-            setattr(modeling_qwen3_5, name, function)
+def _torch_code() -> Any:
+    """Return a context in which Hugging Face's gated delta nets run torch code, even if kernels are installed."""
+    return patch.multiple(modeling_qwen3_5, **{n: inspect.unwrap(getattr(modeling_qwen3_5, n)) for n in _FUNCTIONS})

@@ -12,7 +12,6 @@ random weights. The checks are:
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib.util
 import math
@@ -55,7 +54,9 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
     has_delta_nets = device.type == "cuda" and hasattr(text_config(hf_config), "linear_num_key_heads")
     compiles = has_delta_nets and dtype == torch.bfloat16 and importlib.util.find_spec("fla") is not None
     if compiles:
-        from llm_fp8.mixers import delta_net
+        from llm_fp8.mixers.delta_net import SAMPLE, compile_variants_in_threads
+
+        compile_variants_in_threads()
     tries_varlen = config.packing and attention is None and device.type == "cuda" and dtype != torch.float32
     dtype = torch.bfloat16 if attention == "flash_attention_2" or compiles else torch.float32
     hf_config, longest = copy.deepcopy(hf_config), config.data.max_seq_length
@@ -63,13 +64,13 @@ def probe(config: Config, hf_config: PretrainedConfig, device: torch.device, dty
         entries |= {name: LENGTHS[0] + 1 for name in SWITCHES if (entries.get(name) or math.inf) <= longest}
     generator, reasons = torch.Generator().manual_seed(0), list[str]()
     documents = [torch.randint(1, VOCABULARY, (length,), generator=generator).numpy() for length in LENGTHS]
-    with torch.no_grad(), delta_net.variants_compiled_in_threads() if compiles else contextlib.nullcontext():
+    with torch.no_grad():
         task = "text by a small model of this architecture"
         advice = "Correct its config.json if it is wrong; else follow the error's advice, or use another model."
         with reading("--model_name", config.model.model_name, task, advice):
             model = small_model(hf_config, attention, device, dtype)
             training_model = TrainingModel(model, config.with_options(max_seq_length=ROW), dtype)
-            sample = torch.arange(delta_net.SAMPLE if compiles else LENGTHS[-1], device=device) % VOCABULARY
+            sample = torch.arange(SAMPLE if compiles else LENGTHS[-1], device=device) % VOCABULARY
             with torch.enable_grad():  # flash-linear-attention does not support its backward pass on some GPUs
                 _hidden_alone(training_model, sample).sum().backward()  # first, as Triton times kernels with it
             logits = model(input_ids=torch.from_numpy(documents[-1])[None].to(device), use_cache=False).logits

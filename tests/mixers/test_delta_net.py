@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from unittest import mock
 
 import pytest
 import torch
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from llm_fp8.mixers import delta_net
-from llm_fp8.mixers.delta_net import DeltaNet, DeltaNetSizes, chunks
+from llm_fp8.mixers.delta_net import DeltaNet, DeltaNetSizes, chunks, separate_documents
 from tests.support.stand_in_te import install_modules
 
 SIZES, BOUNDS = DeltaNetSizes(2, 8, 16, 16, 4), torch.tensor([0, 17, 30, 130], dtype=torch.int32)
@@ -52,6 +55,25 @@ def test_kernels_get_the_documents_of_packed_and_padded_rows(monkeypatch):
         for name, value in passed.items():
             assert torch.equal(conv.call_args.kwargs[name], value) and torch.equal(rule.call_args.kwargs[name], value)
         assert passed or not {"cu_seqlens", "chunk_indices"} & {*conv.call_args.kwargs, *rule.call_args.kwargs}
+
+
+def test_hugging_faces_net_computes_documents_by_kernels_as_by_torch_code(monkeypatch):
+    torch_rule = inspect.unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)
+
+    def rule_of_kernels(*qkv, g, beta, cu_seqlens, **options):
+        parts = zip(*(tensor.split(cu_seqlens.diff().tolist(), 1) for tensor in (*qkv, g, beta)), strict=True)
+        outputs = [torch_rule(*part[:3], g=part[3], beta=part[4], use_qk_l2norm_in_kernel=True)[0] for part in parts]
+        return torch.cat(outputs, 1), None
+
+    sizes = dict(linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=8)
+    config = Qwen3_5TextConfig(hidden_size=32, num_hidden_layers=1, layer_types=["linear_attention"], **sizes)
+    net, hidden = modeling_qwen3_5.Qwen3_5GatedDeltaNet(config, 0), torch.randn(1, 130, 32)
+    expected = torch.cat([net(document) for document in hidden.split(BOUNDS.diff().tolist(), 1)], 1)
+    separate_documents(net, BOUNDS)
+    torch.testing.assert_close(net(hidden), expected)
+    monkeypatch.setattr(delta_net, "problem_of_kernels", lambda *_: None)
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", rule_of_kernels)
+    torch.testing.assert_close(net(hidden), expected)
 
 
 @pytest.mark.parametrize("lengths", [[17, 13, 100], [130], [64, 64], [128, 1], [1, 1, 1], [63, 65, 64], [130, 0, 0]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llm_fp8.mixers.delta_net import variants_compiled_in_threads
+from llm_fp8.mixers.delta_net import compile_variants_in_threads
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -28,8 +28,11 @@ def test_variants_are_compiled_in_threads_before_they_are_timed(device, monkeypa
         return submit(mode, key, *functions)
 
     monkeypatch.setattr(triton.AsyncCompileMode, "submit", recorded_submit)
+    autotuner = triton.runtime.autotuner.Autotuner
+    monkeypatch.setattr(autotuner, "prune_configs", autotuner.prune_configs)  # restored after the test
+    compile_variants_in_threads.__wrapped__()
     source, target = torch.arange(100.0, device=device), torch.empty(100, device=device)
-    with variants_compiled_in_threads():
+    for _ in range(2):  # the second time they are known
         double[lambda meta: (triton.cdiv(100, meta["BLOCK"]),)](source, target, 100)
     assert torch.equal(target, 2 * source)
-    assert len(set(submitted)) == len(SIZES)
+    assert len(submitted) == len(SIZES)
