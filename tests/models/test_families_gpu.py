@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from inspect import signature
 
 import pytest
 import torch
-from torch.nn.attention.varlen import varlen_attn
 
 from llm_fp8.config.parser import parse_config
 from llm_fp8.settle.probe import probe
+from tests.support.families import HAS_VARLEN
 from tests.support.hub_families import CPU, hub_config
 
 pytestmark = pytest.mark.gpu
@@ -24,8 +23,7 @@ def test_packing_is_allowed_on_the_gpu_as_on_the_cpu(name, attention, device):
         pytest.skip("transformers 5.23 has no sdpa for Gemma 2")
     options = parse_config(["--packing", f"--attn_implementation={attention}"])
     assert probe(options, hub_config(name), CPU, torch.float32) == "rows"
-    has_kernels = attention == "auto" and name != "Gemma 2" and "enable_gqa" in signature(varlen_attn).parameters
-    fastest = "varlen" if has_kernels else "rows"
+    fastest = "varlen" if HAS_VARLEN and attention == "auto" and name != "Gemma 2" else "rows"
     assert probe(options, hub_config(name), device, torch.bfloat16) == fastest
 
 

@@ -6,11 +6,8 @@ Gradients are compared for padded and packed batches, and losses for whole runs 
 
 from __future__ import annotations
 
-from inspect import signature
-
 import pytest
 import torch
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoModelForCausalLM
 
 from llm_fp8.models.parity import relative_difference
@@ -18,7 +15,7 @@ from llm_fp8.step.loss_model import TrainingModel
 from llm_fp8.utils.packages import package_version
 from tests.support import gpu_training
 from tests.support.batches import BATCHES, S
-from tests.support.families import family_config
+from tests.support.families import HAS_VARLEN, family_config
 from tests.support.small import length_config
 
 FAMILIES = ("llama3_rope_gqa", "mistral_window", "qwen2_qkv_bias_tied", "qwen3_qk_norm_head_dim")
@@ -40,7 +37,7 @@ SAME_LOSS = 0.02
 
 pytestmark = pytest.mark.gpu
 needs_flash_attn = pytest.mark.skipif(package_version("flash-attn") is None, reason="needs flash-attn")
-needs_varlen = pytest.mark.skipif("enable_gqa" not in signature(varlen_attn).parameters, reason="needs a newer torch")
+needs_varlen = pytest.mark.skipif(not HAS_VARLEN, reason="needs a newer torch")
 FORMS = {"sdpa": "rows", "flash_attention_2": "line", "varlen": "varlen"}
 
 

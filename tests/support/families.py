@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import te_llama
@@ -13,6 +15,7 @@ from llm_fp8.models.model import Model
 from llm_fp8.models.source import EMBEDDED_MODEL, StoredCheckpoint
 from tests.support.small import LONGROPE, tiny_config
 
+HAS_VARLEN = "enable_gqa" in signature(varlen_attn).parameters  # torch's kernels for heads that share keys and values
 _LONGROPE = LONGROPE | dict(short_factor=[1.5] * 32, long_factor=[4.0] * 32, original_max_position_embeddings=128)
 _YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=128)
 _YARN |= dict(mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)
